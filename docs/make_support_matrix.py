@@ -15,13 +15,11 @@ from pathlib import Path
 
 from kvview_vllm.releases import differences
 from kvview_vllm.releases.beyond import KNOWN
-from kvview_vllm.releases.release import Difference
-from kvview_vllm.releases.tiers import TierSeam
 from kvview_vllm.releases.versions import RELEASES, is_between
 
 PAGE = Path(__file__).parent / "support-matrix.md"
 
-DIFFERENCES: tuple[Difference, ...] = (*differences(), *TierSeam.differences())
+DIFFERENCES = differences()
 _SPANS = {each.name: (each.first_release, each.last_release) for each in DIFFERENCES}
 _SPANS |= {each.name: (each.since, None) for each, _ in KNOWN}
 
@@ -45,7 +43,7 @@ _DIFFERENCES_HEAD = """\
 ## Differences between releases
 
 The adapter finds each of these differences on the classes of the installed vLLM, not by its
-version. The table is made from `kvview_vllm/releases/release.py` and `tiers.py`.
+version. The table is made from `kvview_vllm/releases/differences.toml`.
 """
 
 

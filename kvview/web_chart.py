@@ -10,9 +10,6 @@ WIDTH, LEFT, RIGHT, TOP = 900, 72, 34, 14
 _HATCHED = "held"  # so that it differs not only by colour; the page's style has the colours
 _HATCH = 7  # pixels from one line to the next
 
-HIT_KINDS = (("engine", "hit on the GPU"), ("held", "hit on the host"), ("free", "computed"))
-"""Classes and labels of the sources of prompt blocks."""
-
 Point = tuple[float, float]
 
 
@@ -71,12 +68,6 @@ class Chart:
             f"{escape(title)}</text>"
         )
         return parts
-
-    def shares(self, title: str) -> list[str]:
-        """Draw the vertical axis with shares in percent."""
-        every = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 1.0) if self._top / step <= 8)
-        numbers = range(int(self._top / every + 1e-9) + 1)
-        return self.up(title, [(n * every, f"{n * every:.0%}") for n in numbers])
 
     def tick(self, at: float, label: str, row: int = 0) -> str:
         """Draw a label of the horizontal axis."""
@@ -141,20 +132,6 @@ class Chart:
             f'<div class="wide"><svg viewBox="0 0 {WIDTH} {self.height}" role="img" '
             f'aria-label="{escape(self._name)}">{"".join(parts)}{axes}</svg></div>'
         )
-
-
-def hit_areas(moments: Iterable[tuple[int, int, int]]) -> list[Area]:
-    """Make areas of the shares of prompt blocks.
-
-    Args:
-        moments: Blocks hit on the GPU, blocks hit on the host, and all blocks.
-    """
-    heights = [
-        (gpu / blocks, host / blocks, 1 - (gpu + host) / blocks) if blocks else (0.0, 0.0, 0.0)
-        for gpu, host, blocks in moments
-    ]
-    columns = list(zip(*heights, strict=True)) or [(), (), ()]
-    return [Area(*kind, column) for kind, column in zip(HIT_KINDS, columns, strict=True)]
 
 
 def points_of(points: Iterable[Point]) -> str:

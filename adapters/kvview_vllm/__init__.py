@@ -6,17 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvview_vllm.offloading import VLLMOffloadingManager as VLLMOffloadingManager
     from kvview_vllm.pool import VLLMBlockPoolView as VLLMBlockPoolView
     from kvview_vllm.pool import view as view
 
 _MODULE_OF = {
     "VLLMBlockPoolView": "kvview_vllm.pool",
-    "VLLMOffloadingManager": "kvview_vllm.offloading",
     "view": "kvview_vllm.pool",
 }
 
-__all__ = ["VLLMBlockPoolView", "VLLMOffloadingManager", "view"]
+__all__ = ["VLLMBlockPoolView", "view"]
 
 
 def __getattr__(name: str) -> Any:

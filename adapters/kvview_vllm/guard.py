@@ -75,7 +75,7 @@ class LeakReporter:
     def step(self) -> None:
         """Expire leases, and examine holds if it is time."""
         guard = self.guard
-        if guard.deadlines:
+        if guard.is_open and guard.next_deadline <= guard.now():
             _log("a lease expired", guard.release_expired())
         if guard.now() >= self._next_look and guard.is_open:
             self._look()

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -172,17 +172,30 @@ class OutputFile(click.ParamType[str]):
 
 
 class JSONOption(click.Option):
+    """``--json FILE``; see :func:`json_option`."""
+
+    def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
+        text = "Write the report to FILE ('-' for stdout)."
+        super().__init__(names, type=OutputFile(), metavar="FILE", help=text)
+        self.schemas = schemas
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def json_option(schemas: dict[str, str]) -> Decorator:
     """``--json FILE``: the report of a command.
 
     Args:
         schemas: Dataclasses or pydantic models of the reports that the command may write, as
             targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
     """
+    return click.option("--json", "json_file", cls=JSONOption, schemas=schemas)
 
-    def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
-        text = "Write the report to FILE ('-' for stdout)."
-        super().__init__(names, type=OutputFile(), metavar="FILE", help=text)
-        self.schemas = schemas
+
+def target_options(text: str) -> Decorator:
+    """``--option KEY=VALUE``, repeatable: options of the target; ``text`` is the help."""
+    return click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=text)
 
 
 def _require_writable(option: str, path: str) -> None:

@@ -1,4 +1,4 @@
-"""The table of wire formats in which engines publish KV events; it needs no package.
+"""The table of wire formats in which engines publish KV events, ``formats.toml``.
 
 A message on the PUB socket has three frames: topic, sequence number (8 bytes, big-endian),
 and a batch in msgpack. A batch is the array ``[time, events, rank]`` in every release. Events
@@ -11,19 +11,18 @@ are written in one of two ways:
 
 A reader of arrays cannot read maps, nor the reverse. Frames of a replay have two layouts
 (:attr:`WireFormat.replay_topic`).
-
-Source: ``vllm/distributed/kv_events.py`` of 0.11.0 to 0.33.0, against which
-``tests/vllm/make_event_corpus.py`` checks each row; SGLang's
-``sglang/srt/disaggregation/kv_events.py`` and its pull requests #30827 (metadata) and #37482
-(maps), read on 2026-11-22.
 """
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from kvview.errors import ConfigError
 
@@ -49,7 +48,6 @@ class Field:
     Args:
         name: Its name in maps; arrays have no names.
         kind: Its type.
-        meaning: Its meaning, in a sentence.
         since: First release that writes it.
         is_nullable: Whether nil stands for no value.
         is_omitted: Whether maps omit it if it has no value. Every other field is required.
@@ -57,62 +55,9 @@ class Field:
 
     name: str
     kind: Kind
-    meaning: str
     since: str = ""
     is_nullable: bool = False
     is_omitted: bool = False
-
-
-def _optional(name: str, kind: Kind, meaning: str, since: str) -> Field:
-    return Field(name, kind, meaning, since, is_nullable=True, is_omitted=True)
-
-
-_HASHES = Field("block_hashes", Kind.HASHES, "Hashes of the blocks, in prefix order.")
-_PARENT = Field(
-    "parent_block_hash",
-    Kind.HASH,
-    "Hash of the block before the first; nil at the start.",
-    is_nullable=True,
-)
-_TOKENS = "Tokens of all blocks, concatenated; empty if the event names only the medium."
-_SIZE = Field("block_size", Kind.INTEGER, "Tokens in each block; 0 from vLLM 0.20's offloading.")
-_LORA = Field("lora_id", Kind.INTEGER, "Number of the LoRA, which has a name.", is_nullable=True)
-_MEDIUM = "The medium of the blocks: GPU, CPU and others."
-
-_VLLM_STORED = (
-    _HASHES,
-    _PARENT,
-    Field("token_ids", Kind.TOKENS, _TOKENS),
-    _SIZE,
-    _LORA,
-    Field("medium", Kind.TEXT, _MEDIUM, is_nullable=True),
-    Field("lora_name", Kind.TEXT, "Name of the LoRA.", "0.14.0", is_nullable=True),
-    _optional(
-        "extra_keys",
-        Kind.EXTRA_KEYS,
-        "Further values in each hash: LoRA, images, salt, embeddings.",
-        "0.17.0",
-    ),
-    _optional("group_idx", Kind.INTEGER, "KV-cache group of the blocks.", "0.20.0"),
-    _optional("kv_cache_spec_kind", Kind.TEXT, "Kind of attention of the group.", "0.22.0"),
-    _optional("kv_cache_spec_sliding_window", Kind.INTEGER, "Tokens of its window.", "0.22.0"),
-    _optional("locality", Kind.TEXT, "LOCAL or REMOTE to the publisher.", "0.26.0"),
-    _optional("ownership", Kind.TEXT, "The second tier that wrote it.", "0.29.0"),
-    _optional("session_id", Kind.TEXT, "Session of the request that stored it.", "0.30.0"),
-    _optional(
-        "lookahead_token_ids",
-        Kind.TOKEN_LISTS,
-        "Tokens beyond each block that are in its hash.",
-        "0.33.0",
-    ),
-)
-_VLLM_REMOVED = (
-    _HASHES,
-    Field("medium", Kind.TEXT, _MEDIUM, is_nullable=True),
-    *(field for field in _VLLM_STORED if field.name in ("group_idx", "locality", "ownership")),
-)
-_VLLM_MAPS_SINCE = "0.24.0"
-_VLLM_REPLAY_TOPIC_SINCE = "0.26.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,67 +106,62 @@ def version(release: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _written_by(fields: tuple[Field, ...], release: str) -> tuple[Field, ...]:
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def _fields(rows: Iterable[Mapping[str, Any]]) -> tuple[Field, ...]:
     return tuple(
-        field for field in fields if not field.since or version(field.since) <= version(release)
+        Field(
+            row["name"],
+            Kind[row["kind"]],
+            row.get("since", ""),
+            is_nullable="is_nullable" in row or "is_omitted" in row,
+            is_omitted="is_omitted" in row,
+        )
+        for row in rows
     )
 
 
-def _vllm_formats() -> tuple[WireFormat, ...]:
-    changes = {field.since for field in (*_VLLM_STORED, *_VLLM_REMOVED) if field.since}
-    changes |= {"0.11.0", _VLLM_MAPS_SINCE, _VLLM_REPLAY_TOPIC_SINCE}
-    return tuple(
-        WireFormat(
+def _vllm_formats() -> Iterator[WireFormat]:
+    table = _TABLE["vllm"]
+    maps, topics = version(table["maps_since"]), version(table["replay_topic_since"])
+    fields = _fields(table["stored"])
+    by_name = {field.name: field for field in fields}
+    removed = [by_name[name] for name in table["removed"]]
+    changes = {field.since for field in fields if field.since}
+    changes |= {"0.11.0", table["maps_since"], table["replay_topic_since"]}
+    for since, until in pairwise([*sorted(changes, key=version), ""]):
+        release = version(since)
+        yield WireFormat(
             name=f"vllm-{since.removesuffix('.0')}",
             producer="vllm",
             since=since,
             until=until,
-            is_map=version(since) >= version(_VLLM_MAPS_SINCE),
-            stored=_written_by(_VLLM_STORED, since),
-            removed=_written_by(_VLLM_REMOVED, since),
-            replay_topic=version(since) >= version(_VLLM_REPLAY_TOPIC_SINCE),
+            is_map=release >= maps,
+            stored=tuple(f for f in fields if not f.since or version(f.since) <= release),
+            removed=tuple(f for f in removed if not f.since or version(f.since) <= release),
+            replay_topic=release >= topics,
         )
-        for since, until in pairwise([*sorted(changes, key=version), ""])
-    )
 
 
-_SGLANG_TOKENS = Field("token_ids", Kind.TOKENS_OR_PAIRS, _TOKENS)
-_SGLANG_STORED = (_HASHES, _PARENT, _SGLANG_TOKENS, _SIZE, _LORA)
-_SGLANG_MEDIUM = Field("medium", Kind.TEXT, _MEDIUM, is_nullable=True)
-_SGLANG_METADATA = _optional("metadata", Kind.METADATA, "The salt, as ``cache_salt``.", "0.5.18")
-_SGLANG_MAP_MEDIUM = _optional("medium", Kind.TEXT, _MEDIUM, "")
-_SGLANG = (
-    WireFormat(
-        "sglang-arrays", "sglang", "", "", False, _SGLANG_STORED, (_HASHES,), has_rank=False
-    ),
-    WireFormat("sglang-rank", "sglang", "", "", False, _SGLANG_STORED, (_HASHES,)),
-    WireFormat(
-        "sglang-metadata",
-        "sglang",
-        "",  # the metadata from 0.5.18, the medium before
-        "#37482",
-        False,
-        (*_SGLANG_STORED, _SGLANG_MEDIUM, _SGLANG_METADATA),
-        (_HASHES, _SGLANG_MEDIUM),
-        is_cut=True,
-    ),
-    WireFormat(
-        "sglang-maps",
-        "sglang",
-        "#37482",
-        "",
-        True,
-        (
-            *_SGLANG_STORED,
-            _SGLANG_MAP_MEDIUM,
-            _optional("cache_salt", Kind.TEXT, "Separates the caches of tenants.", ""),
-            _optional("session_id", Kind.TEXT, "Session of the request that stored it.", ""),
-        ),
-        (_HASHES, _SGLANG_MAP_MEDIUM),
-    ),
-)
+def _sglang_formats() -> Iterator[WireFormat]:
+    fields = _fields(_TABLE["sglang"]["stored"])
+    for row in _TABLE["sglang"]["formats"]:
+        more = _fields(row.get("more", ()))
+        yield WireFormat(
+            name=row["name"],
+            producer="sglang",
+            since=row.get("since", ""),
+            until=row.get("until", ""),
+            is_map=row.get("is_map", False),
+            stored=(*fields, *more),
+            removed=(fields[0], *(field for field in more if field.name == "medium")),
+            has_rank=row.get("has_rank", True),
+            is_cut=row.get("is_cut", False),
+        )
 
-WIRE_FORMATS: tuple[WireFormat, ...] = (*_vllm_formats(), *_SGLANG)
+
+WIRE_FORMATS: tuple[WireFormat, ...] = (*_vllm_formats(), *_sglang_formats())
 """All formats; those of each producer from the oldest to the newest."""
 
 

@@ -7,12 +7,10 @@ Source: vLLM issues #41383 and #46289.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+NEVER = float("inf")
 _RETRY_SECONDS = 1.0
-_FEW_STALE = 32
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,14 @@ class Hold:
         block_ids: The blocks, one entry per reference.
         job: Name of the job, for reports.
         stamp: Time, request and caller of the lease.
-        deadline: Seconds on the guard's clock, or None.
-        ticket: Number of its entry in the heap of deadlines; every other entry is stale.
+        deadline: Seconds on the guard's clock; infinite for no deadline.
         is_active: False once it was released or expired.
     """
 
     block_ids: tuple[int, ...]
     job: object
     stamp: Stamp
-    deadline: float | None = None
-    ticket: int | None = None
+    deadline: float = NEVER
     is_active: bool = True
 
 
@@ -103,7 +99,7 @@ class GuardedLease(NotCopyable):
     @property
     def deadline(self) -> float | None:
         """Seconds on the guard's clock at which the lease expires, or None."""
-        return self._hold.deadline
+        return None if self._hold.deadline == NEVER else self._hold.deadline
 
     @property
     def is_active(self) -> bool:
@@ -162,10 +158,10 @@ class GuardedLeases(AtHome):
         super().__init__(owner, view)
         self.now = clock
         self._lease_view: LedgerView | None = None
-        self._holds: set[Hold] = set()  # of leases, until their blocks are back
-        self.deadlines: list[tuple[float, int, Hold]] = []  # a heap
-        self._num_stale = 0  # its entries of leases that were released or renewed
-        self._tickets = count()
+        # Of leases, until their blocks are back; in the order in which they were taken or renewed.
+        self._holds: dict[Hold, None] = {}
+        self.next_deadline = NEVER
+        """No lease expires before this time; the lease that had it may have ended."""
 
     @property
     def now(self) -> Callable[[], float]:
@@ -178,7 +174,7 @@ class GuardedLeases(AtHome):
 
     def _enter(self) -> None:
         self._check_open()
-        if self.deadlines and self.deadlines[0][0] <= self.now():
+        if self.next_deadline != NEVER and self.next_deadline <= self.now():
             self._expire()
 
     def _take(self, block_ids: list[int], job: object, ttl: float | None) -> GuardedLease:
@@ -193,7 +189,7 @@ class GuardedLeases(AtHome):
         null = self._view.ledger.null_block_id
         real = tuple(block_id for block_id in block_ids if block_id != null)
         hold = Hold(real, job, stamp)
-        self._holds.add(hold)
+        self._holds[hold] = None
         self.stats.leases += 1
         self.stats.active_leases += 1
         if ttl is not None:
@@ -207,17 +203,17 @@ class GuardedLeases(AtHome):
             The leases that ended, earliest deadline first.
         """
         self._check_open()
-        return self._expire()
+        return self._expire() if self.next_deadline <= self.now() else []
+
+    def expiring(self) -> list[Hold]:
+        """Return the active leases with a deadline; for engines."""
+        return [hold for hold in self._holds if hold.is_active and hold.deadline != NEVER]
 
     def _expire(self) -> list[Leak]:
         expired = []
-        now = self.now() if self.deadlines else 0.0
-        while self.deadlines and self.deadlines[0][0] <= now:
-            _, ticket, hold = heapq.heappop(self.deadlines)
-            if hold.ticket != ticket:
-                self._num_stale -= 1  # renewed or released
-                continue
-            hold.ticket = None
+        now = self.now()
+        due = [hold for hold in self._holds if hold.deadline <= now]
+        for hold in sorted(due, key=lambda hold: hold.deadline):
             leak = self._leak(hold, self.owner)
             is_first = hold.is_active
             if is_first:
@@ -230,26 +226,14 @@ class GuardedLeases(AtHome):
                 # The current call did not cause this, so it must not fail (GUARD-8).
                 if is_first:
                     _logger.exception("GUARD-8: the engine refused an expired lease: %s", leak)
-                self._schedule(hold, _RETRY_SECONDS)
+                hold.deadline = now + _RETRY_SECONDS
+        self.next_deadline = min((hold.deadline for hold in self._holds), default=NEVER)
         return expired
 
     def _schedule(self, hold: Hold, ttl: float) -> None:
-        self._forget_deadline(hold)
-        hold.ticket = next(self._tickets)
         hold.deadline = self.now() + ttl
-        heapq.heappush(self.deadlines, (hold.deadline, hold.ticket, hold))
-
-    def _forget_deadline(self, hold: Hold) -> None:
-        """Make its entry in the heap stale; drop stale entries when they are the larger part."""
-        if hold.ticket is None:
-            return
-        hold.ticket = None
-        self._num_stale += 1
-        size = len(self.deadlines)
-        if self._num_stale == size or 2 * self._num_stale > size + _FEW_STALE:
-            self.deadlines[:] = [entry for entry in self.deadlines if entry[2].ticket == entry[1]]
-            heapq.heapify(self.deadlines)
-            self._num_stale = 0
+        self.next_deadline = min(self.next_deadline, hold.deadline)
+        self._holds[hold] = self._holds.pop(hold)
 
     def _check_lease(self, lease: GuardedLease) -> None:
         self._enter()
@@ -278,8 +262,7 @@ class GuardedLeases(AtHome):
     def _end(self, hold: Hold) -> None:
         assert self._lease_view is not None, "_take opened it"
         self._lease_view.free_blocks(hold.block_ids)
-        self._forget_deadline(hold)
-        self._holds.discard(hold)
+        self._holds.pop(hold, None)
         self.stats.active_leases -= 1
 
     def _leak(self, hold: Hold, owner: str) -> Leak:

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from kvview.errors import ConfigError, StaleBlockError
 from kvview.guard.home import here
-from kvview.guard.lease import GuardedLease, Leak
+from kvview.guard.lease import NEVER, GuardedLease, Leak
 from kvview.guard.ledger import CheckedView, GuardStats, LedgerView, Stamp
 from kvview.guard.queries import GuardedQueries
 from kvview.keys import OffloadKey, require_offload_key
@@ -93,15 +93,15 @@ class GuardedView(GuardedQueries):
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block, once per occurrence."""
-        deadlines = self.deadlines
-        if here.home is not self._home or (deadlines and deadlines[0][0] <= self._clock()):
+        due = self.next_deadline
+        if here.home is not self._home or (due != NEVER and due <= self._clock()):
             self._enter()
         self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """Release one plain reference on each block, once per occurrence."""
-        deadlines = self.deadlines
-        if here.home is not self._home or (deadlines and deadlines[0][0] <= self._clock()):
+        due = self.next_deadline
+        if here.home is not self._home or (due != NEVER and due <= self._clock()):
             self._enter()
         self._view.free_blocks(block_ids)
 
@@ -206,7 +206,7 @@ class GuardedView(GuardedQueries):
                 view.free_blocks([b for b, times, _ in view.references() for _ in range(times)])
         for guard in self.guards():
             guard._holds.clear()
-            guard.deadlines.clear()
+            guard.next_deadline = NEVER
             guard.stats.active_leases = 0
         self.close()
 

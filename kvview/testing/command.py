@@ -16,7 +16,15 @@ import click
 
 from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import VERBOSE, JSONOption, OutputFile, Whole, naming, write_json
+from kvview.cli.output import (
+    VERBOSE,
+    OutputFile,
+    Whole,
+    json_option,
+    naming,
+    target_options,
+    write_json,
+)
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError
 from kvview.testing.checks import EXCEPTIONS
@@ -57,13 +65,7 @@ SEEDS_OF_A_RELEASE = 100
     help="Engine that runs a connector: reference (default), or vllm, the scheduler of the "
     "installed vLLM, without a GPU.",
 )
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option for the connector or store; JSON, or else text. Repeatable.",
-)
+@target_options("An option for the connector or store; JSON, or else text. Repeatable.")
 @click.option(
     "--vllm",
     multiple=True,
@@ -95,15 +97,12 @@ SEEDS_OF_A_RELEASE = 100
     is_flag=True,
     help="Play all seeds of a connector: without it the first that fails ends the run.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={
+@json_option(
+    {
         "report": "kvview.testing.schema:ReportModel",
         "self-test": "kvview.testing.schema:SelfTestModel",
         "upgrade": "kvview.testing.schema:UpgradeModel",
-    },
+    }
 )
 @click.option(
     "--html",

@@ -220,10 +220,9 @@ def trace(folder: Path, dice: random.Random) -> Input:
     command = dice.choice(
         (
             "replay --gpu-blocks 40",
-            f"replay --closed-loop 3 --gpu-blocks 40 --html {folder}/r.html",
+            "replay --closed-loop 3 --gpu-blocks 40",
             "size --sizes 10,50%",
-            f"size --html {folder}/r.html",
-            "size --max-references 5",
+            "size",
         )
     )
     return reporting(folder, command + " --strict" * (dice.random() < 0.2), path)

@@ -184,20 +184,6 @@ def test_what_comes_from_outside_is_text(tmp_path: Path) -> None:
     assert f"{tmp_path / name}:Raises" in page.text
 
 
-def test_page_of_a_replay(tmp_path: Path) -> None:
-    file = tmp_path / "replay.html"
-    told = ["replay", "--requests", "400", "--gpu-blocks", "600", "--html", str(file)]
-    result = CliRunner().invoke(cli, told)
-    assert result.exit_code == 0, result.output
-    page = Page(file.read_text())
-    page.require_self_contained()
-    for text in ("Hits over time", "hit on the host", "Made with", "bytes verified"):
-        assert text in page.texts
-    assert [tag for tag, _ in page.tags].count("polygon") == 3
-    result = CliRunner().invoke(cli, ["replay", "--html", "-"])
-    assert (result.exit_code, result.output) == (2, "kvview: --html needs a file\n")
-
-
 def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     (tmp_path / "target.py").write_text(INTERRUPTED)
     file, told = tmp_path / "report.html", tmp_path / "report.json"

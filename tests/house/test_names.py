@@ -18,7 +18,6 @@ SAME_MODULE_NAME = {
     "engine": "the engine of a floor",
     "examples": "checks of a contract that its model cannot state, in its room of the kit",
     "harness": "the object that a factory makes for the checks: declared by the kit, implemented",
-    "manager": "the offloading manager of a floor",
     "model": "the executable model of a contract, and a model whose KV is sized",
     "moves": "operations of one contract, which its player plays",
     "player": "plays one contract on an implementation and on its model",

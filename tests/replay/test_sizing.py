@@ -1,4 +1,4 @@
-"""``kvview size``: one pass compared with plain simulations, sampling, costs, recordings."""
+"""``kvview size``: one pass compared with plain simulations, costs, recordings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -22,15 +21,13 @@ from kvview.errors import ConfigError
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
-from kvview_reference.replay.traces import Lost, TraceRequest, open_trace
-from kvview_reference.replay.workload import generate_trace
+from kvview_reference.replay.traces import TraceRequest, open_trace
 from kvview_reference.sizing.accounts import PEAK_SECONDS
 from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
 from kvview_reference.sizing.explain import explain
 from kvview_reference.sizing.model import ModelShape, attention_layers, parse_size
 from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.size_page import write_size_page
 from kvview_reference.sizing.stored import StoredBlocks
 from kvview_reference.sizing.sweep import SizeReport
 from kvview_reference.sizing.sweep import size as run_size
@@ -136,7 +133,7 @@ def test_the_references_of_a_trace() -> None:
     references = referred([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3, 4, 5]])
     assert references.weights() == [2, 2, 1, 1]  # a run has the blocks of the same requests
     assert [list(r.runs) for r in references.requests] == [[0, 1], [0, 2], [0, 1, 3]]
-    assert references.num_references == 12
+    assert [r.num_blocks for r in references.requests] == [4, 3, 5]
     rows = [request(0, [1, 2], 5.0), request(1, [7], 2.0), request(2, [1], 3.0)]
     by_arrival = read_references(rows, BLOCK_SIZE).requests
     assert [(r.arrival_s, r.num_blocks) for r in by_arrival] == [(0.0, 1), (1.0, 1), (3.0, 2)]
@@ -158,23 +155,6 @@ def test_a_replay_of_lru_agrees_with_the_curve(gpu_blocks: int) -> None:
         assert list(fast.loaded) == list(replayed.loaded)
         assert sum(tiers.gpu_hits) + sum(fast.loaded) == tiers.curve.hits(max(gpu_blocks, host))
     assert list(tiers.lru(1000).stored) == list(tiers.replay(1000, "lru").stored)
-
-
-@pytest.mark.parametrize("gpu_blocks", [0, 300])
-def test_a_sample_is_close_to_the_whole(gpu_blocks: int) -> None:
-    rows = list(generate_trace(num_requests=4000, seed=1))
-    options: dict[str, Any] = {"trace": "t", "block_size": 512, "gpu_blocks": gpu_blocks}
-    options |= {"policies": ["arc"], "host_sizes": [1000, 10_000, 50_000]}
-    references = read_references(rows, 512, max_references=40_000)
-    assert references.rate < 1.0
-    whole, sample = run_size(read_references(rows, 512), **options), run_size(references, **options)
-    assert sample.sampling_rate == references.rate
-    assert abs(whole.no_connector_hit_rate - sample.no_connector_hit_rate) < 0.01
-    for curves in zip(whole.curves, sample.curves, strict=True):
-        for exact, guess in zip(*(curve.points for curve in curves), strict=True):
-            assert abs(exact.host_hit_rate - guess.host_hit_rate) < 0.015
-    for (_, exact_bound), (_, guessed) in zip(whole.optimum, sample.optimum, strict=True):
-        assert abs(exact_bound - guessed) < 0.015
 
 
 # --- the report ---
@@ -200,12 +180,6 @@ def test_the_report_adds_up() -> None:
     lru = report.curves[0].points
     assert 1 - lru[-1].computed_rate == pytest.approx(report.unlimited_hit_rate)
     assert report.lru_curve[-1][1] == pytest.approx(report.unlimited_hit_rate)
-    assert sum(moment.requests for moment in report.timeline) == report.requests
-    assert sum(moment.blocks for moment in report.timeline) <= report.blocks
-    hits = sum(moment.gpu_hit_blocks + moment.host_hit_blocks for moment in report.timeline)
-    gain = report.unlimited_hit_rate - report.no_connector_hit_rate
-    at_knee = report.no_connector_hit_rate + report.knee_share * gain
-    assert hits == pytest.approx(at_knee * report.blocks)
 
 
 def test_the_knee_is_where_the_curve_bends_most() -> None:
@@ -235,11 +209,10 @@ def test_a_peak_is_that_of_the_busiest_seconds() -> None:
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1]], [[1, 2], [3, 4]], [[1], [1]]])
-def test_traces_without_gain(prompts: list[list[int]], tmp_path: Path) -> None:
+def test_traces_without_gain(prompts: list[list[int]]) -> None:
     report = report_of(prompts, gpu_blocks=8)
     assert report.knee_host_blocks == report.full_host_blocks == 0
     assert "No host gains anything" in " ".join(explain(report))
-    write_size_page(str(tmp_path / "page.html"), report, Lost())
 
 
 def test_sizes() -> None:
@@ -302,7 +275,7 @@ def run(*args: object) -> Result:
 def test_the_reports_of_the_command(tmp_path: Path) -> None:
     model = tmp_path / "model.json"
     model.write_text('{"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}')
-    outputs = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html")
+    outputs = ("--json", tmp_path / "r.json")
     result = run("--requests", 300, "--sizes", "500,1MiB,100%", "--model", model, *outputs)
     assert result.exit_code == 0, result.output
     assert "= 128 bytes a token; x 512 tokens" in result.output
@@ -310,10 +283,6 @@ def test_the_reports_of_the_command(tmp_path: Path) -> None:
     report = SizeReport.model_validate_json((tmp_path / "r.json").read_text())
     assert [curve.policy for curve in report.curves] == ["lru", "arc"]
     assert [point.host_blocks for point in report.curves[0].points][:2] == [16, 500]
-    page = (tmp_path / "r.html").read_text()
-    assert "http" not in page.replace("http-equiv", "")
-    for start in [at for at in range(len(page)) if page.startswith("<svg", at)]:
-        ElementTree.fromstring(page[start : page.index("</svg>", start) + 6])
     assert run("--requests", 50, "--json", "-").output.startswith("{")
 
 

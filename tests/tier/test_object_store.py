@@ -10,12 +10,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from kvview import ConfigError
 from kvview.testing import BoundCheck, parametrize_with_checks
 from kvview.tier import GuardedTier
-from kvview_reference.tier.command import tier as tier_group
 from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("obstore")
@@ -92,26 +90,6 @@ def test_an_object_that_may_not_be_removed_is_replaced(tmp_path: Path) -> None:
     assert moved(store, "put", b"a") == [True]
     assert moved(store, "get", b"a") == [True]
     store.close()
-
-
-def test_fsck_reads_a_bucket(tmp_path: Path) -> None:
-    def fsck(url: str) -> Any:
-        return CliRunner().invoke(tier_group, ["fsck", url])
-
-    url = f"file://{tmp_path}"
-    assert isinstance(fsck(url).exception, ConfigError)
-    assert isinstance(fsck("nope://x").exception, ConfigError)
-    store = ObjectStore(HERE, url=url)
-    moved(store, "put", b"k", b"l")
-    store.close()
-    good = fsck(url)
-    assert good.exit_code == 0, good.output
-    assert "2 entries" in good.output
-    (path,) = tmp_path.rglob(b"k".hex())
-    path.write_bytes(path.read_bytes()[:-1])
-    bad = fsck(url)
-    assert bad.exit_code == 1
-    assert "it has 999 bytes of a page of 1000" in bad.output
 
 
 # --- servers that fail ---

@@ -5,8 +5,8 @@
 It writes the release into ``RELEASES`` (``releases/versions.py``) and the differences into
 ``docs/releases.md``, makes ``docs/support-matrix.md`` again, and runs the matrix on the release.
 With the name of the newest release it compares and tests that one again. Rows for
-``releases/shapes.txt`` and ``releases/release.py``, and other calls for ``releases/calls.py``, are
-left to a person, because such a row states that the adapter was checked.
+``releases/shapes.txt`` and ``releases/differences.toml``, and other calls for
+``releases/calls.py``, are left to a person, because a row states that the adapter was checked.
 """
 
 from __future__ import annotations

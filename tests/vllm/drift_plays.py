@@ -1,7 +1,7 @@
 """Plays on drifted sources of vLLM, each in a process of its own (``drifts.py``).
 
 A *play* is one way to use the adapter: a connector under the real scheduler, the offloading spec
-under vLLM's OffloadingConnector, a wrapped manager of vLLM's, ``kvview check`` and ``kvview
+under vLLM's OffloadingConnector, a translated manager of vLLM's, ``kvview check`` and ``kvview
 doctor``. It reports its stage, its error and the values that it saw. These are compared with the
 same play on the unchanged sources, so that a swallowed drift shows.
 
@@ -144,10 +144,12 @@ def _play_spec(bound: Callable[[], None]) -> Any:
 
 def _play_manager(bound: Callable[[], None]) -> Any:
     from kvview import ReqContext, make_offload_key
-    from kvview_vllm.offloading import VLLMOffloadingManager
+    from kvview_vllm.offloading import TranslatedManager
+    from kvview_vllm.offloading.offloading_canary import check_vllm_managers
     from kvview_vllm.releases.calls import make_cpu_manager
 
-    manager = VLLMOffloadingManager(lambda: make_cpu_manager(2, enable_events=True))
+    check_vllm_managers()
+    manager = TranslatedManager(make_cpu_manager(2, enable_events=True))
     bound()
     context = ReqContext(req_id="r")
     saw: list[Any] = []

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from kvview import ConfigError, OffloadKey
 from kvview.testing import Capability, ManagerPlayer
-from kvview_vllm.offloading import VLLMOffloadingManager
 from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
 from kvview_vllm.releases import probe_offloading
 
@@ -68,18 +67,6 @@ class BareTier:
         return make_manager(name)
 
 
-class Tier(BareTier):
-    """The adapter's manager over it."""
-
-    def make_tier(self) -> Any:
-        return VLLMOffloadingManager(lambda: make_manager(self.policy, self.capacity))
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        has = super().capabilities | {Capability.RESETS}
-        return has - {Capability.LRU} if TRANSFERS_ARE_USES else has
-
-
 class KeysSpec:
     """A spec for a worker of files, such as llm-d's: keys, and no pages."""
 
@@ -113,17 +100,6 @@ def make_keyed_manager(capacity: int = CAPACITY) -> Any:
     return manager
 
 
-class KeyedTier(Tier):
-    """The adapter's manager over one whose specs name no pages."""
-
-    def make_tier(self) -> Any:
-        return VLLMOffloadingManager(lambda: make_keyed_manager(self.capacity))
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        return super().capabilities - {Capability.PAGES}
-
-
 class BareARCTier(BareTier):
     policy = "arc"
 
@@ -147,7 +123,3 @@ class ConnectorPlayer(ManagerPlayer):
     @override
     def mixed(self, some: list[OffloadKey], others: list[OffloadKey]) -> list[OffloadKey]:
         return list(dict.fromkeys(super().mixed(some, others)))
-
-
-class ARCTier(Tier):
-    policy = "arc"

@@ -13,7 +13,7 @@ import pytest
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError, OffloadingEvent, make_offload_key
 from kvview_vllm.releases.calls import make_known
-from kvview_vllm.releases.release import find_class
+from kvview_vllm.releases.shapes import find_class
 from tests.offloading.keyed_tier import DISK
 
 KEYED = "tests.offloading.keyed_tier"

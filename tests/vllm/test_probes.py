@@ -30,9 +30,8 @@ from kvview_vllm.releases import (
 )
 from kvview_vllm.releases.beyond import KNOWN
 from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
-from kvview_vllm.releases.probes import ConnectorSurface
-from kvview_vllm.releases.release import ConnectorSeam, Seam, find_class
-from kvview_vllm.releases.shapes import SHAPES, check_shapes
+from kvview_vllm.releases.release import ConnectorSeam, Seam
+from kvview_vllm.releases.shapes import SHAPES, check_shapes, find_class
 from kvview_vllm.releases.versions import number
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -107,7 +106,9 @@ def test_a_fork_with_the_fix_of_a_defect_is_not_refused(monkeypatch: pytest.Monk
     fixed = lambda self, apply_admission_cap=False: 0  # noqa: E731
     monkeypatch.setattr(manager, "get_num_blocks_to_allocate", fixed)
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.20.1")
-    assert not ConnectorSeam.found_on(ConnectorSurface.installed()).uncounted_window_blocks
+    assert not ConnectorSeam.found_on(
+        import_module(BASE).KVConnectorBase_V1
+    ).uncounted_window_blocks
 
 
 # --- the table of shapes, and the canaries ---

@@ -11,17 +11,12 @@ from rich.text import Text
 
 from kvview.cli.console import Console
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, write_json
+from kvview.cli.output import json_option, write_json
 from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
 
 
 @click.command()
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"doctor": "kvview_vllm.doctor.diagnosis:Diagnosis"},
-)
+@json_option({"doctor": "kvview_vllm.doctor.diagnosis:Diagnosis"})
 @click.option(
     "--tier",
     metavar="JSON",

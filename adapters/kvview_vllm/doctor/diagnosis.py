@@ -25,7 +25,7 @@ from kvview_vllm.releases import (
     is_tested,
 )
 from kvview_vllm.releases.beyond import Beyond, beyond
-from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
+from kvview_vllm.releases.calls import make_block_pool
 from kvview_vllm.releases.release import Seam
 from kvview_vllm.releases.versions import VLLMNotImportableError, importing
 
@@ -197,11 +197,11 @@ def _check_connector(release: Release) -> tuple[Seam, str]:
     return found, "KVViewConnector has every method, and served four requests dry"
 
 
-def _check_offloading(_: Release) -> tuple[Seam, str]:
-    from kvview_vllm.offloading import VLLMOffloadingManager
+def _check_offloading(release: Release) -> tuple[Seam, str]:
+    from kvview_vllm.offloading.offloading_canary import check_vllm_managers
 
-    manager = VLLMOffloadingManager(lambda: make_cpu_manager(1))
-    return manager.release, "vLLM's own manager of host pages stores, loads and evicts"
+    check_vllm_managers()
+    return release.offloading, "vLLM's own manager of host pages stores, loads and evicts"
 
 
 def _check_offloading_spec(release: Release) -> tuple[Seam, str]:

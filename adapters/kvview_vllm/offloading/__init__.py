@@ -1,5 +1,5 @@
 """vLLM's offloading managers as kvview managers, and kvview's managers inside vLLM."""
 
-from kvview_vllm.offloading.manager import VLLMOffloadingManager
+from kvview_vllm.offloading.translated import TranslatedManager
 
-__all__ = ["VLLMOffloadingManager"]
+__all__ = ["TranslatedManager"]

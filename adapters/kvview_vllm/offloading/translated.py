@@ -1,7 +1,7 @@
 """One vLLM offloading manager of any release, with the interface of kvview's.
 
 - VOFF-1 The manager's results are only translated: where a release breaks a law, so does
-  this class. :mod:`kvview_vllm.offloading` satisfies the laws.
+  this class.
 - VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other spec,
   with keys or files for example, is passed on unmodified: only the worker that belongs to the
   manager reads it.

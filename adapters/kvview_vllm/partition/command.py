@@ -14,7 +14,7 @@ from rich.text import Text
 from kvview import ConfigError
 from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, naming, write_json
+from kvview.cli.output import json_option, naming, target_options, write_json
 from kvview.options import read_options
 from kvview.targets import is_connector, is_engine_connector, load_target
 from kvview.tier.store import is_tier_store
@@ -65,13 +65,9 @@ class PartitionReport:
 
 @click.command()
 @click.argument("target")
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Option of the connector or store, as JSON or text; '{tmp}' is a new folder for each "
-    "pair, '{revision}' the revision of the weights. Repeatable.",
+@target_options(
+    "Option of the connector or store, as JSON or text; '{tmp}' is a new folder for each "
+    "pair, '{revision}' the revision of the weights. Repeatable."
 )
 @click.option(
     "--kv-transfer-config",
@@ -79,12 +75,7 @@ class PartitionReport:
     metavar="JSON",
     help="Configuration of a vLLM connector in the form that vllm serve accepts.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"partition": "kvview_vllm.partition.command:PartitionReport"},
-)
+@json_option({"partition": "kvview_vllm.partition.command:PartitionReport"})
 def partition(
     target: str, options: tuple[str, ...], transfer_config: str | None, json_file: str | None
 ) -> None:

@@ -18,7 +18,8 @@ from operator import attrgetter
 from typing import Any
 
 from kvview import ConfigError, RequestContent
-from kvview_vllm.releases.release import GeometrySeam, find_class
+from kvview_vllm.releases.release import GeometrySeam
+from kvview_vllm.releases.shapes import find_class
 from kvview_vllm.releases.versions import vllm
 
 EVENT_FIELDS = (
@@ -233,26 +234,6 @@ def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any)
     module = vllm(f"{package}.{cache_policy}_manager")
     kind = getattr(module, f"{cache_policy.upper()}OffloadingManager")
     return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
-
-
-def pages_of_backend(manager: Any) -> int | None:
-    """Pages of an empty manager that is one policy over a backend (up to 0.18), else None."""
-    backend = getattr(manager, "backend", None)
-    return None if backend is None else int(backend.get_num_free_blocks())
-
-
-def loses_touched_stores(manager: Any) -> bool:
-    """Whether a manager may lose a key that is touched while it is being stored.
-
-    ARC managers up to 0.16 do. Those of 0.17 and 0.18 have the same shape and do not; skipping
-    the touch there costs nothing, because it would only move that key in their order.
-    """
-    return hasattr(manager, "t1")
-
-
-def store_threshold(manager: Any) -> int:
-    """How often a key must be looked up or offered before it is stored (from 0.19)."""
-    return int(getattr(manager, "store_threshold", 1))
 
 
 def has_block_ids(spec: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, make_known
-from kvview_vllm.releases.release import find_class
+from kvview_vllm.releases.shapes import find_class
 from kvview_vllm.releases.versions import vllm
 
 MakeQueue = Callable[[str], Any]

@@ -12,7 +12,6 @@ Source: every release of the tested range; :mod:`.release` lists the differences
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -24,11 +23,15 @@ from kvview_vllm.releases.release import (
     GeometrySeam,
     OffloadingSeam,
     PoolSeam,
-    find_class,
-    signature_of,
     takes,
 )
-from kvview_vllm.releases.shapes import check_shapes, is_in_every_release, known_signatures
+from kvview_vllm.releases.shapes import (
+    check_shapes,
+    find_class,
+    is_in_every_release,
+    known_signatures,
+    signature_of,
+)
 from kvview_vllm.releases.versions import engine_version, importing, refusal, require_usable, vllm
 
 _BASE = "distributed.kv_transfer.kv_connector.v1.base"
@@ -175,55 +178,14 @@ def probe_offloading(manager: Any) -> OffloadingSeam:
 # --- the connector seam: KVConnectorBase_V1 and its messages ---
 
 
-@dataclass(frozen=True)
-class ConnectorSurface:
-    """The classes of vLLM that :class:`~kvview_vllm.connector.KVViewConnector` uses.
-
-    Args:
-        base: ``KVConnectorBase_V1``.
-        base_module: Its module.
-        blocks: ``KVCacheManager``, which allocates blocks for a load.
-        request: ``Request``.
-        events: ``BlockStored`` and ``BlockRemoved``.
-        fields: Field names of the message classes of scheduler and worker, by class name.
-    """
-
-    base: Any
-    base_module: Any
-    blocks: Any
-    request: Any
-    events: tuple[Any, ...]
-    fields: Mapping[str, frozenset[str]]
-
-    @classmethod
-    def installed(cls) -> ConnectorSurface:
-        """The classes of the installed vLLM."""
-        base_module, events, output = vllm(_BASE), vllm("distributed.kv_events"), _OUTPUT
-        kinds = [getattr(vllm(output), name) for name in _MESSAGES if hasattr(vllm(output), name)]
-        kinds.append(vllm("v1.outputs").KVConnectorOutput)
-        return cls(
-            base_module.KVConnectorBase_V1,
-            base_module,
-            vllm("v1.core.kv_cache_manager").KVCacheManager,
-            vllm("v1.request").Request,
-            (events.BlockStored, events.BlockRemoved),
-            {kind.__name__: frozenset(kind.__dataclass_fields__) for kind in kinds},
-        )
-
-
-_OUTPUT = "v1.core.sched.output"
-_MESSAGES = ("SchedulerOutput", "NewRequestData", "CachedRequestData")
 _ABSTRACT = {
     *("build_connector_meta", "get_num_new_matched_tokens", "save_kv_layer", "start_load_kv"),
     *("update_state_after_alloc", "wait_for_layer_load", "wait_for_save"),
 }
 
 
-def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
+def probe_connector() -> ConnectorSeam:
     """Recognise vLLM's connector interface, once, when a connector is built.
-
-    Args:
-        surface: The interface; that of the installed vLLM if None.
 
     Returns:
         The differences found on the interface.
@@ -234,14 +196,14 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
     """
     seam = ConnectorSeam.seam
     require_usable(seam)
-    surface = surface or ConnectorSurface.installed()
-    if new := sorted(surface.base.__abstractmethods__ - _ABSTRACT):
+    base, events = vllm(_BASE).KVConnectorBase_V1, vllm("distributed.kv_events")
+    if new := sorted(base.__abstractmethods__ - _ABSTRACT):
         raise refusal(
             seam,
             f"KVConnectorBase_V1 that requires {', '.join(new)}",
             f"that it requires {', '.join(sorted(_ABSTRACT))}",
         )
-    for event in surface.events:
+    for event in (events.BlockStored, events.BlockRemoved):
         names = event.__struct_fields__
         required = names[: len(names) - len(event.__struct_defaults__)]
         if new := [name for name in required if name not in EVENT_FIELDS]:
@@ -251,7 +213,7 @@ def probe_connector(surface: ConnectorSurface | None = None) -> ConnectorSeam:
                 f"that it requires {', '.join(EVENT_FIELDS)} at most",
             )
     check_shapes(seam)
-    return ConnectorSeam.found_on(surface)
+    return ConnectorSeam.found_on(base)
 
 
 def check_scheduler() -> None:

@@ -27,7 +27,6 @@ from traceback import walk_tb
 from typing import Any
 
 from kvview import KVViewError
-from kvview_vllm.releases.release import find_class, signature_of
 from kvview_vllm.releases.versions import (
     OLDEST_TESTED,
     importing,
@@ -131,6 +130,50 @@ def check_shapes(seam: str) -> None:
             raise refusal(seam, f"{member} {shape}", expected)
 
 
+def find_class(name: str) -> Any:
+    """A class of vLLM's offloading interface, in whichever module has it; None if none does."""
+    package = "vllm.v1.kv_offload"
+    for module in ("base", "abstract", "spec", "mediums", "worker.worker"):
+        try:
+            with importing():
+                found = getattr(import_module(f"{package}.{module}"), name, None)
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(package):
+                raise
+            continue  # merged into base, or not split off yet
+        if found is not None:
+            return found
+    return None
+
+
+def has_member(member: str, probed: Any = None) -> bool:
+    """Whether the installed vLLM has a member, ``"OWNER NAME PATTERN"``.
+
+    Args:
+        member: The owner as in ``shapes.txt``, or "." for the probed object; then a name and a
+            regular expression that the shape must contain, both optional.
+        probed: An object of vLLM.
+    """
+    owner_name, name, pattern = (*member.split(None, 2), "", "")[:3]
+    owner = probed if owner_name == "." else owner_of(owner_name)
+    if not name:
+        return owner is not None
+    shape = shape_of(owner, name)
+    return shape is not None and re.search(pattern, shape) is not None
+
+
+def signature_of(owner: Any, method: str) -> str:
+    """The names and defaults of a method's parameters except ``self`` and ``cls``: "(a, b=1)"."""
+    try:
+        found = getattr(owner, method)
+        parameters = list(inspect.signature(found).parameters.values())
+    except (AttributeError, TypeError, ValueError) as error:
+        return f" (unreadable: {error})"
+    if isinstance(owner, type) and not inspect.ismethod(found):  # not a class method
+        del parameters[:1]
+    return f"({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
+
+
 def shape_of(owner: Any, name: str) -> str | None:
     """The shape of a member as the table writes it; None if the owner has no such member."""
     if owner is None:
@@ -141,6 +184,8 @@ def shape_of(owner: Any, name: str) -> str | None:
         if name in (annotations := inspect.get_annotations(kind)):
             return _plain(annotations[name])
     found = inspect.getattr_static(owner, name, None)
+    if found is None and not isinstance(owner, type):
+        found = getattr(owner, name, None)  # of a proxy
     if found is None:
         return _ANY if _is_set_by_constructor(owner, name) else None
     if isinstance(found, property):

@@ -22,12 +22,12 @@ from kvview_vllm.releases.calls import (
     tokens_per_chunk,
 )
 from kvview_vllm.releases.calls import publishes_events as config_publishes_events
-from kvview_vllm.releases.release import Seam, difference, find_class, has, has_field
+from kvview_vllm.releases.release import Seam
+from kvview_vllm.releases.shapes import find_class
 from kvview_vllm.releases.versions import engine_version, refusal, vllm
 
 _TIERING = "v1.kv_offload.tiering"
 _BASE = f"{_TIERING}.base"
-_PATH = "vllm/v1/kv_offload/tiering/base.py"
 _UTILS = "v1.core.kv_cache_utils"
 
 
@@ -36,36 +36,13 @@ class TierSeam(Seam):
     """``SecondaryTierManager`` and its jobs."""
 
     seam: ClassVar[str] = "tier"
-    source: ClassVar[str] = _PATH
 
-    partial_loads: bool = difference(
-        "0.28.0.. a load may succeed in part; before, all of its keys or none",
-        has_field(_BASE, "JobResult", "successful_keys"),
-    )
-    chunk_ids: bool = difference(
-        "0.30.0.. the places of a job are chunk_ids; before, block_ids",
-        has_field(_BASE, "TransferJob", "chunk_ids"),
-    )
-    config_objects: bool = difference(
-        "0.26.0.. a spec has an OffloadingConfig; before, the VllmConfig itself",
-        lambda _: find_spec("vllm.v1.kv_offload.config") is not None,
-        "vllm/v1/kv_offload/config.py",
-    )
-    tier_metrics: bool = difference(
-        "0.25.0.. a tier has its own metrics in /metrics and the stats log",
-        has("get_stats"),
-    )
-    tier_events: bool = difference(
-        "0.26.0.. a tier has its own KV events; before, the manager only has the events of the "
-        "host",
-        has("take_events"),
-    )
-    fixed_hash_root: bool = difference(
-        "0.29.0.. the chain of block hashes starts equally in every process; before, at random "
-        "unless PYTHONHASHSEED is set",
-        lambda _: hasattr(vllm(_UTILS), "resolve_none_hash_seed"),
-        "vllm/v1/core/kv_cache_utils.py",
-    )
+    partial_loads: bool
+    chunk_ids: bool
+    config_objects: bool
+    tier_metrics: bool
+    tier_events: bool
+    fixed_hash_root: bool
 
 
 def has_random_hash_root() -> bool:

@@ -224,8 +224,7 @@ class WatchedScheduler(SchedulerConnector):
         view = self._view
         if not isinstance(view, GuardedView):
             return Counter()
-        deadlines = [entry for guard in view.guards() for entry in guard.deadlines]
-        leases = {lease for _, _, lease in deadlines if lease.is_active}
+        leases = [lease for guard in view.guards() for lease in guard.expiring()]
         return Counter(block_id for lease in leases for block_id in lease.block_ids)
 
     @property

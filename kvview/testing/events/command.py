@@ -15,7 +15,7 @@ import click
 
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import JSONOption, OutputFile, Seconds, Whole, write_json
+from kvview.cli.output import OutputFile, Seconds, Whole, json_option, write_json
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20  # findings on the screen; the JSON has all findings that are kept
 _KEPT = 10_000
-_JSON = click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"events": "kvview.testing.events.stream_report:StreamReport"},
-)
+_JSON = json_option({"events": "kvview.testing.events.stream_report:StreamReport"})
 _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
 
 

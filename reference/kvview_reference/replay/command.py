@@ -18,7 +18,7 @@ from kvview.cli.console import Console, progress
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.interrupt import UntilInterrupted
-from kvview.cli.output import JSONOption, OutputFile, Rate, Seconds, Whole, naming, write_json
+from kvview.cli.output import Rate, Seconds, Whole, json_option, naming, target_options, write_json
 from kvview.errors import ConfigError
 from kvview.targets import load_connector
 from kvview_reference.replay.time_model import TimeModel
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvview_reference.engine import Engine
 
 DEFAULT_CONNECTOR = "kvview_reference.connector:OffloadConnector"
-_NUM_GENERATED = 2000
+NUM_GENERATED = 2000
 _CLOSED_LOOP = 16
 _TIMES: dict[str, tuple[str, click.ParamType[Any], str]] = {
     "--speed": ("speed", Rate(), "Speed of the arrivals: 2 plays a trace twice as fast."),
@@ -52,21 +52,41 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add TRACE and its options, the arguments of ``open_source``."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option("--strict", is_flag=True, help="Stop at damaged input, with exit code 2."),
+            click.option(
+                "--seed",
+                type=Whole(),
+                default=0,
+                show_default=True,
+                help="Seed of the generated workload.",
+            ),
+            click.option(
+                "--requests",
+                type=Whole(1),
+                help=f"Stop after this many requests.  [default: all; {num_generated} generated]",
+            ),
+            click.argument("trace", required=False),
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
 @click.command()
-@click.argument("trace", required=False)
+@trace_options(NUM_GENERATED)
 @click.option(
     "--connector",
     default=DEFAULT_CONNECTOR,
     metavar="TARGET",
     help=f"Connector: file.py:Class or pkg.mod:Class.  [default: {DEFAULT_CONNECTOR}]",
 )
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Option of the connector; VALUE is JSON or text. Repeatable.",
-)
+@target_options("Option of the connector; VALUE is JSON or text. Repeatable.")
 @click.option("--gpu-blocks", type=Whole(), help="GPU blocks.  [default: about a million tokens]")
 @click.option(
     "--cpu-blocks",
@@ -99,18 +119,6 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "the blocks of a group K times larger.  [default: the groups of --model, or full]",
 )
 @click.option(
-    "--requests",
-    type=Whole(1),
-    help=f"Stop after this many requests.  [default: all; {_NUM_GENERATED} generated]",
-)
-@click.option(
-    "--seed",
-    type=Whole(),
-    default=0,
-    show_default=True,
-    help="Seed of the generated workload.",
-)
-@click.option(
     "--publish",
     metavar="ENDPOINT",
     help="Endpoint at which KV events are published, in the format of the newest vLLM.",
@@ -127,25 +135,15 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Seconds to wait for subscribers, before and after the run.",
 )
-@click.option("--strict", is_flag=True, help="Stop at damaged input, with exit code 2.")
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"replay": "kvview_reference.replay.run:ReplayFile"},
-)
-@click.option(
-    "--html",
-    "html_file",
-    type=OutputFile(may_be_stdout=False),
-    metavar="FILE",
-    help="Write a page with hits over time to FILE.",
-)
+@json_option({"replay": "kvview_reference.replay.run:ReplayFile"})
 @click.pass_context
 def replay(
     ctx: click.Context,
     /,
     trace: str | None,
+    requests: int | None,
+    seed: int,
+    strict: bool,
     connector: str,
     options: tuple[str, ...],
     gpu_blocks: int | None,
@@ -154,14 +152,10 @@ def replay(
     block_bytes: int,
     closed_loop: int | None,
     groups: str | None,
-    requests: int | None,
-    seed: int,
     publish: str | None,
     publish_replay: str | None,
     publish_wait: float,
-    strict: bool,
     json_file: str | None,
-    html_file: str | None,
     model_file: str | None,
     **times: float,
 ) -> None:
@@ -178,7 +172,6 @@ def replay(
     from kvview.options import read_options
     from kvview_reference.replay.arrivals import by_arrival
     from kvview_reference.replay.figures import explain, figures_of
-    from kvview_reference.replay.replay_page import HitsOverTime, write_replay_page
     from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
     from kvview_reference.replay.run import replay as run
     from kvview_reference.replay.trace_input import open_source
@@ -200,14 +193,8 @@ def replay(
     named = {"cpu_blocks": cpu_blocks, "policy": policy, "enable_events": publishes}
     connector_options = {key: value for key, value in named.items() if value is not None}
     connector_class = load_connector(connector)
-    source = open_source(
-        trace,
-        requests=requests,
-        seed=seed,
-        num_generated=_NUM_GENERATED,
-        strict=strict,
-        report=partial(echo, err=True),
-    )
+    report = partial(echo, err=True)
+    source = open_source(trace, requests, seed, NUM_GENERATED, strict=strict, report=report)
     if trace is None and not timed:
         closed_loop = closed_loop or _CLOSED_LOOP
     if source.trace is not None and not source.trace.has_times and closed_loop is None:
@@ -232,7 +219,6 @@ def replay(
     if source.trace is not None and source.trace.schema == "cc-traces":
         rows = by_arrival(rows)
     until = UntilInterrupted(rows)
-    hits = HitsOverTime() if html_file else None
     with (
         progress(source.title) as show,
         _published(
@@ -253,24 +239,22 @@ def replay(
             connector_class,
             config,
             on_progress,
-            on_step if hits is None else hits.sample_before(on_step),
-            takes_events=on_step is not None,
+            on_step,
         )
     lost = source.lost
-    figures = figures_of(result, lost.num_rows)
     table = Table(title=source.title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    for figure in figures:
-        table.add_row(figure.name, figure.value, style="red" if figure.is_bad else None)
+    for name, value, is_bad in figures_of(result, lost.num_rows):
+        table.add_row(name, value, style="red" if is_bad else None)
     console = Console()
     console.print(table)
     for line in explain(result):
         console.print(line, highlight=False, soft_wrap=True)
-    if html_file and hits:
-        write_replay_page(html_file, source.title, connector_class, figures, result, hits, lost)
-    report = ReplayFile(**vars(result), malformed_rows=lost.num_rows, lost=lost.rows, cut=lost.cut)
-    write_json(json_file, asdict(report))
+    report_file = ReplayFile(
+        **vars(result), malformed_rows=lost.num_rows, lost=lost.rows, cut=lost.cut
+    )
+    write_json(json_file, asdict(report_file))
     if lost.rows:
         echo(f"kvview: {lost.summary(source.title)}", err=True)
     if not result.is_clean:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from kvview.errors import line_of
 from kvview_reference.replay.run import ReplayReport
 
@@ -11,47 +9,36 @@ _SLOW = 1.25  # times the length of the trace
 _SHORTEST_S = 60.0
 
 
-class Figure(NamedTuple):
-    """One line of the table.
+def figures_of(report: ReplayReport, num_malformed: int) -> list[tuple[str, str, bool]]:
+    """List the figures of the table: name, value, and whether the value shows a fault."""
 
-    Args:
-        name: Its label.
-        value: Its text.
-        is_bad: Whether the value shows a fault.
-    """
+    def hits(name: str, number: int, share: float) -> tuple[str, str, bool]:
+        return name, f"{number:,}  ({share:.1%})", False
 
-    name: str
-    value: str
-    is_bad: bool = False
+    def figure(name: str, number: int, *, is_bad: bool = False) -> tuple[str, str, bool]:
+        return name, f"{number:,}", is_bad
 
-
-def figures_of(report: ReplayReport, num_malformed: int) -> list[Figure]:
-    """List the figures that the terminal and the page show."""
-
-    def hits(name: str, number: int, share: float) -> Figure:
-        return Figure(name, f"{number:,}  ({share:.1%})")
-
-    def fault(name: str, number: int) -> Figure:
-        return Figure(name, f"{number:,}", number != 0)
+    def fault(name: str, number: int) -> tuple[str, str, bool]:
+        return figure(name, number, is_bad=number != 0)
 
     computed = report.blocks - report.gpu_hit_blocks - report.cpu_hit_blocks
     return [
-        Figure("requests", f"{report.requests:,}"),
-        Figure("requests too large", f"{report.requests_too_large:,}"),
-        Figure("blocks", f"{report.blocks:,}"),
+        figure("requests", report.requests),
+        figure("requests too large", report.requests_too_large),
+        figure("blocks", report.blocks),
         hits("hit on the GPU", report.gpu_hit_blocks, report.gpu_hit_rate),
         hits(f"hit on the {report.tier} tier", report.cpu_hit_blocks, report.cpu_hit_rate),
         hits("computed", computed, report.computed_rate),
-        Figure("blocks offloaded", f"{report.offloaded_blocks:,}"),
-        Figure("blocks loaded", f"{report.loaded_blocks:,}"),
-        Figure("bytes verified", f"{report.bytes_verified:,}"),
+        figure("blocks offloaded", report.offloaded_blocks),
+        figure("blocks loaded", report.loaded_blocks),
+        figure("bytes verified", report.bytes_verified),
         fault("mismatches", report.mismatches),
         fault("holds left at the end", report.holds_at_end),
-        Figure("preemptions", f"{report.preemptions:,}"),
+        figure("preemptions", report.preemptions),
         fault("failed transfers", report.failed_transfers),
         fault("malformed rows", num_malformed),
-        Figure("seconds", f"{report.seconds:.1f}"),
-        Figure("blocks per second", f"{report.blocks_per_s:,.0f}"),
+        ("seconds", f"{report.seconds:.1f}", False),
+        ("blocks per second", f"{report.blocks_per_s:,.0f}", False),
     ]
 
 

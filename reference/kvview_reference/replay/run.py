@@ -38,6 +38,11 @@ from kvview_reference.replay.traces import TraceRequest
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
 _MAX_WAITING = 64
 """Most requests that wait in the engine; further ones wait in the trace."""
+_COUNTED = (  # by the engine
+    *("requests", "gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "loaded_blocks"),
+    *("bytes_verified", "mismatches", "steps", "preemptions"),
+    *("failed_transfers", "first_failure"),
+)
 _GROUP_KINDS = "full, window:TOKENS, chunked:TOKENS, mamba; each may end in @K for blocks K times"
 
 
@@ -189,8 +194,6 @@ def replay(
     config: ReplayConfig,
     on_progress: Callable[[int], None] = lambda num_requests: None,
     on_step: Callable[[Engine], None] | None = None,
-    *,
-    takes_events: bool = True,
 ) -> ReplayReport:
     """Run a trace to its end, until the connector has no pending work.
 
@@ -201,7 +204,6 @@ def replay(
         config: Sizes and options.
         on_progress: Called with the number of requests so far, after each step.
         on_step: Called with the engine after each step, to take its events.
-        takes_events: Whether ``on_step`` takes the events; otherwise the pool records none.
 
     Raises:
         ConfigError: A size is impossible, or no request fits in the pool.
@@ -221,7 +223,7 @@ def replay(
         page_bytes=config.block_bytes,
         max_running=config.closed_loop or config.time.max_running,
         max_tokens_per_step=config.time.step_tokens if clock else None,
-        enable_events=takes_events and on_step is not None,
+        enable_events=on_step is not None,
     )
     arrivals = Arrivals(trace, block_size, config.time.speed if clock else None)
     run = _Run(engine, arrivals, clock, config.closed_loop, on_progress, on_step)
@@ -324,25 +326,15 @@ class _Run:
         stats, clock = self._engine.stats, self._clock
         blocks = self._num_blocks
         report = ReplayReport(
-            requests=stats.requests,
+            **{name: getattr(stats, name) for name in _COUNTED},
             requests_too_large=self._num_too_large,
             blocks=blocks,
-            gpu_hit_blocks=stats.gpu_hit_blocks,
-            cpu_hit_blocks=stats.cpu_hit_blocks,
-            offloaded_blocks=stats.offloaded_blocks,
-            loaded_blocks=stats.loaded_blocks,
-            bytes_verified=stats.bytes_verified,
-            mismatches=stats.mismatches,
             holds_at_end=holds_at_end,
             seconds=seconds,
             blocks_per_s=blocks / seconds,
             gpu_hit_rate=stats.gpu_hit_blocks / max(1, blocks),
             cpu_hit_rate=stats.cpu_hit_blocks / max(1, blocks),
             computed_rate=1 - (stats.gpu_hit_blocks + stats.cpu_hit_blocks) / max(1, blocks),
-            steps=stats.steps,
-            preemptions=stats.preemptions,
-            failed_transfers=stats.failed_transfers,
-            first_failure=stats.first_failure,
             media=list(stats.media),
             play="time" if clock else "closed-loop",
             closed_loop=self._closed_loop,

@@ -38,10 +38,10 @@ class Source:
 
 def open_source(
     path: str | None,
-    *,
     requests: int | None,
     seed: int,
     num_generated: int,
+    *,
     strict: bool,
     report: Callable[[str], object],
 ) -> Source:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from html import escape
 from typing import BinaryIO, get_args
 
 from kvview.errors import ConfigError, KVViewError, TraceError
@@ -39,7 +38,6 @@ MAX_ROW_VALUES = 2**22
 _UNITS = {b",": 1, b'"': 2, b"[": 2, b"{": 8}
 _MAX_LOST = 10_000
 _SHOWN = 20
-_SHOWN_ON_PAGE = 100
 
 
 class TraceCutError(TraceError):
@@ -84,16 +82,6 @@ class Lost:
         rest = self.cut[0] if num_cut == 1 else f"the rest of {num_cut} files"
         summary = f"lost: {self.num_rows} of {title} could not be read"
         return f"{summary}, nor {rest}" if num_cut else summary
-
-    def as_html(self) -> list[str]:
-        """List the losses as parts of a page; no part if nothing was lost."""
-        if not self.rows:
-            return []
-        listed = escape("\n".join([*self.rows[:_SHOWN_ON_PAGE], *self.cut]))
-        return [
-            f'<p class="bad">✗ {self.num_rows:,} parts of the trace were lost:</p>',
-            f"<pre>{listed}</pre>",
-        ]
 
 
 _FIELDS_ARE_IN = f"The schemas {', '.join(get_args(SchemaName))}: {DOCS_URL}replay/#the-trace"

@@ -10,8 +10,9 @@ Source: kvcache-ai/Mooncake, ``FAST25-release/traces/conversation_trace.jsonl``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from kvview.errors import ConfigError
@@ -26,36 +27,13 @@ _FOLLOW_UP_SHARE = 0.34
 _MAX_CONVERSATIONS = 700
 """Open at a time; half of the follow-ups then come within some 450 requests."""
 
-_Quantiles = tuple[tuple[float, int], ...]
-_FIRST_PROMPT: _Quantiles = (
-    (0.0, 890),
-    (0.1, 900),
-    (0.25, 1_300),
-    (0.5, 5_300),
-    (0.75, 13_000),
-    (0.9, 25_000),
-    (0.95, 34_000),
-    (0.99, 78_000),
-    (1.0, MAX_PROMPT_TOKENS),
-)
-_USER_MESSAGE: _Quantiles = (
-    (0.0, 10),
-    (0.5, 250),
-    (0.75, 2_500),
-    (0.9, 7_500),
-    (0.99, 22_000),
-    (1.0, 60_000),
-)
-_OUTPUT: _Quantiles = (
-    (0.0, 1),
-    (0.1, 24),
-    (0.25, 156),
-    (0.5, 350),
-    (0.75, 470),
-    (0.9, 600),
-    (0.99, 1_120),
-    (1.0, 2_000),
-)
+_Quantiles = Mapping[float, int]
+"""Lengths by the share of requests that are shorter."""
+_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_PROMPTS = (890, 900, 1_300, 5_300, 13_000, 25_000, 34_000, 78_000, MAX_PROMPT_TOKENS)
+_FIRST_PROMPT: _Quantiles = dict(zip(_SHARES, _PROMPTS, strict=True))
+_USER_MESSAGE: _Quantiles = {0.0: 10, 0.5: 250, 0.75: 2_500, 0.9: 7_500, 0.99: 22_000, 1.0: 60_000}
+_OUTPUT: _Quantiles = {0: 1, 0.1: 24, 0.25: 156, 0.5: 350, 0.75: 470, 0.9: 600, 0.99: 1120, 1: 2000}
 
 
 @dataclass(slots=True)
@@ -69,12 +47,10 @@ class _Conversation:
 def _draw(random: Random, quantiles: _Quantiles) -> int:
     """A length: linear between quantiles."""
     share = random.random()
-    low_share, low = quantiles[0]
-    for high_share, high in quantiles[1:]:
-        if share < high_share:
-            return low + int((high - low) * (share - low_share) / (high_share - low_share))
-        low_share, low = high_share, high
-    return low
+    (low_share, low), (high_share, high) = next(
+        (lower, upper) for lower, upper in pairwise(quantiles.items()) if share < upper[0]
+    )
+    return low + int((high - low) * (share - low_share) / (high_share - low_share))
 
 
 def _draw_exponential(random: Random) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,8 +12,6 @@ from kvview_reference.sizing.tier_hits import HostTraffic, Tiers
 
 PEAK_SECONDS = 10.0
 """Span over which a peak is measured; a link that is behind for longer delays requests."""
-
-_MOMENTS = 60
 
 
 class ReportPart(BaseModel):
@@ -53,17 +51,6 @@ class Point(ReportPart):
     peak_offload_gb_per_s: float | None
 
 
-class Moment(ReportPart):
-    """A span of the trace, with an LRU host of the size at the knee."""
-
-    start_s: float
-    requests: int
-    blocks: int
-    gpu_hit_blocks: int
-    host_hit_blocks: int
-    offloaded_blocks: int
-
-
 class Accountant:
     """Turns blocks into rates, bytes and seconds.
 
@@ -99,20 +86,14 @@ class Accountant:
 
     def point(self, host: int, traffic: HostTraffic) -> Point:
         """Account for one policy at one size of the host."""
-        rate, excess = self._references.rate, self._references.excess
-        gpu_hits, loaded = sum(self._tiers.gpu_hits) / rate, sum(traffic.loaded) / rate
-        if gpu_hits:
-            gpu_hits = max(0.0, gpu_hits - excess)
-        elif loaded:
-            loaded = max(0.0, loaded - excess)
-        gpu_rate, loaded_blocks = gpu_hits / self._num_ids, round(loaded)
+        gpu_rate, loaded_blocks = sum(self._tiers.gpu_hits) / self._num_ids, sum(traffic.loaded)
         host_rate = loaded_blocks / self._num_ids
-        stored = round(sum(traffic.stored) / rate)
+        stored = sum(traffic.stored)
         in_bytes = out_bytes = None
         if self._blocks is not None and self._block_bytes is not None:
-            sizes = {n: self._blocks.load_bytes(n / rate) for n in set(traffic.loaded)}
+            sizes = {n: self._blocks.load_bytes(n) for n in set(traffic.loaded)}
             in_bytes = [sizes[number] for number in traffic.loaded]
-            out_bytes = [number * self._block_bytes / rate for number in traffic.stored]
+            out_bytes = [float(number * self._block_bytes) for number in traffic.stored]
         load, peak_load = self._bandwidths(in_bytes)
         offload, peak_offload = self._bandwidths(out_bytes)
         return Point(
@@ -138,39 +119,7 @@ class Accountant:
         if num_bytes is None or not seconds:
             return None, None
         span = min(PEAK_SECONDS, seconds)
-        peak = max(self._sums(num_bytes, span).values())
-        return sum(num_bytes) / 1e9 / seconds, peak / 1e9 / span
-
-    def _sums(self, values: Iterable[float], span: float) -> Counter[int]:
-        """Sum a value for each request over spans of some seconds."""
-        sums: Counter[int] = Counter()
-        for request, value in zip(self._references.requests, values, strict=True):
-            sums[int(request.arrival_s / span) if span else 0] += value  # type: ignore[assignment]
-        return sums
-
-    def timeline(self, traffic: HostTraffic) -> list[Moment]:
-        """Divide the trace into spans of equal length."""
-        requests, rate = self._references.requests, self._references.rate
-        # A little longer than a sixtieth, so that the last request is in the last span.
-        span = self._references.seconds * (1 + 1e-9) / _MOMENTS
-        counts, blocks, gpu, host, stored = (
-            self._sums(values, span)
-            for values in (
-                [1] * len(requests),
-                [request.num_blocks for request in requests],
-                self._tiers.gpu_hits,
-                traffic.loaded,
-                traffic.stored,
-            )
-        )
-        return [
-            Moment(
-                start_s=number * span,
-                requests=counts[number],
-                blocks=round(blocks[number] / rate),
-                gpu_hit_blocks=round(gpu[number] / rate),
-                host_hit_blocks=round(host[number] / rate),
-                offloaded_blocks=round(stored[number] / rate),
-            )
-            for number in range(_MOMENTS if span else 1)
-        ]
+        sums: dict[int, float] = defaultdict(float)
+        for request, value in zip(self._references.requests, num_bytes, strict=True):
+            sums[int(request.arrival_s / span)] += value
+        return sum(num_bytes) / 1e9 / seconds, max(sums.values()) / 1e9 / span

@@ -14,8 +14,9 @@ from kvview.cli.console import Console, progress
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.interrupt import UntilInterrupted
-from kvview.cli.output import JSONOption, OutputFile, Rate, Whole, write_json
+from kvview.cli.output import Rate, Whole, json_option, write_json
 from kvview.errors import ConfigError
+from kvview_reference.replay.command import trace_options
 
 if TYPE_CHECKING:
     from kvview_reference.sizing.sweep import SizeReport
@@ -24,7 +25,7 @@ _NUM_GENERATED = 12_000
 
 
 @click.command()
-@click.argument("trace", required=False)
+@trace_options(_NUM_GENERATED)
 @click.option(
     "--sizes",
     metavar="SIZE,...",
@@ -72,35 +73,12 @@ _NUM_GENERATED = 12_000
     is_flag=True,
     help="Let a cache hold the partial last block of a prompt too; engines do not.",
 )
-@click.option("--requests", type=Whole(1), help="Stop after this many requests.  [default: all]")
-@click.option(
-    "--seed",
-    type=Whole(),
-    default=0,
-    show_default=True,
-    help="Seed of the generated workload.",
-)
-@click.option(
-    "--max-references",
-    type=Whole(1),
-    help="Sample a trace with more uses of blocks than this.  [default: 67 million]",
-)
-@click.option("--strict", is_flag=True, help="Stop at damaged input, with exit code 2.")
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"size": "kvview_reference.sizing.sweep:SizeReport"},
-)
-@click.option(
-    "--html",
-    "html_file",
-    type=OutputFile(may_be_stdout=False),
-    metavar="FILE",
-    help="Write a page with the curves to FILE.",
-)
+@json_option({"size": "kvview_reference.sizing.sweep:SizeReport"})
 def size(
     trace: str | None,
+    requests: int | None,
+    seed: int,
+    strict: bool,
     sizes: str | None,
     gpu_blocks: str | None,
     policies: str,
@@ -110,12 +88,7 @@ def size(
     prefill_rate: float,
     load_bandwidth: float,
     partial_blocks: bool,
-    requests: int | None,
-    seed: int,
-    max_references: int | None,
-    strict: bool,
     json_file: str | None,
-    html_file: str | None,
 ) -> None:
     """Compute the hits and costs of a host tier at every size.
 
@@ -127,8 +100,7 @@ def size(
     from kvview_reference.replay.trace_input import Source, open_source
     from kvview_reference.sizing.model import parse_size
     from kvview_reference.sizing.model_file import read_model
-    from kvview_reference.sizing.references import MAX_REFERENCES, References, read_references
-    from kvview_reference.sizing.size_page import write_size_page
+    from kvview_reference.sizing.references import References, read_references
     from kvview_reference.sizing.stored import StoredBlocks
     from kvview_reference.sizing.sweep import size as run
 
@@ -140,9 +112,7 @@ def size(
     if model_file is None and (dtype, tp) != (None, None):
         raise ConfigError("--dtype and --tp describe a model and need --model")
     model = None if model_file is None else read_model(model_file, dtype, tp)
-    open_trace = partial(
-        open_source, trace, requests=requests, seed=seed, num_generated=_NUM_GENERATED
-    )
+    open_trace = partial(open_source, trace, requests, seed, _NUM_GENERATED)
     source = open_trace(strict=strict, report=partial(echo, err=True))
     blocks = None if model is None else StoredBlocks(model, source.block_size)
 
@@ -156,7 +126,6 @@ def size(
             source.block_size,
             max_request_blocks=max_request_blocks,
             has_partial_blocks=partial_blocks,
-            max_references=max_references or MAX_REFERENCES,
             tails=blocks.tails if blocks else (),
         )
         is_interrupted = is_interrupted or until.is_interrupted
@@ -178,10 +147,10 @@ def size(
         references = read(source, gpu or None)
         host_sizes = None
         if sizes is not None:
-            num_blocks = round(references.num_blocks / references.rate)
             known = (lambda: blocks.block_bytes(references.tail_shares)) if blocks else None
             host_sizes = [
-                parse_size(part, "--sizes", known, num_blocks) for part in sizes.split(",")
+                parse_size(part, "--sizes", known, references.num_blocks)
+                for part in sizes.split(",")
             ]
         report = run(
             references,
@@ -199,8 +168,6 @@ def size(
     if json_file != "-":
         _show(report)
     write_json(json_file, report.model_dump(mode="json"))
-    if html_file is not None:
-        write_size_page(html_file, report, source.lost)
     if source.lost.rows:
         echo(f"kvview: {source.lost.summary(source.title)}", err=True)
     sys.exit(ExitCode.INTERRUPTED if is_interrupted else ExitCode.CLEAN)
@@ -209,7 +176,6 @@ def size(
 def _show(report: SizeReport) -> None:
     from kvview_reference.sizing.explain import explain
 
-    console = Console()
     optimum = dict(report.optimum)
     title = f"{report.trace}: {report.requests:,} requests, {report.blocks:,} blocks"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
@@ -232,6 +198,7 @@ def _show(report: SizeReport) -> None:
             peaks = (lru.peak_load_gb_per_s, lru.peak_offload_gb_per_s)
             cells += ["-" if peak is None else f"{peak:.2f}" for peak in peaks]
         table.add_row(*cells)
+    console = Console()
     console.print(table)
     for line in explain(report):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

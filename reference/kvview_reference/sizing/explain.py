@@ -1,4 +1,4 @@
-"""The sentences of a report, for the terminal and the page."""
+"""The sentences of a report."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from kvview_reference.sizing.sweep import SizeReport
 
 
 def explain(report: SizeReport) -> list[str]:
-    """State the result first, then its basis."""
-    return [*conclusions(report), *_basis(report)]
-
-
-def conclusions(report: SizeReport) -> list[str]:
-    """State the gain of a host, and the warnings."""
+    """State the gain of a host first, then the warnings and the basis."""
     alone, most = report.no_connector_hit_rate, report.unlimited_hit_rate
     lines = ["Without a GPU cache, the host has all hits."]
     if report.gpu_blocks:
-        size = blocks_and_gib(report, report.gpu_blocks, "GPU")
+        size = _blocks_and_gib(report, report.gpu_blocks, "GPU")
         lines = [f"{size} alone hit {alone:.1%} of the prompt blocks; a host adds to that."]
     if report.knee_host_blocks:
         lines += [
-            f"Knee: {blocks_and_gib(report, report.knee_host_blocks)} with LRU gain "
+            f"Knee: {_blocks_and_gib(report, report.knee_host_blocks)} with LRU gain "
             f"{report.knee_share:.0%} of the gain of any host ({most - alone:.1%} of the prompt "
             "blocks). Beyond the knee a block gains less than on average.",
-            f"Beyond {blocks_and_gib(report, report.full_host_blocks)} nothing is gained.",
+            f"Beyond {_blocks_and_gib(report, report.full_host_blocks)} nothing is gained.",
         ]
     else:
         lines.append("No host gains anything: the GPU has every block that is used again.")
-    return [*lines, *report.notes]
+    return [*lines, *report.notes, *_basis(report)]
 
 
 def _basis(report: SizeReport) -> list[str]:
@@ -35,7 +30,7 @@ def _basis(report: SizeReport) -> list[str]:
         "Order, not time: requests are served one after another, in the order of arrival; "
         "'kvview replay TRACE' simulates one size in time.",
         "At most: the hits that no policy exceeds with GPU and host together, even if it knows the "
-        f"future (MIN with bypass, {'exact' if report.sampling_rate == 1 else 'sampled'}).",
+        "future (MIN with bypass, exact).",
         "With LRU: blocks stored to the host for each block loaded; seconds of prefill saved, at "
         f"{report.prefill_tokens_per_s:,.0f} tokens/s; GB/s in the busiest {PEAK_SECONDS:.0f} s.",
     ]
@@ -44,8 +39,6 @@ def _basis(report: SizeReport) -> list[str]:
     else:
         name = f"{report.model.name}: " if report.model.name else ""
         lines += [f"{name}{part.formula}." for part in report.model.layers]
-    if report.sampling_rate < 1:
-        lines.append(f"Sampled by block: {report.sampling_rate:.2%} of the blocks (SHARDS).")
     if report.requests_too_large:
         lines.append(
             f"{report.requests_too_large:,} requests do not fit on the GPU and were skipped."
@@ -53,7 +46,7 @@ def _basis(report: SizeReport) -> list[str]:
     return lines
 
 
-def blocks_and_gib(report: SizeReport, blocks: int, tier: str = "host") -> str:
+def _blocks_and_gib(report: SizeReport, blocks: int, tier: str = "host") -> str:
     """Write a size in blocks, and in GiB with a model."""
     text = f"{blocks:,} {tier} blocks"
     if report.model is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from kvview.errors import ConfigError
 from kvview_reference.sizing.fields import Fields, shown
@@ -12,100 +13,85 @@ from kvview_reference.sizing.fields import Fields, shown
 Stored = Literal["full", "window", "chunked", "state", "full and state", "nothing"]
 """The kind of a layer; "full and state" is attention next to a state-space half."""
 
-WORDS: Mapping[str, Stored] = {
-    "full_attention": "full",
-    "attention": "full",
-    "sliding_attention": "window",
-    "chunked_attention": "chunked",
-    "linear_attention": "state",
-    "mamba": "state",
-    "conv": "state",
-    "hybrid": "full and state",
-    "mlp": "nothing",
-    "moe": "nothing",
-}
-"""The words of ``layer_types`` and of its older names."""
+Rule = tuple[str, ...]
+"""One way to list the kinds: its name, the field that decides, and further words."""
 
-LETTERS: Mapping[str, Stored] = {"M": "state", "*": "full", "-": "nothing", "E": "nothing"}
-"""The letters of ``hybrid_override_pattern``."""
+TABLE: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_name("model_facts.toml").read_text(encoding="utf-8")
+)
+"""The words and letters of lists, and the facts of :mod:`.model_facts`."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One way to list the kinds.
+def list_kinds(rule: Rule, fields: Fields, num_layers: int) -> list[Stored] | None:
+    """List the kind of each layer; None if the field of the rule is not set.
 
-    Args:
-        field: The field that decides; "" if no field is read.
-        stored: Lists the kind of each layer, from the fields and the number of layers; returns
-            None if the field is not set, and raises ConfigError if it is wrong or unknown.
+    Raises:
+        ConfigError: The field is wrong or unknown.
     """
+    name, *words = rule
+    return _WAYS[name](fields, num_layers, *words)
 
-    field: str
-    stored: Callable[[Fields, int], list[Stored] | None]
 
-
-def listed(field: str = "layer_types") -> Rule:
+def _listed(fields: Fields, _: int, field: str) -> list[Stored] | None:
     """A list with a word for each layer."""
-    return Rule(
-        field,
-        lambda fields, _: _meanings(field, fields.sequence(field, str) or (), WORDS, fields),
-    )
+    return _meanings(field, fields.sequence(field, str) or (), TABLE["words"], fields)
 
 
-def lettered(field: str) -> Rule:
+def _lettered(fields: Fields, _: int, field: str) -> list[Stored] | None:
     """A text with a letter for each layer."""
-    return Rule(field, lambda fields, _: _meanings(field, fields.text(field, ""), LETTERS, fields))
+    return _meanings(field, fields.text(field, ""), TABLE["letters"], fields)
 
 
-def every(kind: Stored = "full") -> Rule:
+def _every(_: Fields, num_layers: int, kind: Stored) -> list[Stored]:
     """The same kind for all layers."""
-    return Rule("", lambda _, num_layers: [kind] * num_layers)
+    return [kind] * num_layers
 
 
-def period(field: str, kind: Stored, other: Stored, *, offset: str = "") -> Rule:
+def _period(
+    fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored, offset: str = ""
+) -> list[Stored]:
     """One layer of each period has its own kind: the layer at ``offset``, or else the last."""
-
-    def stored(fields: Fields, num_layers: int) -> list[Stored]:
-        length = fields.number(field)
-        at = fields.number(offset, least=0) if offset else length - 1
-        if at >= length:
-            raise ConfigError(
-                f"{fields.where}: {offset} must be below {field} ({length}), got {at}"
-            )
-        return [kind if layer % length == at else other for layer in range(num_layers)]
-
-    return Rule(field, stored)
+    length = fields.number(field)
+    at = fields.number(offset, least=0) if offset else length - 1
+    if at >= length:
+        raise ConfigError(f"{fields.where}: {offset} must be below {field} ({length}), got {at}")
+    return [kind if layer % length == at else other for layer in range(num_layers)]
 
 
-def numbered(field: str, kind: Stored, other: Stored) -> Rule:
+def _numbered(
+    fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored
+) -> list[Stored] | None:
     """A list with the numbers of some layers, from 0."""
-
-    def stored(fields: Fields, num_layers: int) -> list[Stored] | None:
-        numbers = fields.sequence(field, int)
-        if numbers is None:
-            return None
-        return [kind if layer in numbers else other for layer in range(num_layers)]
-
-    return Rule(field, stored)
+    numbers = fields.sequence(field, int)
+    if numbers is None:
+        return None
+    return [kind if layer in numbers else other for layer in range(num_layers)]
 
 
-def flagged(field: str, kind: Stored, other: Stored) -> Rule:
+def _flagged(
+    fields: Fields, _: int, field: str, kind: Stored, other: Stored
+) -> list[Stored] | None:
     """A list of 0 and 1, one for each layer."""
-
-    def stored(fields: Fields, _: int) -> list[Stored] | None:
-        return [kind if flag else other for flag in fields.sequence(field, int) or ()] or None
-
-    return Rule(field, stored)
+    return [kind if flag else other for flag in fields.sequence(field, int) or ()] or None
 
 
-def starting_at(field: str, kind: Stored, other: Stored) -> Rule:
+def _starting_at(
+    fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored
+) -> list[Stored]:
     """All layers from a number on."""
+    first = fields.number(field, least=0)
+    return [kind if layer >= first else other for layer in range(num_layers)]
 
-    def stored(fields: Fields, num_layers: int) -> list[Stored]:
-        first = fields.number(field, least=0)
-        return [kind if layer >= first else other for layer in range(num_layers)]
 
-    return Rule(field, stored)
+_WAYS: Mapping[str, Callable[..., list[Stored] | None]] = {
+    "listed": _listed,
+    "lettered": _lettered,
+    "every": _every,
+    "period": _period,
+    "numbered": _numbered,
+    "flagged": _flagged,
+    "starting_at": _starting_at,
+}
 
 
 def _meanings(

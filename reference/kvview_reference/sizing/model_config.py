@@ -17,6 +17,7 @@ from typing import Any
 
 from kvview.errors import ConfigError
 from kvview_reference.sizing.fields import Fields, shown
+from kvview_reference.sizing.layer_rules import list_kinds
 from kvview_reference.sizing.model import (
     Kind,
     LayerSet,
@@ -87,10 +88,10 @@ class _Reader:
             most=_MAX_LAYERS,
             missing=len(pattern) if isinstance(pattern, str) and pattern else None,
         )
-        lists = [rule.stored(self._fields, num_layers) for rule in self._facts.rules]
+        lists = [list_kinds(rule, self._fields, num_layers) for rule in self._facts.rules]
         stored = next((each for each in lists if each is not None), None)
         if stored is None:
-            names = " or ".join(rule.field for rule in self._facts.rules)
+            names = " or ".join(field for _, field, *_ in self._facts.rules)
             raise ConfigError(f"{self._where}: {names} is missing")
         if len(stored) != num_layers:
             raise ConfigError(

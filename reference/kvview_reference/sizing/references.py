@@ -6,28 +6,19 @@
    a run.
 2. Runs are numbered by first use, and their blocks without gaps: run ``r`` holds the
    blocks ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
-3. A trace of more than ``max_references`` is sampled by block: half of the blocks are
-   dropped, with all their references, until the rest fits. A cache of ``n`` blocks then
-   corresponds to one of ``n * rate`` for the sample. A few blocks that every request uses may be
-   in the sample or not; their surplus of uses is subtracted from the hits (:attr:`excess`).
-
-Source: C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST '15 (sampling by
-block, fixed size); "Cache Modeling and Optimization using Miniature Simulations", ATC '17.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 
 from kvview_reference.replay.trace_schemas import TraceRequest
 from kvview_reference.sizing.tails import Tail, TailCount
-
-MAX_REFERENCES = 2**26
-"""References that are kept, 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +44,13 @@ class References:
         requests: Requests by arrival.
         starts: First block of each run, and at the end the number of blocks.
         num_ids: Hash ids of all prompts, dropped ones included; hit rates are shares of them.
-        num_full_blocks: Ids among them that a cache may hold.
-        rate: Share of the blocks in the sample; 1.0 unless sampled.
         num_too_large: Requests that were skipped.
-        tail_shares: Share of the different blocks in each requested tail, of all blocks, not of
-            the sample.
+        tail_shares: Share of the different blocks in each requested tail.
     """
 
     requests: Sequence[Reference]
     starts: Sequence[int]
     num_ids: int
-    num_full_blocks: int
-    rate: float
     num_too_large: int
     tail_shares: tuple[float, ...] = ()
 
@@ -72,16 +58,6 @@ class References:
     def num_blocks(self) -> int:
         """Different blocks."""
         return self.starts[-1]
-
-    @property
-    def num_references(self) -> int:
-        """Uses of blocks."""
-        return sum(request.num_blocks for request in self.requests)
-
-    @property
-    def excess(self) -> float:
-        """Surplus uses in the sample, in blocks of the trace; 0.0 unless sampled."""
-        return self.num_references / self.rate - self.num_full_blocks if self.rate < 1.0 else 0.0
 
     @property
     def seconds(self) -> float:
@@ -99,7 +75,6 @@ def read_references(
     *,
     max_request_blocks: int | None = None,
     has_partial_blocks: bool = False,
-    max_references: int = MAX_REFERENCES,
     tails: Sequence[Tail] = (),
 ) -> References:
     """Read a trace to its end.
@@ -110,11 +85,10 @@ def read_references(
         max_request_blocks: Requests whose prompt and output need more are skipped.
         has_partial_blocks: Whether a cache holds the partial last block of a prompt; no engine's
             prefix cache does.
-        max_references: References that are kept in memory.
         tails: Ends of prompts whose different blocks are counted.
     """
-    reader = _Reader(max_references, TailCount(tails, block_size))
-    num_ids = num_full = num_too_large = 0
+    reader = _Reader(TailCount(tails, block_size))
+    num_ids = num_too_large = 0
     for row in trace:
         size = row.num_prompt_tokens + row.num_output_tokens
         if max_request_blocks is not None and -(-size // block_size) > max_request_blocks:
@@ -124,91 +98,52 @@ def read_references(
         ids = row.hash_ids
         if not has_partial_blocks:
             ids = ids[: row.num_prompt_tokens // block_size]
-        num_full += len(ids)
         reader.add(row.arrival_s, row.scope, ids)
     requests, starts = reader.finish()
-    return References(
-        requests, starts, num_ids, num_full, reader.rate, num_too_large, reader.tails.shares()
-    )
-
-
-class _Names(dict[int, int]):
-    """Numbers of the ids of one scope, unique among all scopes."""
-
-    def __init__(self, reader: _Reader) -> None:
-        self._reader = reader
-
-    def __missing__(self, name: int) -> int:
-        self[name] = number = self._reader.new_block()
-        return number
+    return References(requests, starts, num_ids, num_too_large, reader.tails.shares())
 
 
 class _Reader:
-    def __init__(self, max_references: int, tails: TailCount) -> None:
-        self._max_references = max_references
+    def __init__(self, tails: TailCount) -> None:
         self.tails = tails
-        self._scopes: dict[str, _Names] = {}
-        self._random = Random(12)
-        self._tickets: list[int] = []  # by block; the highest stay in the sample longest
-        self._level = 0
+        self._scopes: dict[str, dict[int, int]] = {}
+        self._next_block = count()
         self._arrivals = array("d")
         self._blocks: list[array[int]] = []
-        self._num_references = 0
-
-    @property
-    def rate(self) -> float:
-        return 0.5**self._level
-
-    def new_block(self) -> int:
-        # The number of trailing zeros of random bits is the level up to which a block stays.
-        bits = self._random.getrandbits(62) | 1 << 62
-        self._tickets.append((bits & -bits).bit_length() - 1)
-        return len(self._tickets) - 1
 
     def add(self, arrival_s: float, scope: str, ids: Sequence[int]) -> None:
-        names = self._scopes.get(scope)
-        if names is None:
-            names = self._scopes[scope] = _Names(self)
+        names = self._scopes.setdefault(scope, defaultdict(self._next_block.__next__))
         blocks = array("I", map(names.__getitem__, ids))
         if len(set(blocks)) < len(blocks):
             blocks = array("I", dict.fromkeys(blocks))
         self.tails.add(blocks)
-        if self._level:
-            blocks = self._sampled(blocks)
         self._arrivals.append(arrival_s)
         self._blocks.append(blocks)
-        self._num_references += len(blocks)
-        while self._num_references > self._max_references:
-            self._level += 1
-            self._blocks = [self._sampled(kept) for kept in self._blocks]
-            self._num_references = sum(map(len, self._blocks))
-
-    def _sampled(self, blocks: array[int]) -> array[int]:
-        tickets, level = self._tickets, self._level
-        return array("I", [block for block in blocks if tickets[block] >= level])
 
     def finish(self) -> tuple[list[Reference], array[int]]:
         self._scopes.clear()
+        num_blocks = next(self._next_block)
         order = sorted(range(len(self._blocks)), key=self._arrivals.__getitem__)
         in_order = [self._blocks[index] for index in order]
         first = self._arrivals[order[0]] if order else 0.0
-        runs, starts = _runs(in_order, self._signatures(in_order))
+        runs, starts = _runs(in_order, _signatures(in_order, num_blocks))
         if not _are_prefixes(runs):
-            runs, starts = _runs(in_order, range(len(self._tickets)))
+            runs, starts = _runs(in_order, range(num_blocks))
         return [
             Reference(self._arrivals[index] - first, kept, len(blocks))
             for index, kept, blocks in zip(order, runs, in_order, strict=True)
         ], starts
 
-    def _signatures(self, in_order: Iterable[array[int]]) -> list[int]:
-        """Give the same number to blocks that the same requests use."""
-        signatures = [0] * len(self._tickets)
-        draw = self._random.getrandbits
-        for blocks in in_order:
-            ticket = draw(62)
-            for block in blocks:
-                signatures[block] ^= ticket
-        return signatures
+
+def _signatures(in_order: Iterable[array[int]], num_blocks: int) -> list[int]:
+    """Give the same number to blocks that the same requests use."""
+    signatures = [0] * num_blocks
+    draw = Random(12).getrandbits
+    for blocks in in_order:
+        ticket = draw(62)
+        for block in blocks:
+            signatures[block] ^= ticket
+    return signatures
 
 
 def _runs(

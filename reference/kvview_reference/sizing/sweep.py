@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvview_reference.replay.traces import Lost
-from kvview_reference.sizing.accounts import Accountant, Moment, Point, ReportPart
+from kvview_reference.sizing.accounts import Accountant, Point, ReportPart
 from kvview_reference.sizing.curves import knee_of, optimum_hits
 from kvview_reference.sizing.references import References
 from kvview_reference.sizing.stored import (
@@ -52,7 +52,6 @@ class SizeReport(ReportPart):
         lost: The first 10,000 of them, with the reasons.
         cut: Files of which all that follows a line is lost.
         blocks: Hash ids of all prompts; the rates are shares of them.
-        sampling_rate: Share of the blocks in the sample; 1.0 without sampling.
         gpu_gib: Size of the GPU cache, all ranks together.
         notes: Warnings about the figures of the model.
         no_connector_hit_rate: Hit rate of the GPU's prefix cache alone.
@@ -77,7 +76,6 @@ class SizeReport(ReportPart):
     cut: list[str]
     blocks: int
     different_blocks: int
-    sampling_rate: float
     trace_seconds: float
     gpu_blocks: int
     gpu_gib: float | None
@@ -94,7 +92,6 @@ class SizeReport(ReportPart):
     curves: list[PolicyCurve]
     optimum: list[tuple[int, float]]
     lru_curve: list[tuple[int, float]]
-    timeline: list[Moment]
 
 
 def size(
@@ -131,18 +128,13 @@ def size(
     """
     on_progress("stack distances")
     tiers = Tiers(references, gpu_blocks)
-    rate, excess = references.rate, references.excess
     num_ids = max(1, references.num_ids)
-    full = round(tiers.curve.full_size / rate)
-
-    def rate_of(hits: int) -> float:
-        """Turn hits of the sample into a share of the prompt blocks of the trace."""
-        return max(0.0, hits / rate - (excess if hits else 0.0)) / num_ids
+    full = tiers.curve.full_size
 
     def lru_rate(host: int) -> float:
-        return rate_of(tiers.curve.hits(max(tiers.sampled(host), tiers.sampled(gpu_blocks))))
+        return tiers.curve.hits(max(host, gpu_blocks)) / num_ids
 
-    alone, unlimited = rate_of(sum(tiers.gpu_hits)), lru_rate(full)
+    alone, unlimited = sum(tiers.gpu_hits) / num_ids, lru_rate(full)
     knee, knee_share = 0, 0.0
     if unlimited > alone:
         sizes_between = range(gpu_blocks, full, max(1, (full - gpu_blocks) // _KNEE_POINTS))
@@ -157,7 +149,7 @@ def size(
         notes = notes_on_model(model_report, gpu_gib, blocks.model.tp)
     sizes = sorted(set(host_sizes or _default_sizes(gpu_blocks, full)))
     on_progress("optimum")
-    bounds = optimum_hits(references, [tiers.sampled(gpu_blocks + host) for host in sizes])
+    bounds = optimum_hits(references, [gpu_blocks + host for host in sizes])
     curves = []
     for policy in dict.fromkeys(["lru", *policies]):
         points = []
@@ -166,8 +158,6 @@ def size(
             traffic = tiers.lru(host) if policy == "lru" else tiers.replay(host, policy)
             points.append(accountant.point(host, traffic))
         method = "stack distances, exact" if policy == "lru" else "one replay per size"
-        if rate < 1.0:
-            method = f"{method.removesuffix(', exact')}, sampled at {rate:g}"
         curves.append(PolicyCurve(policy=policy, method=method, points=points))
     lost = lost or Lost()
     return SizeReport(
@@ -179,8 +169,7 @@ def size(
         lost=lost.rows,
         cut=lost.cut,
         blocks=references.num_ids,
-        different_blocks=round(references.num_blocks / rate),
-        sampling_rate=rate,
+        different_blocks=references.num_blocks,
         trace_seconds=references.seconds,
         gpu_blocks=gpu_blocks,
         gpu_gib=gpu_gib,
@@ -195,9 +184,8 @@ def size(
         knee_host_gib=accountant.gib(knee),
         knee_share=knee_share,
         curves=curves,
-        optimum=[(host, rate_of(hits)) for host, hits in zip(sizes, bounds, strict=True)],
+        optimum=[(host, hits / num_ids) for host, hits in zip(sizes, bounds, strict=True)],
         lru_curve=[(host, lru_rate(host)) for host in _curve_sizes(full)],
-        timeline=accountant.timeline(tiers.lru(knee)),
     )
 
 

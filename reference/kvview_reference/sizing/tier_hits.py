@@ -54,23 +54,19 @@ class Tiers:
         self.gpu_blocks = gpu_blocks
         self._reaches: list[list[Reach]] = list(lru_reaches(references))
         self.curve: Curve = lru_curve(self._reaches)
-        held = self.sampled(gpu_blocks)
-        self.gpu_hits = array("I", (hits_within(reaches, held) for reaches in self._reaches))
+        self.gpu_hits = array("I", (hits_within(reaches, gpu_blocks) for reaches in self._reaches))
         self._keys: list[OffloadKey] = []
-
-    def sampled(self, num_blocks: int) -> int:
-        """Scale a number of blocks to the sample."""
-        rate = self.references.rate
-        return num_blocks if rate == 1.0 else max(bool(num_blocks), round(num_blocks * rate))
 
     def lru(self, host_blocks: int) -> HostTraffic:
         """Compute the traffic of an LRU host, without a replay."""
-        size = self.sampled(host_blocks)
-        hits = [hits_within(reaches, size) for reaches in self._reaches]
+        hits = [hits_within(reaches, host_blocks) for reaches in self._reaches]
         requests = self.references.requests
         return HostTraffic(
             array("I", (max(0, hit - gpu) for hit, gpu in zip(hits, self.gpu_hits, strict=True))),
-            array("I", (min(r.num_blocks - h, size) for r, h in zip(requests, hits, strict=True))),
+            array(
+                "I",
+                (min(r.num_blocks - h, host_blocks) for r, h in zip(requests, hits, strict=True)),
+            ),
         )
 
     def replay(self, host_blocks: int, policy: str) -> HostTraffic:
@@ -80,7 +76,7 @@ class Tiers:
             ConfigError: The policy is unknown.
         """
         # A host with room for every block evicts none, so more room changes nothing.
-        size = min(self.sampled(host_blocks), self.references.starts[-1])
+        size = min(host_blocks, self.references.num_blocks)
         if not size:
             none = array("I", bytes(4 * len(self.gpu_hits)))
             return HostTraffic(none, none)

@@ -13,7 +13,7 @@ from rich.table import Table
 from kvview.cli.console import Console
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import JSONOption, Whole, write_json
+from kvview.cli.output import Whole, json_option, target_options, write_json
 from kvview.errors import ConfigError, KVViewError
 from kvview.options import read_options
 from kvview.targets import load_target
@@ -60,7 +60,7 @@ class StoreCheck:
     """The report of ``kvview tier fsck --json FILE``.
 
     Args:
-        root: Folder or url of the store.
+        root: Folder of the store.
         namespaces: One entry for each folder.
         bad: Every entry that cannot be loaded.
         schema_version: Grows when a field is removed or changes its meaning.
@@ -85,35 +85,17 @@ def tier() -> None:
 
 @tier.command()
 @click.argument("root")
-@click.option(
-    "--option",
-    "given",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Option of an object store; repeatable.",
-)
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"fsck": "kvview_reference.tier.command:StoreCheck"},
-)
-def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
+@json_option({"fsck": "kvview_reference.tier.command:StoreCheck"})
+def fsck(root: str, json_file: str | None) -> None:
     """Read every entry of a store, and report the entries that cannot be loaded.
 
-    ROOT is the folder of a file store, or the url of an object store, which is
-    read completely over the network. Nothing is changed: a store removes a bad
+    ROOT is the folder of a file store. Nothing is changed: a store removes a bad
     entry itself when the entry is loaded. Exit code 1 if there is a bad entry.
     """
-    from kvview_reference.tier.stored_entries import (
-        entries_of_bucket,
-        entries_of_folder,
-        read_entry,
-    )
+    from kvview_reference.tier.stored_entries import entries_of_folder, read_entry
 
-    options, found, num_stores = read_options(given), StoreCheck(root), 0
-    stores = entries_of_bucket(root, options) if "://" in root else entries_of_folder(root)
-    for store in stores:
+    found, num_stores = StoreCheck(root), 0
+    for store in entries_of_folder(root):
         num_stores += 1
         try:
             if isinstance(store.note, OSError):
@@ -149,13 +131,7 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
 
 @tier.command()
 @click.argument("store")
-@click.option(
-    "--option",
-    "given",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Option of the store; repeatable.",
-)
+@target_options("Option of the store; repeatable.")
 @click.option(
     "--page-bytes",
     "sizes",
@@ -175,15 +151,10 @@ def fsck(root: str, given: tuple[str, ...], json_file: str | None) -> None:
 @click.option(
     "--no-guard", is_flag=True, help="Measure the store without the guard of the bridges."
 )
-@click.option(
-    "--json",
-    "json_file",
-    cls=JSONOption,
-    schemas={"bench": "kvview_reference.tier.throughput:StoreBench"},
-)
+@json_option({"bench": "kvview_reference.tier.throughput:StoreBench"})
 def bench(
     store: str,
-    given: tuple[str, ...],
+    options: tuple[str, ...],
     sizes: tuple[int, ...],
     pages: int,
     rounds: int,
@@ -201,8 +172,8 @@ def bench(
     make = load_target(store)
     if not is_tier_store(make):
         raise ConfigError(f"{store!r} is not a class of tier stores")
-    options = read_options(given)
-    found = measure(make, options, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
+    given = read_options(options)
+    found = measure(make, given, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
     table = Table(box=SIMPLE)
     for column in ("page", "put GB/s", "get GB/s", "lookup us/key", "caller us/page", "failed"):
         table.add_column(column, justify="right")

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview_reference.tier.deleting import DeletingStore
-from kvview_reference.tier.entry import MOST_BYTES, EntryFormat
+from kvview_reference.tier.entry import EntryFormat
 from kvview_reference.tier.store_folder import NOTE
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class ObjectStore(DeletingStore):
         return None
 
     def _claim(self) -> None:
-        """Write the namespace into its prefix, for ``kvview tier fsck``."""
+        """Write the namespace into its prefix, for the operator of the bucket."""
         import obstore
 
         if self._is_claimed:
@@ -223,61 +223,6 @@ _CHAIN = (
     "credentials come from the client's own chain alone (AWS_ACCESS_KEY_ID and such in the "
     "environment, or the machine's role)"
 )
-
-
-def list_folders(client: Client) -> list[str]:
-    """Names of the folders at the top of an object store.
-
-    Raises:
-        ConfigError: It cannot be listed.
-    """
-    import obstore
-
-    with _listing():
-        return sorted(obstore.list_with_delimiter(client)["common_prefixes"])
-
-
-def list_objects(client: Client, folder: str) -> Iterator[str]:
-    """Paths of the objects in a folder and below.
-
-    Raises:
-        ConfigError: It cannot be listed.
-    """
-    import obstore
-
-    chunks = iter(obstore.list(client, folder))
-    while True:
-        with _listing():
-            chunk = next(chunks, None)
-        if chunk is None:
-            return
-        yield from (meta["path"] for meta in chunk)
-
-
-def read_object(client: Client, path: str) -> bytes:
-    """Content of an object.
-
-    Raises:
-        OSError: It is not there, or cannot be read.
-    """
-    import obstore
-
-    try:
-        _require_plain(client, path)
-        found = obstore.get(client, path)
-        if (size := found.meta["size"]) > MOST_BYTES:  # the client would end the process
-            raise OSError(errno.EFBIG, f"it has {size} bytes, more than any entry")
-        return bytes(found.bytes())
-    except obstore.exceptions.BaseError as error:
-        raise OSError(errno.EIO, _kind(error)) from None
-
-
-@contextmanager
-def _listing() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(f"the object store cannot be listed: {_kind(error)}") from None
 
 
 def _kind(error: BaseException) -> str:

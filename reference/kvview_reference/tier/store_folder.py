@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ SHARDS = [f"{number:02x}" for number in range(256)]
 
 NOTE = "namespace.json"
 MODE = 0o600  # files contain prompts of users
-_KEY_NAME = re.compile(r"([0-9a-f]{2})+")
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _NO_LINK
 _MOST_OF_A_NOTE = 1 << 20  # bytes
@@ -33,11 +31,6 @@ _MOST_OF_A_NOTE = 1 << 20  # bytes
 def path_of(key: bytes) -> str:
     """Path of the file of a key."""
     return f"{SHARDS[zlib.crc32(key) & 0xFF]}/{key.hex()}"
-
-
-def is_key_name(name: str) -> bool:
-    """Whether a file or object may be named after a key."""
-    return 0 < len(name) <= 2 * MAX_KEY_BYTES and bool(_KEY_NAME.fullmatch(name))
 
 
 def key_of(path: str) -> bytes | None:

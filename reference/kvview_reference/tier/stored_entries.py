@@ -1,4 +1,4 @@
-"""The entries of a store, read without the store, for ``kvview tier fsck``.
+"""The entries of a file store, read without the store, for ``kvview tier fsck``.
 
 Only files that a store can have written are read: namespaces in folders of their own, and entries
 that are named after their keys. All others are ignored, links included.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,7 @@ from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview.tier.checksum import PageSeal
 from kvview_reference.tier.entry import HEAD, MAGIC, MOST_BYTES, NO_SEAL
-from kvview_reference.tier.object_store import (
-    list_folders,
-    list_objects,
-    make_client,
-    read_object,
-)
-from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder, is_key_name
+from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder
 
 Content: TypeAlias = bytes | OSError
 """Bytes, or the error with which they cannot be read."""
@@ -121,27 +115,6 @@ def _content(folder: StoreFolder, path: str, size: int) -> bytes:
         return os.read(file, size)
     finally:
         os.close(file)
-
-
-def entries_of_bucket(url: str, options: Mapping[str, Any]) -> Iterator[StoredNamespace]:
-    """Every namespace below the url of an object store.
-
-    Raises:
-        ConfigError: The store cannot be listed.
-    """
-    client = make_client(url, 30.0, 2, options)
-    for prefix in filter(_is_namespace, list_folders(client)):
-        with suppress(FileNotFoundError):
-            note = _outcome(read_object, client, f"{prefix}/{NOTE}")
-            yield StoredNamespace(prefix, note, _objects(client, prefix))
-
-
-def _objects(client: Any, prefix: str) -> Iterator[tuple[str, Content]]:
-    for path in list_objects(client, prefix):
-        folder, _, name = path.rpartition("/")
-        if folder == prefix and is_key_name(name):
-            with suppress(FileNotFoundError):  # removed just now
-                yield path, _outcome(read_object, client, path)
 
 
 def _is_namespace(name: str) -> bool:
