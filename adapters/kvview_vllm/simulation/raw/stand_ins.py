@@ -1,8 +1,9 @@
-"""Stand-ins for CUDA copies, each at the narrowest interface of the part that it replaces.
+"""CUDA on a CPU, and stand-ins for the parts of connectors that cannot run without a GPU.
 
 Copies of one direction run in order and up to some steps late, as on a CUDA stream.
 
-- VSIM-5 A replaced part of the connector **must** be named in the verdict.
+- VSIM-5 A replaced part of the connector **must** be named in the verdict. CUDA's own operations
+  (streams, events, copies between addresses) are not parts of a connector.
 """
 
 from __future__ import annotations
