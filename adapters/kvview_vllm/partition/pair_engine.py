@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -23,7 +22,6 @@ from kvview_vllm.releases.worker_caches import CacheKind, layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.token_bytes import RequestInStep
 from kvview_vllm.simulation.raw.watched import Watch
 from kvview_vllm.simulation.requests import PlannedRequest
 
@@ -73,11 +71,11 @@ class PartitionEngine(RawHarness):
         return self._engine.kind or super()._cache_kind(scenario)
 
     @override
-    def _tokens_of(
-        self, request_id: str, tables: Sequence[Sequence[int]], start: int, end: int
-    ) -> RequestInStep:
-        self._touched.update(chain.from_iterable(tables))
-        return super()._tokens_of(request_id, tables, start, end)
+    def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
+        tables = super()._tables(output)
+        for of_request in tables.values():
+            self._touched.update(*of_request)
+        return tables
 
     @override
     def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
