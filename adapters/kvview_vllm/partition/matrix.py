@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 from unittest.mock import patch
 
-from kvview.errors import line_of
+from kvview.errors import MissingLibraryError, line_of
 from kvview.testing.connector.coverage import replaced_parts
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
@@ -76,6 +76,9 @@ def check_partition(
 
     Yields:
         One cell for each pair, in their order.
+
+    Raises:
+        MissingLibraryError: The connector needs a library that is not installed.
     """
     is_shared = {False: False, True: False}  # equal requests: in one engine, after a restart
     for pair in pairs:
@@ -142,6 +145,8 @@ def _play(
             is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
             outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
             return Cell(pair, outcome, f"{broken.law}: {broken.message}")
+        except MissingLibraryError:  # no verdict
+            raise
         except Exception as error:  # whatever the connector or vLLM raises is the result
             return Cell(pair, PairOutcome.FAILED, line_of(error))
     if pair.is_of_layouts:
