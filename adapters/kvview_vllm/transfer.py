@@ -31,6 +31,7 @@ from kvview import (
     CanonicalKVCacheTensor,
     UnsupportedEngineError,
 )
+from kvview_vllm.releases.calls import offloaded_block_bytes
 
 
 def canonical_kv_caches(
@@ -79,7 +80,7 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
     Raises:
         UnsupportedEngineError: They hold fewer.
     """
-    needed = getattr(getattr(spec, "config", None), "worker_kv_bytes_per_block", 0)
+    needed = offloaded_block_bytes(spec)
     moved = max(
         sum(kv_caches.tensors[index].page_size_bytes for index in {ref.tensor_idx for ref in refs})
         for refs in kv_caches.group_data_refs

@@ -99,7 +99,7 @@ def test_a_wrong_copy_is_detected_in_each_kind_and_each_layout(name: str, law: s
 def test_the_offloading_connector_passes_one_head_in_lhbnc(
     options: dict[str, Any], expected: PairOutcome
 ) -> None:
-    """A defect of vLLM, which its own spec does not notice."""
+    """A defect of vLLM, which its own spec does not notice (PAGE-3)."""
     module = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
     kind = PAIRS[0].first_engine.kind
     pairs = [pair for pair in PAIRS if pair.first_engine.kind == kind]

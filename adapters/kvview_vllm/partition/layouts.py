@@ -1,7 +1,4 @@
-"""The caches whose bytes must survive: each kind of layers in each memory layout.
-
-Source: ``resolve_kv_cache_layout`` in vllm/v1/attention/backends/utils.py, 0.32.0 to 0.33.0.
-"""
+"""The caches whose bytes must survive: each kind of layers in each memory layout."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ from pathlib import Path
 from kvview_vllm.partition.pair_engine import NUM_BLOCKS
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
 from kvview_vllm.releases.cache_kinds import cache_kinds
-from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import (
     BLOCK_SIZE,
     CacheKind,
     layouts,
     make_config,
-    use_layout,
+    resolve_layout,
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
@@ -51,11 +47,8 @@ def _is_allocated(kind: CacheKind, layout: str) -> bool:
             num_blocks=NUM_BLOCKS,
             has_states=kind.has_states,
         )
-    resolve = getattr(vllm("v1.attention.backends.utils"), "resolve_kv_cache_layout", None)
     try:
-        if resolve is not None:
-            resolve(config, [[layout]], [spec for _, spec in kind.layers])
-        use_layout(config, layout)
+        resolve_layout(config, layout, [spec for _, spec in kind.layers])
         make_config(config, kind, NUM_BLOCKS)
     except (AssertionError, NotImplementedError, ValueError):  # as vLLM refuses a combination
         return False

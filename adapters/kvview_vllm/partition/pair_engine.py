@@ -29,7 +29,7 @@ NUM_BLOCKS = 64
 """Blocks of the pool."""
 
 _SECONDS_TO_END = 20.0
-_SECONDS_TO_STORE = 0.1  # after the end of a request
+_STEPS_TO_STORE = 50  # after the end of a request
 _SECONDS_BETWEEN_STEPS = 0.002  # threads of a store work meanwhile
 _ENCODER_TOKENS = 256
 
@@ -131,8 +131,7 @@ class PartitionEngine(RawHarness):
             self._step_slowly()
             if time.monotonic() > ends:
                 raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
-        ends = time.monotonic() + _SECONDS_TO_STORE
-        while time.monotonic() < ends:
+        for _ in range(_STEPS_TO_STORE):
             self._step_slowly()
         return self._seen_by.coverage["tokens to load"] - before
 
@@ -146,8 +145,11 @@ class PartitionEngine(RawHarness):
         Raises:
             InvariantBroken: The connector holds blocks although every request has ended.
         """
-        if not self._pool.reset_prefix_cache():
-            raise InvariantBroken("CONN-4", "blocks are held although every request has ended")
+        ends = time.monotonic() + _SECONDS_TO_END
+        while not self._pool.reset_prefix_cache():
+            self._step_slowly()
+            if time.monotonic() > ends:
+                raise InvariantBroken("CONN-4", "blocks are held although every request has ended")
         self._before = [slots.clone() for slots in self.worker.caches.slots]
         self._touched = {NULL_BLOCK_ID}
 

@@ -105,6 +105,24 @@ def use_layout(vllm_config: Any, name: str) -> None:
         vllm("v1.attention.backends.utils").set_kv_cache_layout(name)
 
 
+def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
+    """Choose a memory layout as :func:`use_layout` does, if layers of these specs may have it.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``, without a layout.
+        name: One of :func:`layouts`.
+        specs: The ``KVCacheSpec`` of each layer.
+
+    Raises:
+        ValueError: They may not.
+    """
+    utils = vllm("v1.attention.backends.utils")
+    if hasattr(utils, "resolve_kv_cache_layout"):
+        utils.resolve_kv_cache_layout(vllm_config, [[name]], specs)
+    else:
+        use_layout(vllm_config, name)
+
+
 def flash_attention(groups: Sequence[CacheGroup]) -> CacheKind:
     """Layers of FlashAttention in float32, of these kinds in turn.
 
