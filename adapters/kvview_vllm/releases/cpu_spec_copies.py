@@ -58,14 +58,11 @@ def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
 
 
 def _replace_cuda(spec: Any, make_queue: MakeQueue, stack: ExitStack) -> None:
-    from kvview_vllm.releases.cuda_on_cpu import Device, TensorOnGPU, Torch
+    from kvview_vllm.releases.cuda_on_cpu import Device, Torch, as_gpu_tensor
 
     def get_worker(self: Any, kv_caches: Any) -> Any:
         if self._worker is None:
-            tensors = [
-                replace(one, tensor=one.tensor.as_subclass(TensorOnGPU))
-                for one in kv_caches.tensors
-            ]
+            tensors = [replace(one, tensor=as_gpu_tensor(one.tensor)) for one in kv_caches.tensors]
             self._worker = self.create_worker(replace(kv_caches, tensors=tensors))
         return self._worker
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MakeQueue = Callable[[], Any]
 
@@ -25,10 +26,11 @@ def copy_bytes(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[i
         ctypes.memmove(int(target), int(source), int(size))
 
 
-class TensorOnGPU(torch.Tensor):
-    """A tensor of the host that passes for one of the GPU."""
+def as_gpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor of the host as one that passes for a tensor of the GPU."""
+    import torch
 
-    is_cuda = True
+    return tensor.as_subclass(type("TensorOnGPU", (torch.Tensor,), {"is_cuda": True}))
 
 
 class Stream:
@@ -114,4 +116,6 @@ class Torch:
     Event = Event
 
     def __getattr__(self, name: str) -> Any:
+        import torch
+
         return getattr(torch, name)
