@@ -101,7 +101,10 @@ def _spec(
     kind = module.MLAAttention if is_mla else module.Attention
     spec = kind.get_kv_cache_spec(layer, config)
     customize = getattr(vllm("v1.worker.utils"), "customize_attention_spec", None)
-    return customize(backend, spec) if customize else backend.customize_spec(spec)
+    if customize is None:
+        return backend.customize_spec(spec)
+    # Alignments are for larger blocks than these.
+    return replace(customize(backend, spec), block_stride_alignment=None)
 
 
 class _Layer:
@@ -131,7 +134,7 @@ def _mixed_kinds() -> Iterator[CacheKind]:
     yield _kind("quantised and other layers", flash, full, _spec(flash, "fp8"))
     mla = vllm("v1.attention.backends.mla.flashmla_sparse").FlashMLASparseBackend
     latent = _spec(mla, "auto")
-    indexer = replace(latent, head_size=_INDEXER_BYTES, dtype=torch.uint8, kv_quant_mode=0)
+    indexer = replace(latent, head_size=_INDEXER_BYTES, dtype=torch.uint8)
     yield _kind("MLA with an indexer", mla, latent, indexer)
     compressed = replace(latent, tokens_per_state=4)
     yield _kind("MLA with four tokens a state", mla, compressed, compressed)
@@ -141,6 +144,7 @@ def _mixed_kinds() -> Iterator[CacheKind]:
         block_size=BLOCK_SIZE,
         shapes=((3, 64), (4, 16, 16)),
         dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=full.page_size_bytes,  # as vLLM's platforms pad it
         mamba_cache_mode="align",
     )
     yield CacheKind("Mamba states and full attention", ((flash, full), (mamba, states)))
