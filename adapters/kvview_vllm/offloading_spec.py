@@ -44,7 +44,7 @@ from kvview_vllm.releases import (
     require_concrete,
 )
 from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, tokens_per_chunk
-from kvview_vllm.transfer import canonical_kv_caches
+from kvview_vllm.transfer import canonical_kv_caches, check_whole_blocks
 
 if TYPE_CHECKING:
 
@@ -131,6 +131,7 @@ class KVViewOffloadingSpec(_Spec):
 
     def get_worker(self, kv_caches: Any) -> WorkerForVLLM:
         """The worker's side from 0.25 on."""
+        check_whole_blocks(self, kv_caches)
         options, num_blocks = self._options, blocks_per_chunk(self)
         make = load_target(options.worker)
         with reading(OffloadingSeam.seam, "the layout of the KV cache"):

@@ -53,6 +53,7 @@ from kvview_vllm.releases.tiers import (
     with_events_of_tiers,
 )
 from kvview_vllm.tier_metrics import TierReporter, definitions
+from kvview_vllm.transfer import check_whole_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 
     class _Spec:
         def get_manager(self) -> Any: ...
+        def create_worker(self, kv_caches: Any) -> Any: ...
 else:
     tier_seam()
     check_keys()
@@ -213,6 +215,11 @@ class KVViewTieringSpec(_Spec):
     """vLLM's own spec; importing this module registers the type ``kvview``."""
 
     _with_events: Any = None
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        """The worker's side from 0.25 on."""
+        check_whole_blocks(self, kv_caches)
+        return super().create_worker(kv_caches)
 
     def get_manager(self) -> Any:
         """Return vLLM's own manager, with the events of its tiers in every release."""

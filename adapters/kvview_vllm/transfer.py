@@ -1,8 +1,11 @@
 """The KV-cache tensors of a vLLM worker, seen as pages (XFER).
 
-- PAGE-1 A page **must** be one run of bytes: a layer whose block is not dense in
-  memory is refused with :class:`~kvview.UnsupportedEngineError`.
+- PAGE-1 A page **must** be one run of bytes: a block of several runs, such as one for each head,
+  has a page in as many tensors. A block whose elements do not touch is refused with
+  :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
+- PAGE-3 Pages that vLLM passes to an offloading spec **must** hold all bytes of a block: in the
+  layout ``LHBNC`` its connector passes one head only (0.33.0), which is refused.
 
 ``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread
 and under the current stream of the forward, so a worker orders its copies after that stream
@@ -28,6 +31,7 @@ from kvview import (
     CanonicalKVCacheTensor,
     UnsupportedEngineError,
 )
+from kvview_vllm.releases.calls import offloaded_block_bytes
 
 
 def canonical_kv_caches(
@@ -66,26 +70,60 @@ def canonical_kv_caches(
     return CanonicalKVCaches(tensors, refs)
 
 
+def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
+    """Check that vLLM's canonical caches hold every byte of a block (PAGE-3).
+
+    Args:
+        spec: vLLM's ``OffloadingSpec``; it states the bytes of a block from 0.26 on.
+        kv_caches: vLLM's ``CanonicalKVCaches``.
+
+    Raises:
+        UnsupportedEngineError: They hold fewer.
+    """
+    needed = offloaded_block_bytes(spec)
+    moved = max(
+        sum(kv_caches.tensors[index].page_size_bytes for index in {ref.tensor_idx for ref in refs})
+        for refs in kv_caches.group_data_refs
+    )
+    if moved < needed:
+        raise UnsupportedEngineError(
+            f"vLLM's OffloadingConnector passes {moved} of the {needed} bytes of a block to its "
+            f"spec, so loads would bring wrong KV; choose another memory layout, for example "
+            f"VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
+
+
 def _pages(
     layer: str, kv_cache: torch.Tensor | Sequence[torch.Tensor], num_blocks: int
 ) -> Iterator[torch.Tensor]:
     states = [kv_cache] if isinstance(kv_cache, torch.Tensor) else kv_cache
     for state in states:
-        for part in _blocks_first(layer, state, num_blocks):
-            sizes, strides = part.shape[1:], part.stride()[1:]
-            if not _is_dense(sizes, strides):
-                raise UnsupportedEngineError(
-                    f"layer {layer!r}: a block of shape {tuple(sizes)} with strides {strides} is "
-                    f"not one run of memory; nothing was registered"
+        for blocks in _blocks_first(layer, state, num_blocks):
+            for part in _runs(layer, blocks):
+                item = part.element_size()
+                page_bytes = part[0].numel() * item
+                yield torch.empty(0, dtype=torch.int8, device=part.device).set_(
+                    part.untyped_storage(),
+                    part.storage_offset() * item,
+                    (num_blocks, page_bytes),
+                    (part.stride(0) * item, 1),
                 )
-            item = part.element_size()
-            page_bytes = part[0].numel() * item
-            yield torch.empty(0, dtype=torch.int8, device=part.device).set_(
-                part.untyped_storage(),
-                part.storage_offset() * item,
-                (num_blocks, page_bytes),
-                (part.stride(0) * item, 1),
-            )
+
+
+def _runs(layer: str, blocks: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Split blocks along the dimensions with the largest strides, until each part is one run."""
+    sizes, strides = blocks.shape[1:], blocks.stride()[1:]
+    if _is_dense(sizes, strides):
+        yield blocks
+        return
+    if 1 not in strides:
+        raise UnsupportedEngineError(
+            f"layer {layer!r}: in a block of shape {tuple(sizes)} with strides {strides} no two "
+            f"elements touch; nothing was registered"
+        )
+    outer = 1 + max(range(len(sizes)), key=lambda dim: (sizes[dim] > 1, strides[dim]))
+    for index in range(blocks.shape[outer]):
+        yield from _runs(layer, blocks.select(outer, index))
 
 
 def _blocks_first(layer: str, state: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ def upgrade() -> Any:
 def partition() -> Any:
     """A report made from its dataclass, because the command needs vLLM."""
     rows = [PartitionRow("a cache salt", "separated", "")]
-    return json.loads(json.dumps(asdict(PartitionReport("t", "vllm 0.33.0", rows, []))))
+    return json.loads(json.dumps(asdict(PartitionReport("t", "vllm 0.33.0", rows, rows, []))))
 
 
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {

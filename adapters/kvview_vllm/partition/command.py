@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -19,12 +20,14 @@ from kvview.options import read_options
 from kvview.targets import is_connector, is_engine_connector, load_target
 from kvview.tier.store import is_tier_store
 
+_UNCHECKED = "bold yellow"
 _STYLES = {
     "shared wrongly": "red",
+    "wrong": "red",
     "failed": "red",
     "shared by vLLM": "yellow",
     "refused": "yellow",
-    "not checked": "yellow",
+    "not checked": _UNCHECKED,
 }
 
 
@@ -33,9 +36,10 @@ class PartitionRow:
     """One pair of requests in the report.
 
     Args:
-        pair: The property in which the two requests differ.
-        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused,
-            failed or not checked.
+        pair: The property in which the two requests differ; in a layout, the layers and the
+            memory layout of both.
+        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, failed or not
+            checked; in a layout: exact, wrong, refused, failed or not checked.
         detail: The evidence or the reason; may be empty.
     """
 
@@ -46,12 +50,13 @@ class PartitionRow:
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """The partition matrix of one connector.
+    """The two matrices of one connector.
 
     Args:
         target: The connector or store.
-        engine: The vLLM release whose scheduler and hashes were used.
-        rows: One for each pair.
+        engine: The vLLM release whose scheduler, hashes and tensors were used.
+        rows: One for each pair of requests with different or equal keys.
+        layouts: One for each kind of layers and each memory layout.
         replaced: Parts of the connector that the check replaced, because they need CUDA.
         schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
@@ -59,15 +64,20 @@ class PartitionReport:
     target: str
     engine: str
     rows: list[PartitionRow]
+    layouts: list[PartitionRow]
     replaced: list[str]
     schema_version: Literal[1] = 1
+
+    def count(self, style: str) -> int:
+        """Return the number of rows with an outcome of this style."""
+        return sum(_STYLES.get(row.outcome) == style for row in (*self.rows, *self.layouts))
 
 
 @click.command()
 @click.argument("target")
 @target_options(
     "Option of the connector or store, as JSON or text; '{tmp}' is a new folder for each "
-    "pair, '{revision}' the revision of the weights. Repeatable."
+    "row, '{revision}' the revision of the weights. Repeatable."
 )
 @click.option(
     "--kv-transfer-config",
@@ -75,17 +85,32 @@ class PartitionReport:
     metavar="JSON",
     help="Configuration of a vLLM connector in the form that vllm serve accepts.",
 )
+@click.option(
+    "--only",
+    type=click.Choice(["keys", "layouts"]),
+    help="Check only the keys or only the memory layouts.",
+)
 @json_option({"partition": "kvview_vllm.partition.command:PartitionReport"})
 def partition(
-    target: str, options: tuple[str, ...], transfer_config: str | None, json_file: str | None
+    target: str,
+    options: tuple[str, ...],
+    transfer_config: str | None,
+    only: str | None,
+    json_file: str | None,
 ) -> None:
-    """Check that requests share KV only if the model computes the same KV for them.
+    """Check that requests get exactly the KV that the model computes for them.
 
     TARGET is a kvview connector, any KVConnectorBase_V1 of vLLM, or a class of tier
-    stores. The real scheduler of the installed vLLM stores the KV of one request,
-    and then serves a request that differs in one property: tokens, LoRA adapter,
-    cache salt, multimodal item, prompt embedding, model, weights, dtype, block
-    size, hash function, or parallel ranks.
+    stores. The real scheduler of the installed vLLM stores the KV of one request, and
+    then serves a second one.
+
+    Keys: the second request differs in one property: tokens, LoRA adapter, cache
+    salt, multimodal item, prompt embedding, model, weights, dtype, block size, hash
+    function, or parallel ranks. Only requests with the same KV may share it.
+
+    Layouts: the second request continues the first one, in the tensors that vLLM
+    allocates for each attention backend, cache dtype, mix of layers and memory
+    layout. All bytes must survive.
     """
     from kvview_vllm.releases import engine_version
     from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -98,32 +123,67 @@ def partition(
         found = load_target(target)
         cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
-        from kvview_vllm.partition.matrix import PairOutcome, check_partition
+        from kvview_vllm.partition.layouts import layout_pairs
+        from kvview_vllm.partition.matrix import check_partition
         from kvview_vllm.partition.pairs import all_pairs
 
         cells = []
         connector = _connector(target, found, given)
-        for cell in check_partition(*connector, all_pairs()):
+        keys = [] if only == "layouts" else all_pairs()
+        layouts = [] if only == "keys" else layout_pairs()
+        for cell in check_partition(*connector, [*keys, *layouts]):
             cells.append(cell)
             on_progress(cell.pair.name)
     rows = [PartitionRow(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
-    wrong = sum(cell.is_wrong for cell in cells)
-    unchecked = sum(cell.outcome is PairOutcome.NOT_CHECKED for cell in cells)
+    replaced = sorted({part for cell in cells for part in cell.replaced})
+    report = PartitionReport(target, release, rows[: len(keys)], rows[len(keys) :], replaced)
+    num_wrong, num_unchecked = report.count("red"), report.count(_UNCHECKED)
+    title = f"{target} on {release}: {num_wrong} wrong, {num_unchecked} not checked"
+    if keys:
+        console.print(_table_of_keys(report, title))
+    if layouts:
+        console.print(_table_of_layouts(report, title))
+        for text in _details(report):
+            console.print(text)
+    for part in replaced:
+        console.print(Text(f"replaced, so not checked: {part}", style="yellow"))
+    write_json(json_file, asdict(report))
+    code = ExitCode.NOT_CHECKED if num_unchecked else ExitCode.CLEAN
+    sys.exit(ExitCode.WRONG if num_wrong else code)
+
+
+def _table_of_keys(report: PartitionReport, title: str) -> Table:
     table = Table(
         Column("two requests with", overflow="fold"),
         "KV is",
         Column("evidence", overflow="fold"),
-        title=f"{target} on {release}: {wrong} wrong, {unchecked} not checked",
+        title=title,
     )
-    for row in rows:
+    for row in report.rows:
         table.add_row(row.pair, Text(row.outcome, _STYLES.get(row.outcome, "")), Text(row.detail))
-    console.print(table)
-    replaced = sorted({part for cell in cells for part in cell.replaced})
-    for part in replaced:
-        console.print(Text(f"replaced, so not checked: {part}", style="yellow"))
-    write_json(json_file, asdict(PartitionReport(target, release, rows, replaced)))
-    code = ExitCode.NOT_CHECKED if unchecked else ExitCode.CLEAN
-    sys.exit(ExitCode.WRONG if wrong else code)
+    return table
+
+
+def _table_of_layouts(report: PartitionReport, title: str) -> Table:
+    outcomes: dict[str, dict[str, str]] = {}
+    for row in report.layouts:
+        kind, _, layout = row.pair.rpartition(", ")
+        outcomes.setdefault(kind, {})[layout] = row.outcome
+    layouts = list(dict.fromkeys(layout for row in outcomes.values() for layout in row))
+    table = Table(Column("KV of", overflow="fold"), *layouts, title=title)
+    for kind, by_layout in outcomes.items():
+        cells = [by_layout.get(layout, "-") for layout in layouts]
+        table.add_row(kind, *(Text(cell, _STYLES.get(cell, "")) for cell in cells))
+    return table
+
+
+def _details(report: PartitionReport) -> Iterator[Text]:
+    """The reasons of layouts, each with the first row that has it."""
+    rows = [row for row in report.layouts if row.detail]
+    for detail in dict.fromkeys(row.detail for row in rows):
+        places = [row.pair for row in rows if row.detail == detail]
+        more = f" and {len(places) - 1} more" if places[1:] else ""
+        yield Text(f"{places[0]}{more}: {detail}")
 
 
 def _connector(target: str, found: object, options: dict[str, Any]) -> tuple[type, dict[str, Any]]:

@@ -11,8 +11,7 @@ from enum import StrEnum
 from typing import Any
 from unittest.mock import patch
 
-from kvview import UnsupportedEngineError
-from kvview.errors import line_of
+from kvview.errors import MissingLibraryError, line_of
 from kvview.testing.connector.coverage import replaced_parts
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
@@ -23,7 +22,7 @@ from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 
 class PairOutcome(StrEnum):
-    """The result for one pair.
+    """The result for one pair; of a layout: exact, wrong, refused, failed or not checked.
 
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
     so its own prefix cache shares the KV too, and a connector that uses the hashes cannot see it.
@@ -34,6 +33,8 @@ class PairOutcome(StrEnum):
     SHARED_WRONGLY = "shared wrongly"
     SHARED_BY_VLLM = "shared by vLLM"
     NOT_SHARED = "not shared"
+    EXACT = "exact"
+    WRONG = "wrong"
     FAILED = "failed"
     REFUSED = "refused"
     NOT_CHECKED = "not checked"
@@ -58,7 +59,7 @@ class Cell:
     @property
     def is_wrong(self) -> bool:
         """Whether the connector broke the partition or another law."""
-        return self.outcome in (PairOutcome.SHARED_WRONGLY, PairOutcome.FAILED)
+        return self.outcome in (PairOutcome.SHARED_WRONGLY, PairOutcome.WRONG, PairOutcome.FAILED)
 
 
 def check_partition(
@@ -75,12 +76,19 @@ def check_partition(
 
     Yields:
         One cell for each pair, in their order.
+
+    Raises:
+        MissingLibraryError: The connector needs a library that is not installed.
     """
     is_shared = {False: False, True: False}  # equal requests: in one engine, after a restart
     for pair in pairs:
         stand_ins = StandIns(())
         cell = _play(connector_class, options, pair, stand_ins)
-        cell = replace(cell, replaced=frozenset(replaced_parts(dict.fromkeys(stand_ins.used, 1))))
+        replaced = frozenset(replaced_parts(dict.fromkeys(stand_ins.used, 1)))
+        cell = replace(cell, replaced=replaced)
+        if replaced and cell.outcome in (PairOutcome.EXACT, PairOutcome.WRONG):
+            # The bytes are those of the stand-in, which is neither credited nor blamed.
+            cell = replace(cell, outcome=PairOutcome.NOT_CHECKED, detail=", ".join(replaced))
         has_restart = pair.second_engine is not None
         if pair.num_same_tokens and pair.second_engine in (None, EngineSettings()):
             is_shared[has_restart] = cell.outcome is PairOutcome.SHARED
@@ -122,6 +130,8 @@ def _play(
                 engine = start(pair.second_engine)
             # Other tokens have other bytes; other properties need another seed for that.
             num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)
+            if pair.second_engine is None:
+                engine.check_other_blocks()
             engine.shutdown()
         except InvariantBroken as broken:
             if broken.law == "XFER-1" and pair.num_same_tokens < len(PROMPT):
@@ -130,11 +140,19 @@ def _play(
                 outcome = PairOutcome.SHARED_BY_VLLM if is_vllm else PairOutcome.SHARED_WRONGLY
                 return Cell(pair, outcome, str(pair))
             cause = broken.__cause__
-            if isinstance(cause, UnsupportedEngineError) and pair.has_layout:
+            if pair.is_of_layouts and engine is None and cause is not None and str(cause):
                 return Cell(pair, PairOutcome.REFUSED, line_of(cause))
-            return Cell(pair, PairOutcome.FAILED, f"{broken.law}: {broken.message}")
+            is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
+            outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
+            return Cell(pair, outcome, f"{broken.law}: {broken.message}")
+        except MissingLibraryError:  # no verdict
+            raise
         except Exception as error:  # whatever the connector or vLLM raises is the result
             return Cell(pair, PairOutcome.FAILED, line_of(error))
+    if pair.is_of_layouts:
+        if not num_loaded:
+            return Cell(pair, PairOutcome.NOT_CHECKED, "the connector loaded nothing")
+        return Cell(pair, PairOutcome.EXACT)
     if pair.num_same_tokens:
         return Cell(pair, PairOutcome.SHARED if num_loaded else PairOutcome.NOT_SHARED)
     detail = "the load failed, so the tokens were computed" if num_loaded else ""

@@ -6,7 +6,7 @@ Source: vllm/v1/engine/core.py (how hashes are made), 0.11.0 to 0.33.0.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -16,17 +16,20 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings
+from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import layouts, use_layout
+from kvview_vllm.releases.worker_caches import CacheKind, layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.watched import Watch
 from kvview_vllm.simulation.requests import PlannedRequest
 
-_NUM_BLOCKS = 64
+NUM_BLOCKS = 64
+"""Blocks of the pool."""
+
 _SECONDS_TO_END = 20.0
-_SECONDS_TO_STORE = 0.1  # after the end of a request
+_STEPS_TO_STORE = 50  # after the end of a request
 _SECONDS_BETWEEN_STEPS = 0.002  # threads of a store work meanwhile
 _ENCODER_TOKENS = 256
 
@@ -55,12 +58,24 @@ class PartitionEngine(RawHarness):
         self.last_hashes: tuple[bytes, ...] = ()
         size = engine.block_size
         geometry = CacheGeometry(size, size, (FullAttention(size),))
-        scenario = Scenario(geometry, _NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
+        scenario = Scenario(geometry, NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
         super().__init__(scenario, connector_class, transfer_config, self._seen_by, stand_ins)
-        self._make_hashes = self._hasher(size)
+        self._make_hashes = self._hasher(self._geometry.hash_block_size)
+        self._touched: set[int] = {NULL_BLOCK_ID}
         encoder = vllm("v1.core.encoder_cache_manager")
         self._scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model is text only
         self._scheduler.encoder_cache_manager = encoder.EncoderCacheManager(_ENCODER_TOKENS)
+
+    @override
+    def _cache_kind(self, scenario: Scenario) -> CacheKind:
+        return self._engine.kind or super()._cache_kind(scenario)
+
+    @override
+    def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
+        tables = super()._tables(output)
+        for of_request in tables.values():
+            self._touched.update(*of_request)
+        return tables
 
     @override
     def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
@@ -78,6 +93,8 @@ class PartitionEngine(RawHarness):
         parallel.world_size = engine.ranks[0] * engine.ranks[1]
         parallel.rank = engine.rank
         use_layout(config, engine.layout or layouts()[0])
+        if engine.kind is not None and engine.kind.has_states:
+            cache.mamba_cache_mode = "align"
         return config
 
     def _hasher(self, block_size: int) -> Any:
@@ -114,8 +131,7 @@ class PartitionEngine(RawHarness):
             self._step_slowly()
             if time.monotonic() > ends:
                 raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
-        ends = time.monotonic() + _SECONDS_TO_STORE
-        while time.monotonic() < ends:
+        for _ in range(_STEPS_TO_STORE):
             self._step_slowly()
         return self._seen_by.coverage["tokens to load"] - before
 
@@ -129,8 +145,30 @@ class PartitionEngine(RawHarness):
         Raises:
             InvariantBroken: The connector holds blocks although every request has ended.
         """
-        if not self._pool.reset_prefix_cache():
-            raise InvariantBroken("CONN-4", "blocks are held although every request has ended")
+        ends = time.monotonic() + _SECONDS_TO_END
+        while not self._pool.reset_prefix_cache():
+            self._step_slowly()
+            if time.monotonic() > ends:
+                raise InvariantBroken("CONN-4", "blocks are held although every request has ended")
+        self._before = [slots.clone() for slots in self.worker.caches.slots]
+        self._touched = {NULL_BLOCK_ID}
+
+    def check_other_blocks(self) -> None:
+        """Check that no block was written that no request had since :meth:`forget_gpu`.
+
+        Raises:
+            InvariantBroken: The connector wrote one (``XFER-2``).
+        """
+        others = sorted({*range(NUM_BLOCKS)} - self._touched)
+        for layer, before in enumerate(self._before):
+            changed = (self.worker.caches.slots[layer][others] != before[others]).nonzero()
+            if len(changed):
+                number, state = changed[0].tolist()[:2]
+                raise InvariantBroken(
+                    "XFER-2",
+                    f"a load wrote into block {others[number]}, which no request has: layer "
+                    f"{layer}, token {state} of the block",
+                )
 
 
 class _VariedRequest(PlannedRequest):

@@ -412,3 +412,10 @@ def keep_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = wanted
 
     platform.check_and_update_config = staticmethod(check_and_keep)
+
+
+def offloaded_block_bytes(spec: Any) -> int:
+    """Bytes of a block that vLLM's ``OffloadingSpec`` states; 0 before 0.26."""
+    config = getattr(spec, "config", None)
+    number: int = getattr(config, "worker_kv_bytes_per_block", 0)
+    return number

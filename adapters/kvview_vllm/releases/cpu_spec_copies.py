@@ -1,6 +1,9 @@
-"""Stand-in for the copies of vLLM's own ``CPUOffloadingSpec``, at its worker interface.
+"""The copies of vLLM's own ``CPUOffloadingSpec`` on a CPU.
 
-Managers, specs and the bookkeeping of jobs stay vLLM's.
+1. Since 0.25 vLLM's worker itself runs, and computes every address. Only CUDA is replaced
+   (:mod:`kvview_vllm.releases.cuda_on_cpu`).
+2. Up to 0.24 a stand-in makes the copies, at the interface of the spec's handlers. Managers,
+   specs and the bookkeeping of jobs stay vLLM's.
 
 Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec since 0.25, before that
 ``get_handlers``.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +26,7 @@ _REPLACED = "the copies of vLLM's CPUOffloadingSpec"
 
 
 def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
-    """Make the CPU spec return a :class:`LateWorker` until the stack is closed.
+    """Make the CPU spec copy without CUDA until the stack is closed.
 
     Args:
         make_queue: Makes the queue of copies of one direction, which may be late.
@@ -38,10 +42,9 @@ def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
     if spec is None:
         return
 
-    def get_worker(self: Any, kv_caches: Any) -> Any:
-        if getattr(self, "_worker", None) is None:
-            self._worker = LateWorker(make_queue, self, kv_caches)
-        return self._worker
+    if hasattr(spec, "get_worker"):
+        _replace_cuda(spec, make_queue, stack)
+        return
 
     def get_handlers(self: Any, kv_caches: Any, *_: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(kv_caches, dict):  # up to 0.18: tensors of layers
@@ -51,8 +54,28 @@ def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
         yield gpu, cpu, handler
         yield cpu, gpu, handler
 
-    replaced = get_worker if hasattr(spec, "get_worker") else get_handlers
-    stack.enter_context(patch.object(spec, replaced.__name__, replaced))
+    stack.enter_context(patch.object(spec, "get_handlers", get_handlers))
+
+
+def _replace_cuda(spec: Any, make_queue: MakeQueue, stack: ExitStack) -> None:
+    from kvview_vllm.releases.cuda_on_cpu import Device, Torch, as_gpu_tensor
+
+    def get_worker(self: Any, kv_caches: Any) -> Any:
+        if self._worker is None:
+            tensors = [replace(one, tensor=as_gpu_tensor(one.tensor)) for one in kv_caches.tensors]
+            self._worker = self.create_worker(replace(kv_caches, tensors=tensors))
+        return self._worker
+
+    worker = vllm("v1.kv_offload.cpu.gpu_worker")
+    device = Device(lambda: make_queue(""))
+    replacements: list[tuple[Any, str, Any]] = [
+        (spec, "get_worker", get_worker),
+        (worker, "current_platform", device),
+        (worker, "_select_swap_blocks_fn", device.make_copy),
+        (worker, "torch", Torch()),
+    ]
+    for owner, name, value in replacements:
+        stack.enter_context(patch.object(owner, name, value))
 
 
 class LateWorker:
@@ -73,26 +96,14 @@ class LateWorker:
         self._stores = make_queue(_REPLACED)
         self._loads = make_queue(_REPLACED)
 
-    # --- since 0.25 ---
-
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy GPU blocks to the host."""
-        self._stores.put(job_id, lambda: self._copy(src_spec, dst_spec, True))
-        return True
-
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy chunks of the host to the GPU."""
-        self._loads.put(job_id, lambda: self._copy(dst_spec, src_spec, False))
-        return True
-
-    # --- before ---
-
     def transfer_async(self, job_id: int, spec: Any) -> bool:
         """Start a store or a load, as the classes of the specs require."""
-        is_store = type(spec[0]).__name__.startswith("GPU")
-        return (self.submit_store if is_store else self.submit_load)(job_id, *spec)
-
-    # --- in all releases ---
+        source, target = spec
+        if type(source).__name__.startswith("GPU"):
+            self._stores.put(job_id, lambda: self._copy(source, target, True))
+        else:
+            self._loads.put(job_id, lambda: self._copy(target, source, False))
+        return True
 
     def get_finished(self) -> list[Any]:
         """Jobs that have ended since the last call."""

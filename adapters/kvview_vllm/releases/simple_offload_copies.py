@@ -1,20 +1,20 @@
-"""Stand-in for the copies of vLLM's ``SimpleCPUOffloadConnector``, at its backend.
+"""The copies of vLLM's ``SimpleCPUOffloadConnector`` on a CPU.
 
-The manager, the worker and its bookkeeping of events stay vLLM's.
+The manager, the worker and the addresses of the copies stay vLLM's. Steps of the run replace the
+thread of its backend, so that a seed is reproducible, and the CPU copies the bytes.
 
 Source: vllm/v1/simple_kv_offload/worker.py and copy_backend.py, 0.19.0 to 0.33.0.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from kvview_vllm.releases.versions import vllm
-
-_REPLACED = "the DMA copies of SimpleCPUOffloadConnector"
 
 
 def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack) -> None:
@@ -30,10 +30,25 @@ def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack) -> None:
         worker = vllm("v1.simple_kv_offload.worker")
     except ImportError:  # before 0.19
         return
+    memory = vllm("v1.simple_kv_offload.cuda_mem_ops")
+    copy: Any = _copy_batch
+    name = "_batch_memcpy_fn"
+    if not hasattr(memory, name):  # with the number of attributes that CUDA takes
+        name, copy = "_batch_memcpy", (copy, 1)
+    stack.enter_context(patch.object(memory, name, copy))
     stack.enter_context(patch.object(worker, "DmaCopyBackend", lambda: LateBackend(make_queue)))
     stack.enter_context(patch.object(torch.cuda, "Stream", NoStream))
     stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
     stack.enter_context(patch.object(torch, "Event", NoStream))
+
+
+def _copy_batch(targets: int, sources: int, sizes: int, count: int, *_: Any) -> int:
+    """``cuMemcpyBatchAsync``, for arrays at three addresses."""
+    from kvview_vllm.releases.cuda_on_cpu import copy_bytes
+
+    array = ctypes.c_uint64 * count
+    copy_bytes(array.from_address(sources), array.from_address(targets), array.from_address(sizes))
+    return 0
 
 
 class LateBackend:
@@ -44,11 +59,15 @@ class LateBackend:
     """
 
     def __init__(self, make_queue: Callable[[str], Any]) -> None:
-        self._queues = {is_store: make_queue(_REPLACED) for is_store in (True, False)}
+        self._queues = {is_store: make_queue("") for is_store in (True, False)}
 
     def init(self, gpu_caches: Mapping[str, Any], cpu_caches: Mapping[str, Any], *_: Any) -> None:
         """Receive the tensors of both sides, one row per block."""
-        self._gpu, self._cpu = gpu_caches, cpu_caches
+        self._memory = vllm("v1.simple_kv_offload.cuda_mem_ops")
+        self._params = {
+            True: self._memory.build_params(gpu_caches, cpu_caches, NoStream()),
+            False: self._memory.build_params(cpu_caches, gpu_caches, NoStream()),
+        }
 
     def launch_copy(
         self,
@@ -60,12 +79,11 @@ class LateBackend:
         wait_event: object = None,
     ) -> None:
         """Copy blocks; the event is done when they are copied."""
-        source, target = (self._gpu, self._cpu) if is_store else (self._cpu, self._gpu)
         event = _Done(self._queues[is_store])
+        source, target = list(src_blocks), list(dst_blocks)
 
         def copy() -> None:
-            for name, tensor in source.items():
-                target[name][list(dst_blocks)] = tensor[list(src_blocks)]
+            self._memory.copy_blocks(source, target, self._params[is_store])
 
         events_list.append((event_idx, event))
         self._queues[is_store].put(event, copy)
@@ -89,6 +107,8 @@ class _Done:
 
 class NoStream:
     """Replaces a CUDA stream, or an event between streams: a step on a CPU ends when it returns."""
+
+    cuda_stream = 0
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 

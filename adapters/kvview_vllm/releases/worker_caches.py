@@ -1,7 +1,7 @@
 """The KV cache of a raw connector's worker: configuration, tensors and layers of the release.
 
-- VSIM-4 Tensors **must** have the shapes and strides that the release allocates for
-  FlashAttention, by its own functions where it has them.
+- VSIM-4 Tensors **must** have the shapes and strides that the release allocates for the
+  attention backend, by its own functions where it has them.
 
 Source: ``initialize_kv_cache_tensors`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to
 0.33.0; ``allocate_kv_cache`` of vllm/v1/worker/utils.py since 0.32.0.
@@ -9,6 +9,7 @@ Source: ``initialize_kv_cache_tensors`` of vllm/v1/worker/gpu_model_runner.py, 0
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,14 +43,39 @@ _LAYERS = (
 
 
 @dataclass(frozen=True)
+class CacheKind:
+    """A kind of KV cache: the attention backend and the ``KVCacheSpec`` of each layer.
+
+    Args:
+        name: For reports.
+        layers: Backend class and spec, by layer number.
+    """
+
+    name: str
+    layers: tuple[tuple[Any, Any], ...]
+
+    def named_layers(self) -> dict[str, tuple[Any, Any]]:
+        """Backend and spec by layer name."""
+        return {f"model.layers.{i}.self_attn.attn": one for i, one in enumerate(self.layers)}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer has Mamba states."""
+        return any(hasattr(spec, "mamba_type") for _, spec in self.layers)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
 class RealCaches:
     """The tensors that a worker registers, and the simulation's view of them.
 
     Args:
         config: vLLM's ``KVCacheConfig``.
         tensors: By layer name, as the release registers them.
-        slots: A view ``(blocks, tokens of a block, ...)`` of the same memory for each layer in
-            order, in 32-bit words: the words of one token.
+        slots: A view ``(blocks, states of a block, ...)`` of the same memory for each layer in
+            order, in words as wide as the layer allows. Most caches have one state per token.
     """
 
     config: Any
@@ -79,29 +105,59 @@ def use_layout(vllm_config: Any, name: str) -> None:
         vllm("v1.attention.backends.utils").set_kv_cache_layout(name)
 
 
-def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int) -> Any:
-    """The ``KVCacheConfig`` that the release plans for layers of these kinds.
+def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
+    """Choose a memory layout as :func:`use_layout` does, if layers of these specs may have it.
 
     Args:
-        vllm_config: vLLM's ``VllmConfig``.
-        groups: Kinds of the layers; the release decides how it groups them.
-        num_blocks: Blocks of the pool.
+        vllm_config: vLLM's ``VllmConfig``, without a layout.
+        name: One of :func:`layouts`.
+        specs: The ``KVCacheSpec`` of each layer.
+
+    Raises:
+        ValueError: They may not.
     """
-    specs = {}
-    for index in range(NUM_LAYERS):
-        group = groups[index % len(groups)]
-        specs[f"model.layers.{index}.self_attn.attn"] = make_attention_spec(
+    utils = vllm("v1.attention.backends.utils")
+    if hasattr(utils, "resolve_kv_cache_layout"):
+        utils.resolve_kv_cache_layout(vllm_config, [[name]], specs)
+    else:
+        use_layout(vllm_config, name)
+
+
+def flash_attention(groups: Sequence[CacheGroup]) -> CacheKind:
+    """Layers of FlashAttention in float32, of these kinds in turn.
+
+    Args:
+        groups: Full attention or windows.
+    """
+    backend = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
+    kinds = [groups[index % len(groups)] for index in range(NUM_LAYERS)]
+    specs = [
+        make_attention_spec(
             _SPECS[type(group)],
             group.block_size,
             _NUM_HEADS,
             _HEAD_SIZE,
             sliding_window=group.sliding_window if isinstance(group, SlidingWindow) else None,
         )
+        for group in kinds
+    ]
+    return CacheKind("FlashAttention", tuple((backend, spec) for spec in specs))
+
+
+def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
+    """The ``KVCacheConfig`` that the release plans for these layers.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kind: Its layers; the release decides how it groups them.
+        num_blocks: Blocks of the pool.
+    """
+    specs = {name: spec for name, (_, spec) in kind.named_layers().items()}
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
     # vLLM refuses to start unless the longest request fits.
     are_one = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    share = 1 if are_one else len(groups)  # a window takes one more block
+    share = 1 if are_one else len({*specs.values()})  # a window takes one more block
     longest = min(vllm_config.model_config.max_model_len, (num_blocks // share - 1) * BLOCK_SIZE)
     vllm_config.model_config.max_model_len = longest
     vllm_config.scheduler_config.max_model_len = longest
@@ -119,31 +175,38 @@ def make_config(vllm_config: Any, groups: Sequence[CacheGroup], num_blocks: int)
     return config
 
 
-def allocate(vllm_config: Any, config: Any) -> RealCaches:
+def config_of_scheduler(config: Any) -> Any:
+    """The ``KVCacheConfig`` of the scheduler, made from a worker's by the release."""
+    make = getattr(vllm("v1.core.kv_cache_utils"), "generate_scheduler_kv_cache_config", None)
+    return make([config]) if make else copy.deepcopy(config)
+
+
+def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
     """Allocate the tensors of a worker and bind them to its layers.
 
     Args:
         vllm_config: The worker's ``VllmConfig``; its layers are added to it.
         config: A result of :func:`make_config`.
+        kind: Its layers.
     """
     import torch
 
     utils = vllm("v1.worker.utils")
-    backend = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
-    specs = {name: g.kv_cache_spec for g in config.kv_cache_groups for name in g.layer_names}
+    named = kind.named_layers()
+    order = [name for group in config.kv_cache_groups for name in group.layer_names]
     if hasattr(utils, "allocate_kv_cache"):
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
-        slots = [tensors[name].view(torch.int32).permute(0, 2, 1, 3) for name in specs]
+        slots = [_in_words(tensors[name]).permute(0, 2, 1, 3) for name in order]
     else:
         memory = _memory(config)
-        made = {name: _tensor(backend, config, memory[name]) for name in specs}
+        made = {name: _tensor(*named[name], config, memory[name]) for name in order}
         tensors = {name: tensor for name, (tensor, _) in made.items()}
         slots = [view for _, view in made.values()]
     layers = vllm_config.compilation_config.static_forward_context
     layer_class = _layer_class()
-    for name, spec in specs.items():
-        layers[name] = layer_class(backend, spec)
+    for name in order:
+        layers[name] = layer_class(*named[name])
     values = {
         "kv_caches": tensors,
         "forward_context": layers,
@@ -156,6 +219,18 @@ def allocate(vllm_config: Any, config: Any) -> RealCaches:
     return RealCaches(config, tensors, slots)
 
 
+def _in_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in the widest integers that its strides allow."""
+    import torch
+
+    for word in (torch.int32, torch.int16):
+        try:
+            return tensor.view(word)
+        except RuntimeError:  # a size, a stride or the offset is not a multiple of the word
+            continue
+    return tensor.view(torch.int8)
+
+
 def _memory(config: Any) -> dict[str, torch.Tensor]:
     """The memory of each layer up to 0.31; layers of several groups share it."""
     import torch
@@ -163,27 +238,28 @@ def _memory(config: Any) -> dict[str, torch.Tensor]:
     return {
         name: memory
         for tensor in config.kv_cache_tensors
-        for memory in [torch.zeros(tensor.size, dtype=torch.int8).view(torch.float32)]
+        for memory in [torch.zeros(tensor.size, dtype=torch.int8)]
         for name in tensor.shared_by
     }
 
 
-def _tensor(backend: Any, config: Any, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensor(
+    backend: Any, spec: Any, config: Any, memory: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's tensor up to 0.31, as a model runner shapes it, and its slots."""
-    import torch
-
-    block_size = config.kv_cache_groups[0].kv_cache_spec.block_size
-    sizes = _NUM_HEADS, _HEAD_SIZE
+    block_size, sizes = spec.block_size, (spec.num_kv_heads, spec.head_size)
     shape = backend.get_kv_cache_shape(config.num_blocks, block_size, *sizes)
     # Unlikely sizes show which dimensions are the blocks and the tokens.
     probe = backend.get_kv_cache_shape(1_234_577, 7919 * block_size, *sizes)
     blocks, tokens = probe.index(1_234_577), probe.index(7919 * block_size)
     order = _stride_order(backend, len(shape))
-    tensor = memory.view([shape[i] for i in order]).permute(
-        *(order.index(i) for i in range(len(order)))
+    tensor = (
+        memory.view(spec.dtype)
+        .view([shape[i] for i in order])
+        .permute(*(order.index(i) for i in range(len(order))))
     )
     rest = [i for i in range(len(shape)) if i not in (blocks, tokens)]
-    return tensor, tensor.view(torch.int32).permute(blocks, tokens, *rest)
+    return tensor, _in_words(tensor).permute(blocks, tokens, *rest)
 
 
 def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:

@@ -30,6 +30,9 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.calls import aborted_loads_keep_blocks, num_preemptions
 from kvview_vllm.releases.worker_caches import (
+    CacheKind,
+    config_of_scheduler,
+    flash_attention,
     has_pending_work,
     make_config,
     supports_several_groups,
@@ -112,7 +115,8 @@ class RawHarness(VLLMConnectorHarness):
             config = self._make_config(scenario, None)
         if not takes_groups:
             config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        cache_config = make_config(config, groups, scenario.num_gpu_blocks)
+        kind = self._cache_kind(scenario)
+        cache_config = make_config(config, kind, scenario.num_gpu_blocks)
         self._longest = config.model_config.max_model_len
         self._geometry = read_geometry(config, cache_config)
         if len(self._geometry.groups) < len(groups):
@@ -127,13 +131,14 @@ class RawHarness(VLLMConnectorHarness):
             return RawWorker(
                 config,
                 cache_config,
+                kind,
                 self._geometry.groups,
                 connect if self._is_connected else None,
                 self._watch,
                 self._stand_ins,
             )
 
-        own = copy.deepcopy(config), copy.deepcopy(cache_config)
+        own = copy.deepcopy(config), config_of_scheduler(cache_config)
         # The process first, so that it does not see changes to modules by the scheduler's side.
         self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
@@ -144,6 +149,10 @@ class RawHarness(VLLMConnectorHarness):
         except BaseException:
             self.worker.close()
             raise
+
+    def _cache_kind(self, scenario: Scenario) -> CacheKind:
+        """The layers of the model."""
+        return flash_attention(scenario.geometry.groups)
 
     def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
@@ -311,7 +320,8 @@ class RawHarness(VLLMConnectorHarness):
         raise InvariantBroken(
             "XFER-1",
             f"request {wrong.request_id!r} reads wrong bytes at token {wrong.position}, in block "
-            f"{wrong.block_id}, layer {wrong.layer}: there is {self._words.name(wrong.word)} "
+            f"{wrong.block_id}, layer {wrong.layer}, head {wrong.head}: there is "
+            f"{self._words.name(wrong.word)} "
             f"({source})",
         )
 

@@ -7,6 +7,7 @@ writes exactly the slots of its tokens and overwrites nothing else.
 2. A step's batch is written before its reads are compared: a request may hit a block that
    another one computes in the same step.
 3. The tokens that the next token reads are compared: in a window, the last ones.
+4. If a state stands for several tokens (Mamba, compressed MLA), it has the bytes of the last one.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Wrong:
         position: Position of the token.
         block_id: Block of the token.
         layer: Number of the first layer where it differs.
+        head: Head, or slot of a head, of the first different bytes.
         word: The word found instead (:meth:`TokenWords.name`); None where nothing was written.
     """
 
@@ -61,6 +63,7 @@ class Wrong:
     position: int
     block_id: int
     layer: int
+    head: int
     word: int | None
 
 
@@ -94,7 +97,7 @@ class TokenCompute:
     """Writes the tokens that steps compute, and compares the tokens that they read.
 
     Args:
-        slots: The words of each token for each layer, ``(blocks, tokens of a block, ...)``, int32.
+        slots: The words of each state for each layer, ``(blocks, states of a block, ...)``.
         groups: The KV-cache groups.
         group_of_layer: The number of the group for each layer.
     """
@@ -108,34 +111,34 @@ class TokenCompute:
         self._slots = slots
         self.groups = groups
         self.group_of_layer = group_of_layer
-        rest = slots[0].shape[2:]
-        self._words = (torch.arange(math.prod(rest), dtype=torch.int64) * 104_729).reshape(rest)
+        self._words = [
+            (torch.arange(math.prod(each.shape[2:])) * 104_729).reshape(each.shape[2:])
+            for each in slots
+        ]
 
     def slots_of(self, request: RequestInStep, group: int) -> torch.Tensor:
         """Slots of tokens of a request in a group."""
-        blocks, offsets = self._places(request, group, request.start, request.end)
-        return blocks * self.groups[group].block_size + offsets
+        positions = torch.arange(request.start, request.end)
+        size = self.groups[group].block_size
+        return self._blocks(request, group, positions) * size + positions % size
 
     def write(self, layer: int, batch: Sequence[RequestInStep]) -> None:
         """Compute tokens of requests in a layer."""
-        group = self.group_of_layer[layer]
-        places = [self._places(one, group, one.start, one.end) for one in batch]
-        words = [word for one in batch for word in one.words[one.start : one.end]]
-        blocks, offsets = (torch.cat(each) for each in zip(*places, strict=True))
-        self._slots[layer][blocks, offsets] = self._expected(words, layer)
+        places = [self._places(one, layer, one.start, one.end) for one in batch]
+        blocks, states, words = (torch.cat(each) for each in zip(*places, strict=True))
+        self._slots[layer][blocks, states] = self._expected(words, layer)
 
     def first_wrong_read(self, request: RequestInStep, layer: int) -> Wrong | None:
         """The first wrong token among the earlier tokens that a request reads in a layer."""
         group = self.group_of_layer[layer]
         first = self.groups[group].num_skipped_tokens(request.start)
-        return self._first_wrong(request, group, first, request.start, layer)
+        return self._first_wrong(request, first, request.start, layer)
 
     def holds(self, request: RequestInStep) -> bool:
         """Whether all bytes that a load must bring are already there, in all layers."""
         return all(
             self._first_wrong(
                 request,
-                group,
                 max(request.start, self.groups[group].num_skipped_tokens(request.end)),
                 request.end,
                 layer,
@@ -144,34 +147,46 @@ class TokenCompute:
             for layer, group in enumerate(self.group_of_layer)
         )
 
-    def _places(
-        self, request: RequestInStep, group: int, start: int, end: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = self.groups[group].block_size
-        positions = torch.arange(start, end)
+    def _blocks(self, request: RequestInStep, group: int, positions: torch.Tensor) -> torch.Tensor:
         table = torch.tensor(request.tables[group], dtype=torch.int64)
-        return table[positions // size], positions % size
+        return table[positions // self.groups[group].block_size]
+
+    def _places(
+        self, request: RequestInStep, layer: int, start: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The blocks, the states in them and the words of tokens, one token for each state."""
+        group = self.group_of_layer[layer]
+        size = self.groups[group].block_size
+        per_state = size // self._slots[layer].shape[1]
+        positions = torch.arange(start, end)
+        is_last = (positions % per_state == per_state - 1) | (positions == end - 1)
+        words = torch.tensor(request.words[start:end], dtype=torch.int64)[is_last]
+        positions = positions[is_last]
+        return self._blocks(request, group, positions), positions % size // per_state, words
 
     def _first_wrong(
-        self, request: RequestInStep, group: int, start: int, end: int, layer: int
+        self, request: RequestInStep, start: int, end: int, layer: int
     ) -> Wrong | None:
         if start >= end:
             return None
-        blocks, offsets = self._places(request, group, start, end)
-        found = self._slots[layer][blocks, offsets]
-        expected = self._expected(request.words[start:end], layer)
-        wrong = (found != expected).flatten(1).any(1).nonzero().flatten().tolist()
-        if not wrong:
+        blocks, states, words = self._places(request, layer, start, end)
+        found = self._slots[layer][blocks, states]
+        expected = self._expected(words, layer)
+        wrong = (found != expected).nonzero()
+        if not len(wrong):
             return None
-        at = wrong[0]
+        at, *element = wrong[0].tolist()
         word: int | None = (int(found[at].flatten()[0]) - layer * _LAYER_STEP) & _MASK
         if not bool(found[at].any()):
             word = None
-        return Wrong(request.request_id, start + at, int(blocks[at]), layer, word)
+        position = request.words.index(int(words[at]))
+        head = element[-2] if len(element) > 1 else 0
+        return Wrong(request.request_id, position, int(blocks[at]), layer, head, word)
 
-    def _expected(self, words: Sequence[int], layer: int) -> torch.Tensor:
-        column = torch.tensor(words, dtype=torch.int64).reshape(-1, *[1] * self._words.dim())
-        return ((column + layer * _LAYER_STEP + self._words) & _MASK).to(torch.int32)
+    def _expected(self, words: torch.Tensor, layer: int) -> torch.Tensor:
+        column = words.reshape(-1, *[1] * self._words[layer].dim())
+        numbers = (column + layer * _LAYER_STEP + self._words[layer]) & _MASK
+        return numbers.to(self._slots[layer].dtype)
 
 
 def _word(state: int) -> int:

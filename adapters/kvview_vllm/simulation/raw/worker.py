@@ -15,7 +15,7 @@ from kvview import CacheGroup
 from kvview.testing.connector.process import Child, Serve
 from kvview_vllm.releases.calls import handle_preemptions
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import allocate
+from kvview_vllm.releases.worker_caches import CacheKind, allocate
 from kvview_vllm.simulation.engine import named
 from kvview_vllm.simulation.raw.token_bytes import (
     RequestInStep,
@@ -69,6 +69,7 @@ class RawWorker:
     Args:
         vllm_config: Its own ``VllmConfig``.
         cache_config: The ``KVCacheConfig``.
+        kind: Its layers.
         groups: The KV-cache groups.
         connect: Builds the role; None without a connector.
         watch: Records the connector's calls.
@@ -79,6 +80,7 @@ class RawWorker:
         self,
         vllm_config: Any,
         cache_config: Any,
+        kind: CacheKind,
         groups: Sequence[CacheGroup],
         connect: Callable[[], Any] | None,
         watch: Watch,
@@ -88,7 +90,7 @@ class RawWorker:
         self._watch = watch
         self._stand_ins = stand_ins
         self._to_verify: set[str] = set()  # requests whose load must bring new bytes
-        self.caches = allocate(vllm_config, cache_config)
+        self.caches = allocate(vllm_config, cache_config, kind)
         members = [
             (name, number)
             for number, group in enumerate(cache_config.kv_cache_groups)

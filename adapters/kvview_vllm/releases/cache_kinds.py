@@ -1,0 +1,154 @@
+"""The kinds of KV cache that the release allocates, by every attention backend that imports here.
+
+The layers and the backends make the specs themselves. Sizes are small: two layers, two KV heads
+and blocks of 16 tokens.
+
+Source: ``get_kv_cache_spec`` of the layers in vllm/model_executor/layers/attention,
+``customize_attention_spec`` in vllm/v1/worker/utils.py (0.33.0), and the registry of backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from kvview import FullAttention
+from kvview_vllm.releases.calls import make_known
+from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.worker_caches import BLOCK_SIZE, CacheKind, flash_attention, layouts
+
+_ATTENTION = "model_executor.layers.attention"
+_HEAD_SIZES = (64, 32, 128, 256, 512)
+_MLA_HEAD_SIZES = (576, 512)
+_INDEXER_BYTES = 132  # of a token: an fp8 key of 128 elements and its scale
+_MEMORY = ("num_heads", "num_kv_heads", "head_size", "dtype", "state_content_size_bytes")
+"""The fields of a spec that decide the memory of a layer."""
+_MODEL_DTYPES = frozenset({"float16", "bfloat16"})
+
+
+def cache_kinds() -> dict[CacheKind, frozenset[str]]:
+    """Return the kinds, each with the memory layouts that its backends take."""
+    if not hasattr(vllm("v1.worker.utils"), "allocate_kv_cache"):  # up to 0.31
+        kind = replace(flash_attention([FullAttention(BLOCK_SIZE)]), name="FLASH_ATTN float32")
+        return {kind: frozenset(layouts())}
+    names: dict[Any, list[str]] = {}
+    first: dict[Any, tuple[Any, Any]] = {}
+    taken: dict[Any, set[str]] = {}
+    for name, backend in _backends():
+        for dtype in _dtypes(backend):
+            try:
+                spec = _spec(backend, dtype)
+            except Exception:  # the backend refuses these sizes or this machine
+                continue
+            memory = type(spec), *(getattr(spec, part) for part in _MEMORY)
+            first.setdefault(memory, (backend, spec))
+            names.setdefault(memory, []).append(name if dtype == "auto" else f"{name} {dtype}")
+            own = backend.supported_kv_cache_layouts()
+            taken.setdefault(memory, set()).update(
+                layouts() if own is None else [layout.name for layout in own]
+            )
+    found = {
+        CacheKind(_short(names[memory]), (first[memory],) * 2): frozenset(taken[memory])
+        for memory in first
+    }
+    return found | dict.fromkeys(_mixed_kinds(), frozenset(layouts()))
+
+
+def _short(names: list[str]) -> str:
+    backend = names[0].split()[0]
+    others = [name for name in names if name.split()[0] != backend]
+    return f"{names[0]}, {others[0]} and similar" if others else names[0]
+
+
+def _backends() -> Iterator[tuple[str, Any]]:
+    for member in vllm("v1.attention.backends.registry").AttentionBackendEnum:
+        try:
+            yield member.name, member.get_class()
+        except Exception:  # needs a GPU or a package
+            continue
+
+
+def _dtypes(backend: Any) -> list[str]:
+    """The cache dtypes of a backend; ``auto`` stands for those of models."""
+    names = list(backend.supported_kv_cache_dtypes)
+    return [name for name in names if name not in _MODEL_DTYPES or "auto" not in names]
+
+
+def _spec(
+    backend: Any, dtype: str, *, head_size: int | None = None, window: int | None = None
+) -> Any:
+    """The spec of a layer, as the layer and then the backend make it."""
+    is_mla = backend.is_mla()
+    torch_utils = vllm("utils.torch_utils")
+    model = SimpleNamespace(dtype=torch_utils.torch.bfloat16)
+    sizes = _MLA_HEAD_SIZES if is_mla else _HEAD_SIZES
+    size = head_size or next(one for one in sizes if backend.supports_head_size(one))
+    layer = _Layer(
+        attn_backend=backend,
+        attn_type="decoder",
+        head_size=size,
+        head_size_v=size,
+        num_kv_heads=2,
+        kv_cache_dtype=dtype,
+        kv_cache_torch_dtype=torch_utils.kv_cache_dtype_str_to_dtype(dtype, model),
+        sliding_window=window,
+    )
+    module = vllm(f"{_ATTENTION}.{'mla_attention' if is_mla else 'attention'}")
+    cache = SimpleNamespace(block_size=BLOCK_SIZE, skip_page_size_padded=None)
+    config = SimpleNamespace(cache_config=cache, model_config=model)
+    kind = module.MLAAttention if is_mla else module.Attention
+    spec = kind.get_kv_cache_spec(layer, config)
+    customize = getattr(vllm("v1.worker.utils"), "customize_attention_spec", None)
+    if customize is None:
+        return backend.customize_spec(spec)
+    # Alignments are for larger blocks than these.
+    return replace(customize(backend, spec), block_stride_alignment=None)
+
+
+class _Layer:
+    """An attention layer without weights: all that it does not have is None."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _mixed_kinds() -> Iterator[CacheKind]:
+    """Kinds whose layers differ."""
+    import torch
+
+    interface = vllm("v1.kv_cache_interface")
+    flash = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
+    full = _spec(flash, "auto")
+    window = _spec(flash, "auto", window=2 * BLOCK_SIZE)
+    yield _kind("full attention and a window", flash, full, window)
+    small = replace(_spec(flash, "fp8", window=4 * BLOCK_SIZE), block_size=BLOCK_SIZE)
+    yield _kind("block sizes that differ by group", flash, full, small)
+    odd = replace(window, head_size=48, head_size_v=48)
+    yield _kind("pages with padding", flash, full, odd)
+    yield _kind("two head sizes in one group", flash, full, _spec(flash, "auto", head_size=32))
+    yield _kind("quantised and other layers", flash, full, _spec(flash, "fp8"))
+    mla = vllm("v1.attention.backends.mla.flashmla_sparse").FlashMLASparseBackend
+    latent = _spec(mla, "auto")
+    indexer = replace(latent, head_size=_INDEXER_BYTES, dtype=torch.uint8)
+    yield _kind("MLA with an indexer", mla, latent, indexer)
+    compressed = replace(latent, tokens_per_state=4)
+    yield _kind("MLA with four tokens a state", mla, compressed, compressed)
+    mamba = vllm("v1.attention.backends.mamba2_attn").Mamba2AttentionBackend
+    states = make_known(
+        interface.MambaSpec,
+        block_size=BLOCK_SIZE,
+        shapes=((3, 64), (4, 16, 16)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=full.page_size_bytes,  # as vLLM's platforms pad it
+        mamba_cache_mode="align",
+    )
+    yield CacheKind("Mamba states and full attention", ((flash, full), (mamba, states)))
+
+
+def _kind(name: str, backend: Any, *specs: Any) -> CacheKind:
+    return CacheKind(name, tuple((backend, spec) for spec in specs))

@@ -1,0 +1,121 @@
+"""CUDA's own operations on a CPU: streams, events, and copies of bytes between addresses.
+
+No part of a connector: the connector computes each address and size, and they are used unchanged.
+Copies of one direction run in order and may be some steps late.
+
+Source: vllm/v1/kv_offload/cpu/gpu_worker.py, 0.25.0 to 0.33.0; ``swap_blocks_batch`` in
+csrc/cache_kernels.cu; ``copy_blocks`` of vllm/v1/simple_kv_offload/cuda_mem_ops.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MakeQueue = Callable[[], Any]
+
+
+def copy_bytes(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[int]) -> None:
+    """Copy bytes between addresses."""
+    for source, target, size in zip(sources, targets, sizes, strict=True):
+        ctypes.memmove(int(target), int(source), int(size))
+
+
+def as_gpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor of the host as one that passes for a tensor of the GPU."""
+    import torch
+
+    return tensor.as_subclass(type("TensorOnGPU", (torch.Tensor,), {"is_cuda": True}))
+
+
+class Stream:
+    """A stream; queues of copies keep the order."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, object] | None = None
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Do nothing, because a step on a CPU has ended when it returns."""
+
+    def wait_event(self, event: Event) -> None:
+        """Do nothing, because copies of one direction run in order."""
+
+
+class Device:
+    """A ``current_platform`` whose streams copy on the CPU.
+
+    Args:
+        make_queue: Makes the queue of copies of one direction.
+    """
+
+    def __init__(self, make_queue: MakeQueue) -> None:
+        self.Stream = Stream
+        self._make_queue = make_queue
+        self._current = Stream()
+
+    def is_xpu(self) -> bool:
+        """Whether pointers are unsigned."""
+        return False
+
+    def current_stream(self) -> Stream:
+        """Return the stream of the innermost ``with stream(...)``."""
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def make_copy(self, *_: Any, **__: Any) -> Callable[..., None]:
+        """Make a ``swap_blocks_batch`` for one direction."""
+        queue = self._make_queue()
+
+        def swap_blocks_batch(
+            sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, **_: Any
+        ) -> None:
+            self._current.last = queue, (key := object())
+            queue.put(key, lambda: copy_bytes(sources.tolist(), targets.tolist(), sizes.tolist()))
+
+        return swap_blocks_batch
+
+
+class Event:
+    """A ``torch.Event`` of a copy."""
+
+    def __init__(self, **_: Any) -> None:
+        self._copy: tuple[Any, object] | None = None
+
+    def record(self, stream: Stream) -> None:
+        """Follow the last copy of a stream."""
+        self._copy = stream.last
+
+    def query(self) -> bool:
+        """Whether the copy has ended."""
+        return self._copy is None or self._copy[1] in self._copy[0].done
+
+    def synchronize(self) -> None:
+        """Wait for the copy."""
+        if self._copy is not None:
+            self._copy[0].wait({self._copy[1]})
+
+    def elapsed_time(self, event: Event) -> float:
+        """Milliseconds between two events; any number, because only metrics read it."""
+        return 1.0
+
+
+class Torch:
+    """The module ``torch`` with these events."""
+
+    Event = Event
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)

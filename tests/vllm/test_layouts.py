@@ -1,0 +1,111 @@
+"""KV survives bit by bit in every memory layout of the release; each wrong copy is detected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.core.block_pool", reason="needs a vLLM release")
+
+from kvview_vllm.connector import KVViewConnector
+from kvview_vllm.partition.layouts import layout_pairs
+from kvview_vllm.partition.matrix import Cell, PairOutcome, check_partition
+from kvview_vllm.partition.pairs import Pair
+from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.worker_caches import layouts
+from kvview_vllm.simulation import scheduler as cpu_scheduler
+
+cpu_scheduler.prepare()
+
+CONNECTORS = Path(__file__).parent / "layout_connectors.py"
+KINDS = (
+    "full attention and a window",
+    "block sizes that differ by group",
+    "pages with padding",
+    "two head sizes in one group",
+    "quantised and other layers",
+    "MLA with an indexer",
+    "MLA with four tokens a state",
+    "Mamba states and full attention",
+    "FLASH_ATTN fp8",
+    "TRITON_ATTN int8_per_token_head",
+)
+PAIRS = layout_pairs()
+
+has_layouts = pytest.mark.skipif(
+    "LBHNC" not in layouts(), reason="layouts have an enumeration since vLLM 0.32"
+)
+
+
+def one_layout_of_each_kind() -> list[Pair]:
+    """The first layout of each kind, and each layout of the first kind."""
+    first: dict[Any, Pair] = {}
+    for pair in PAIRS:
+        first.setdefault(pair.first_engine.kind, pair)
+    kind = PAIRS[0].first_engine.kind
+    return list(
+        dict.fromkeys([*first.values(), *(p for p in PAIRS if p.first_engine.kind == kind)])
+    )
+
+
+def check(name: str, pairs: Sequence[Pair]) -> list[Cell]:
+    options = {
+        "connector": f"{CONNECTORS}:{name}",
+        "options": {"cpu_blocks": 100},
+        "contain_faults": False,
+    }
+    return list(check_partition(KVViewConnector, options, pairs))
+
+
+@has_layouts
+def test_every_kind_of_cache_is_enumerated() -> None:
+    names = " / ".join(pair.name for pair in PAIRS)
+    assert [kind for kind in KINDS if kind not in names] == []
+    assert {pair.first_engine.layout for pair in PAIRS} == set(layouts())
+
+
+def test_the_canonical_pages_are_exact_in_every_layout() -> None:
+    wrong = [str(cell) for cell in check("RightConnector", PAIRS) if cell.outcome != "exact"]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("name", "law"), [("LosesAByte", "XFER-1"), ("WritesElsewhere", "XFER-2")])
+def test_a_wrong_copy_is_detected_in_each_kind_and_each_layout(name: str, law: str) -> None:
+    cells = check(name, one_layout_of_each_kind())
+    detected = [cell for cell in cells if cell.outcome is PairOutcome.WRONG and law in cell.detail]
+    assert len(detected) == len(cells)
+    assert "layer" in cells[0].detail
+
+
+@has_layouts
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"cpu_bytes_to_use": 2_000_000}, PairOutcome.WRONG),
+        (
+            {
+                "spec_name": "KVViewOffloadingSpec",
+                "spec_module_path": "kvview_vllm.offloading_spec",
+                "kvview": {"num_blocks": 40},
+            },
+            PairOutcome.REFUSED,
+        ),
+    ],
+    ids=["vLLM's spec", "kvview's spec"],
+)
+def test_the_offloading_connector_passes_one_head_in_lhbnc(
+    options: dict[str, Any], expected: PairOutcome
+) -> None:
+    """A defect of vLLM, which its own spec does not notice (PAGE-3)."""
+    module = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
+    kind = PAIRS[0].first_engine.kind
+    pairs = [pair for pair in PAIRS if pair.first_engine.kind == kind]
+    outcomes = {
+        cell.pair.first_engine.layout: cell.outcome
+        for cell in check_partition(module.OffloadingConnector, options, pairs)
+    }
+    assert outcomes.pop("LHBNC") is expected
+    assert set(outcomes.values()) == {PairOutcome.EXACT}
