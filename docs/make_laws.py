@@ -23,7 +23,7 @@ from kvview.testing import CHECKS
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/laws.md"
 
-_CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "GUARD", "TIER")
+_CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "HAND", "GUARD", "TIER")
 _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
 _IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")

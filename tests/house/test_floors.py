@@ -24,6 +24,7 @@ CONTRACT_ORDER = (
     "offloading",
     "pool",
     "connector",
+    "handoff",
     "guard",
     "tier",
     "options",
