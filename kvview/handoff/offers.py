@@ -30,6 +30,8 @@ class Offers(Generic[ItemT]):
     1. The first reader is the only one (HAND-5).
     2. An offer ends when its reader has confirmed it, when it was returned unread, or at its
        deadline, but never during a read (HAND-4). It ends once.
+    3. Handoffs are numbered upwards. The consumer may be faster than the plan that adds an offer,
+       so a number above all others is not an error.
 
     Args:
         me: The engine that offers.
@@ -38,6 +40,8 @@ class Offers(Generic[ItemT]):
     def __init__(self, me: Peer) -> None:
         self._me = me
         self._offers: dict[int, _Offer[ItemT]] = {}
+        self._latest = -1
+        self._closed_early: set[int] = set()
 
     def add(self, handoff: Handoff, item: ItemT, deadline: float) -> None:
         """Start to track an offer.
@@ -47,16 +51,24 @@ class Offers(Generic[ItemT]):
             item: Returned by :meth:`begin_read` and :meth:`take_ended`.
             deadline: Time at which it ends if no consumer has confirmed it.
         """
-        self._offers[handoff.handoff_id] = _Offer(handoff, item, deadline)
+        number = self._latest = handoff.handoff_id
+        is_closed = number in self._closed_early
+        self._closed_early.discard(number)
+        self._offers[number] = _Offer(handoff, item, deadline, is_closed=is_closed)
 
-    def begin_read(self, handoff: Handoff, reader: str, now: float) -> ItemT:
+    def begin_read(self, handoff: Handoff, reader: str, now: float) -> ItemT | None:
         """Start a read; the offer does not end before :meth:`end_read`.
+
+        Returns:
+            The item; None if the offer was not added yet, and the reader may ask again.
 
         Raises:
             HandoffError: The handoff is of another engine, life or prompt (HAND-6), or has
                 ended or has another reader (HAND-5).
         """
         offer = self._find(handoff)
+        if handoff.handoff_id > self._latest:
+            return None
         if offer is None or offer.is_closed or now >= offer.deadline:
             raise HandoffError(
                 f"HAND-5: handoff {handoff.handoff_id} was consumed, returned or has expired; "
@@ -83,17 +95,24 @@ class Offers(Generic[ItemT]):
             offer = self._find(handoff)
         except HandoffError:
             return
-        if offer is not None and offer.reader in ("", reader):
+        if handoff.handoff_id > self._latest:
+            self._closed_early.add(handoff.handoff_id)
+        elif offer is not None and offer.reader in ("", reader):
             offer.is_closed = True
 
-    def take_ended(self, now: float) -> list[ItemT]:
-        """Remove the offers that have ended, and return their items."""
+    def take_ended(self, now: float) -> list[tuple[ItemT, bool]]:
+        """Remove the offers that have ended.
+
+        Returns:
+            Their items, each with whether the consumer confirmed or returned it.
+        """
         ended = [
             number
             for number, offer in self._offers.items()
             if not offer.num_reads and (offer.is_closed or now >= offer.deadline)
         ]
-        return [self._offers.pop(number).item for number in ended]
+        offers = [self._offers.pop(number) for number in ended]
+        return [(offer.item, offer.is_closed) for offer in offers]
 
     def _find(self, handoff: Handoff) -> _Offer[ItemT] | None:
         if (handoff.engine_id, handoff.life) != (self._me.engine_id, self._me.life):

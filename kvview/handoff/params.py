@@ -69,7 +69,7 @@ class Handoff:
         Raises:
             HandoffError: An entry is missing or has another type (HAND-1).
         """
-        values = {field.name: params.get(field.name) for field in fields(cls)}
+        values: dict[str, Any] = {field.name: params.get(field.name) for field in fields(cls)}
         for field in fields(cls):
             value = values[field.name]
             if type(value).__name__ != field.type:
@@ -90,7 +90,7 @@ class Handoff:
                 f"HAND-6: the producer {self.engine_id!r} has pages of layout {self.layout}, this "
                 f"engine has {layout}; use equal block sizes, groups and pages"
             )
-        if not self.num_tokens or self.num_tokens % geometry.scheduler_block_size:
+        if self.num_tokens <= 0 or self.num_tokens % geometry.scheduler_block_size:
             raise HandoffError(
                 f"HAND-6: a handoff of {self.num_tokens} tokens does not end at a block of "
                 f"{geometry.scheduler_block_size}"

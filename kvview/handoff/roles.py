@@ -90,7 +90,7 @@ class HandoffScheduler(SchedulerConnector, Hooked):
 class HandoffWorker(WorkerConnector, Hooked):
     """The worker half. Every method has a default that does nothing.
 
-    ``wait`` does not wait for offers, because they end by messages and time alone.
+    ``wait`` returns at once, because offers and fetches end by messages and time alone.
     """
 
     def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:

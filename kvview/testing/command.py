@@ -85,6 +85,12 @@ DEFAULT_MUTANTS = 20
     help="Serve a tiny model with the connector in the installed vLLM, and compare the tokens "
     "with those without it (docs/inference.md).",
 )
+@click.option(
+    "--pd",
+    is_flag=True,
+    help="Check a connector that hands KV from one engine to another, in two engines with a "
+    "router and a faulty network between them (docs/handoff.md).",
+)
 @click.option("--hook-seconds", type=float, help="CPU time of one call of a hook.  [default: 30]")
 @click.option(
     "--keep-going",
@@ -135,6 +141,7 @@ def check(
     options: tuple[str, ...],
     transfer_config: str | None,
     inference: bool,
+    pd: bool,
     hook_seconds: float | None,
     keep_going: bool,
     json_file: str | None,
@@ -178,8 +185,13 @@ def check(
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+        found = load_target(target)
+        if pd:
+            from kvview.testing.handoff import pd_factory
+
+            found, engine, given = pd_factory(found, engine, given), None, {}
         report = run_checks(
-            load_target(target),
+            found,
             expected_failures={} if path is None else read_expected_failures(path),
             profile=profile,
             select=select,

@@ -19,7 +19,7 @@ from kvview.pool import GPUBlockPoolView
 from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
-Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
+Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
 """The contract that a harness is for; a connector class is its own harness, and of a class of
 stores the kit makes one."""
 
@@ -373,6 +373,7 @@ SUBJECTS: Mapping[Contract, str] = {
     "offloading": "manager",
     "transfer": "worker",
     "tier": "store",
+    "handoff": "engines",
 }
 """The attribute that tells what a harness is for."""
 
@@ -423,6 +424,7 @@ REQUIRED: Mapping[Contract, Sequence[Need]] = {
         Need("harness", "namespace", None),
         Need("harness", "end", 0),
     ),
+    "handoff": (Need("harness", "start", 3),),
 }
 """What every harness of a contract has."""
 
@@ -503,6 +505,7 @@ OFFERS: Mapping[Contract, Mapping[Capability, Sequence[Need]]] = {
         Capability.HOST_BYTES: (Need("worker", "host_bytes", None),),
     },
     "connector": {},
+    "handoff": {},
     "tier": {
         Capability.PAUSE: (Need("harness", "pause", 0), Need("harness", "resume", 0)),
         Capability.REOPEN: (Need("harness", "reopen", 0),),

@@ -64,6 +64,8 @@ def plan_checks(
     """
     contract, capabilities = inspect_factory(factory, effort.options)
     names = [] if contract == "connector" else effort.for_connectors()
+    if contract == "handoff":
+        names = [name for name in names if name != "seeds"]
     if contract == "tier" and is_tier_store(factory):
         names = [name for name in names if name != "options"]
     if names:

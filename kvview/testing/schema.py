@@ -110,7 +110,7 @@ class ReportModel(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
-    contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
+    contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
     profile: str
     seed: int | None = Field(description="Of everything random; null: the same every time.")
     is_clean: bool

@@ -112,6 +112,8 @@ class Player(Recorder):
     first_moves: ClassVar[tuple[str, ...]] = ()
     """Operations that come first, so that the drawn ones find something to work on."""
     max_shrink_runs: ClassVar[int] = 150
+    plays_seeds: ClassVar[bool] = False
+    """Whether a search has as many runs as a connector has seeds."""
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
         super().__init__(factory, "*", self.subject_name)
@@ -260,7 +262,8 @@ def search(player_class: type[Player], factory: Factory, profile: Profile) -> Se
     """Play runs of consecutive seeds, and shrink the first failure of each law."""
     result = SearchResult()
     first = profile.seed or 0
-    for seed in range(first, first + profile.num_examples):
+    num_runs = profile.num_seeds if player_class.plays_seeds else profile.num_examples
+    for seed in range(first, first + num_runs):
         result.num_runs += 1
         broken, plan, compared = _drawn(player_class, factory, seed, profile.num_steps)
         result.compared.update(compared)
