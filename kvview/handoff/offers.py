@@ -41,7 +41,7 @@ class Offers(Generic[ItemT]):
         self._me = me
         self._offers: dict[int, _Offer[ItemT]] = {}
         self._latest = -1
-        self._closed_early: set[int] = set()
+        self._closed_early: set[Handoff] = set()
 
     def add(self, handoff: Handoff, item: ItemT, deadline: float) -> None:
         """Start to track an offer.
@@ -52,8 +52,8 @@ class Offers(Generic[ItemT]):
             deadline: Time at which it ends if no consumer has confirmed it.
         """
         number = self._latest = handoff.handoff_id
-        is_closed = number in self._closed_early
-        self._closed_early.discard(number)
+        is_closed = handoff in self._closed_early
+        self._closed_early = {early for early in self._closed_early if early.handoff_id > number}
         self._offers[number] = _Offer(handoff, item, deadline, is_closed=is_closed)
 
     def begin_read(self, handoff: Handoff, reader: str, now: float) -> ItemT | None:
@@ -96,7 +96,7 @@ class Offers(Generic[ItemT]):
         except HandoffError:
             return
         if handoff.handoff_id > self._latest:
-            self._closed_early.add(handoff.handoff_id)
+            self._closed_early.add(handoff)
         elif offer is not None and offer.reader in ("", reader):
             offer.is_closed = True
 

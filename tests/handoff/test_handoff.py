@@ -73,6 +73,10 @@ def test_an_offer_may_be_returned_before_it_is_planned() -> None:
     offers.close(HANDOFF, "D")
     offers.add(HANDOFF, "blocks", deadline=10.0)
     assert offers.take_ended(now=0.0) == [("blocks", True)]
+    later = replace(HANDOFF, handoff_id=1)
+    offers.close(replace(later, prefix="00"), "D")  # a damaged number, of another prompt
+    offers.add(later, "blocks", deadline=10.0)
+    assert offers.take_ended(now=0.0) == []
 
 
 @pytest.mark.parametrize("changes", [{"life": "life 0"}, {"engine_id": "Q"}, {"prefix": "00"}])
