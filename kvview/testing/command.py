@@ -178,6 +178,10 @@ def check(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
+    if pd and inference:
+        if json_file is not None or page_file is not None:
+            raise ConfigError("--pd --inference prints its report; drop --json and --html")
+        sys.exit(_check_real_handoffs(console, target, given))
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
         found = load_target(target)
         if pd:
@@ -259,6 +263,21 @@ def _given_options(context: click.Context) -> Iterator[click.Parameter]:
         default = click.core.ParameterSource.DEFAULT
         if name in context.params and context.get_parameter_source(name) not in (default, None):
             yield option
+
+
+def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
+    from kvview.testing import load_target
+    from kvview.testing.handoff.tokens import real_handoffs
+
+    num_wrong = 0
+    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+        for case in real_handoffs(load_target(target), options, on_progress):
+            num_wrong += not case.is_right
+            verdict = "ok" if case.is_right else "WRONG"
+            line = f"{verdict:6}{case.law:9}{case.name}: {case.outcome}"
+            console.print(line, markup=False, soft_wrap=True)
+    console.print(f"{num_wrong} wrong")
+    return ExitCode.WRONG if num_wrong else ExitCode.CLEAN
 
 
 def _verdict(report: Report) -> ExitCode:

@@ -17,7 +17,6 @@ SAME_MODULE_NAME = {
     "command": "a command of the command line, in the package that it runs",
     "engine": "the engine of a floor",
     "examples": "checks of a contract that its model cannot state, in its room of the kit",
-    "handoff": "a room without a part in the adapter yet",
     "harness": "the object that a factory makes for the checks: declared by the kit, implemented",
     "manager": "the offloading manager of a floor",
     "model": "the executable model of a contract, and a model whose KV is sized",

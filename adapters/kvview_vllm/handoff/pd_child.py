@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+import traceback
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from kvview.errors import one_line
 from kvview_vllm.inference.server import GARBAGE, Server, fill_kv_caches, prepare
 
 NUM_BLOCKS = 16
-_LONGEST = 45.0  # seconds of one job
+_LONGEST = 30.0  # seconds of one job
 
 
 def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
@@ -51,8 +54,7 @@ def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
                 if output.outputs[0].finish_reason == "error":
                     result["error"] = "the request failed"
     if not is_done and left is None:
-        result["error"] = f"no answer within {_LONGEST:.0f} s"
-        server.engine.abort_request([name])
+        result["hung"] = result["error"] = f"no answer within {_LONGEST:.0f} s"
     result["held"] = server.leaked_blocks()
     result["seconds"] = round(time.monotonic() - start, 1)
     return result
@@ -72,8 +74,10 @@ def main() -> None:
     for line in sys.stdin:
         try:
             result = serve(server, json.loads(line))
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"[:300], "tokens": None, "kv": None}
+        except Exception as error:  # the engine of a server ends with it
+            traceback.print_exc()
+            print(json.dumps({"died": one_line(error)}), flush=True)
+            os._exit(1)
         print(json.dumps(result), flush=True)
 
 

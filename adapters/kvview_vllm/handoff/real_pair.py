@@ -60,8 +60,11 @@ class RealEngine:
     def ask(self, **job: Any) -> dict[str, Any]:
         """Do a job; see :func:`~kvview_vllm.handoff.pd_child.serve`.
 
+        Returns:
+            Its result, or ``{"died": error}``; an engine that has died or hangs starts again.
+
         Raises:
-            ConfigError: The engine did not start, or its process has ended.
+            ConfigError: The engine does not start.
         """
         if not self._is_up:
             self._is_up = self._read() == "up"
@@ -69,6 +72,9 @@ class RealEngine:
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         result: dict[str, Any] = self._read()
+        if "died" in result or "hung" in result:
+            self.kill()
+            self.start()
         return result
 
     def _read(self) -> Any:
