@@ -25,7 +25,7 @@ class _Offer(Generic[ItemT]):
 
 
 class Offers(Generic[ItemT]):
-    """Tracks who reads each offer, and when it ends.
+    """Tracks the reader and the end of each offer.
 
     1. The first reader is the only one (HAND-5).
     2. An offer ends when its reader has confirmed it, when it was returned unread, or at its

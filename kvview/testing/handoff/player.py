@@ -155,7 +155,7 @@ class HandoffPlayer(Player):
         return handoff
 
     def take_ends(self, name: str) -> None:
-        """Judge the loads that have ended in this step."""
+        """Check the loads that have ended in this step."""
         engine, now = self.engines[name], self.network.now
         unfinished = engine.unfinished()
         ended = self.model.follow(name, unfinished, now)
