@@ -15,16 +15,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from docs.law_examples import Example, examples, faults
 from kvview.laws import laws as laws_of_the_contract
 from kvview.testing import CHECKS
 
+import_module("kvview.testing.handoff")  # registers its checks
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/laws.md"
 
-_CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "GUARD", "TIER")
+_CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "HAND", "GUARD", "TIER")
 _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
 _IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")

@@ -107,6 +107,10 @@ class HookError(ConnectorError):
     """A hook of a connector raised or returned a wrong value; the message names the line."""
 
 
+class HandoffError(KVViewError, ValueError):
+    """A handoff of KV cannot be used by this request or this engine (HAND-1, HAND-5, HAND-6)."""
+
+
 class UnsupportedEngineError(KVViewError, RuntimeError):
     """The engine's interface differs from every tested release, so nothing was bound."""
 

@@ -17,6 +17,7 @@ _FILES = {
     "OFF": "offloading.py",
     "XFER": "transfer.py",
     "CONN": "connector/halves.py",
+    "HAND": "handoff/roles.py",
     "GUARD": "guard/view.py",
     "TIER": "tier/store.py",
 }

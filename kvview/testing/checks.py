@@ -18,7 +18,7 @@ EXCEPTIONS = "exceptions"
 """In place of a law where a hook or a thread of a connector raised an exception, or a hook
 returned a value that no engine can use."""
 
-_FAMILIES = ("CONN", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
+_FAMILIES = ("CONN", "HAND", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
 CheckFunction = Callable[[Factory], None]
 

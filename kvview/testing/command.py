@@ -86,6 +86,12 @@ SEEDS_OF_A_RELEASE = 100
     "with those without it (docs/inference.md).",
 )
 @click.option(
+    "--pd",
+    is_flag=True,
+    help="Check a connector that hands KV from one engine to another, in two engines with a "
+    "router and a faulty network between them (docs/handoff.md).",
+)
+@click.option(
     "--hook-seconds",
     type=float,
     default=HOOK_SECONDS,
@@ -129,6 +135,7 @@ def check(
     vllm: tuple[str, ...],
     options: tuple[str, ...],
     transfer_config: str | None,
+    pd: bool,
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
@@ -167,9 +174,19 @@ def check(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
+    if pd and settings["inference"]:
+        if json_file is not None or page_file is not None:
+            raise ConfigError("--pd --inference prints its report; drop --json and --html")
+        sys.exit(_check_real_handoffs(console, target, given))
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+        found = load_target(target)
+        if pd:
+            from kvview.testing.handoff import pd_factory
+
+            found = pd_factory(found, settings["engine"], given)
+            settings["engine"], given = None, {}
         report = run_checks(
-            load_target(target),
+            found,
             expected_failures={} if path is None else read_expected_failures(path),
             options=given,
             target=target,
@@ -247,6 +264,21 @@ def _given_options(context: click.Context) -> Iterator[click.Parameter]:
         default = click.core.ParameterSource.DEFAULT
         if name in context.params and context.get_parameter_source(name) not in (default, None):
             yield option
+
+
+def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
+    from kvview.testing import load_target
+    from kvview.testing.handoff.tokens import real_handoffs
+
+    num_wrong = 0
+    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+        for case in real_handoffs(load_target(target), options, on_progress):
+            num_wrong += not case.is_right
+            verdict = "ok" if case.is_right else "WRONG"
+            line = f"{verdict:6}{case.law:9}{case.name}: {case.outcome}"
+            console.print(line, markup=False, soft_wrap=True)
+    console.print(f"{num_wrong} wrong")
+    return ExitCode.WRONG if num_wrong else ExitCode.CLEAN
 
 
 def _verdict(report: Report) -> ExitCode:

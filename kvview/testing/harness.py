@@ -20,7 +20,7 @@ from kvview.pool import GPUBlockPoolView
 from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
-Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
+Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
 """The contract that a harness is for; a connector class is its own harness, and of a class of
 stores the kit makes one."""
 
@@ -408,12 +408,26 @@ class TierHarness(Protocol):
         ...
 
 
+class HandoffHarness(Protocol):
+    """Two engines with a network between them; fresh: not started."""
+
+    @property
+    def engines(self) -> Mapping[str, Any]:
+        """The engines by name."""
+        ...
+
+    def start(self, scenarios: Any, network: Any, lease_seconds: float, /) -> None:
+        """Build both engines."""
+        ...
+
+
 SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "pool": ("view", GPUBlockPoolView, PoolHarness),
     "geometry": ("coordinator", Coordinator, GeometryHarness),
     "offloading": ("manager", OffloadingManager, ManagerHarness),
     "transfer": ("worker", TransferWorker, TransferHarness),
     "tier": ("store", TierStore, TierHarness),
+    "handoff": ("engines", object, HandoffHarness),
 }
 """For each contract the attribute that identifies its harness, with the protocols of both."""
 

@@ -109,7 +109,7 @@ class ReportModel(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
-    contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier"]
+    contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
     seed: int = Field(description="The first seed.")
     is_clean: bool
     is_interrupted: bool

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from kvview import (
+    BlockIds,
     CacheGeometry,
     CanonicalKVCaches,
     ConfigError,
@@ -23,6 +24,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.connector.job_tracker import JobTracker
+from kvview.handoff import Peer, Wire
 from kvview.testing.connector.scenario import (
     NUM_LAYERS,
     PAGE_BYTES,
@@ -33,11 +35,13 @@ from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes
 from kvview_reference.free_queue import NULL_BLOCK_ID
+from kvview_reference.handoff.engine import PDEngine
 
 if TYPE_CHECKING:
     from kvview.testing import ManagerHarness
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.stream import StepStream
+    from kvview.testing.handoff.harness import PDHarness
     from kvview_reference.offloading import CachePolicy
 
 
@@ -64,6 +68,19 @@ class ReferenceEngines:
         if scenario.ranks:
             connector = _OnRanks(connector, scenario.ranks)
         return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
+
+    def build_for_handoffs(
+        self,
+        scenario: Scenario,
+        connector: Connector,
+        *,
+        clock: Callable[[], float],
+        me: Peer,
+        wire: Wire,
+        lease_seconds: float,
+    ) -> PDHarness:
+        """Build an engine that hands KV to others."""
+        return ReferencePDHarness(scenario, connector, clock, me, wire, lease_seconds)
 
     def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
         """Make a manager with a cache policy, for the manager's checks."""
@@ -166,6 +183,8 @@ class _RankedWorker(WorkerConnector):
 class ReferenceConnectorHarness:
     """The reference engine, with the interventions of the simulation."""
 
+    engine_class: type[Engine] = Engine
+
     def __init__(
         self,
         scenario: Scenario,
@@ -175,7 +194,7 @@ class ReferenceConnectorHarness:
         stream: StepStream | None,
     ) -> None:
         self._geometry = scenario.geometry
-        self._engine = Engine(
+        self._engine = self.engine_class(
             scenario.geometry,
             connector,
             num_gpu_blocks=scenario.num_gpu_blocks,
@@ -277,6 +296,62 @@ class ReferenceConnectorHarness:
         refs = Counter(self._engine.held_blocks())
         refs.update(self._squeezed)
         return refs
+
+
+class ReferencePDHarness(ReferenceConnectorHarness):
+    """The engine in both roles, with the interventions of the simulation."""
+
+    engine_class = PDEngine
+    _engine: PDEngine
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        connector: Connector,
+        clock: Callable[[], float],
+        me: Peer,
+        wire: Wire,
+        lease_seconds: float,
+    ) -> None:
+        super().__init__(scenario, connector, type(connector).__name__, clock, None)
+        self._engine.bind_handoffs(me, wire, lease_seconds)
+
+    def add_prefill(self, add: Add, serial: int) -> None:
+        """Queue a request whose KV is offered when it has finished."""
+        self._engine.add_prefill(_make_request(add, self._geometry, serial, None))
+
+    def add_decode(self, add: Add, serial: int, params: Mapping[str, Any]) -> None:
+        """Queue a request with the parameters of a handoff."""
+        self._engine.add_decode(_make_request(add, self._geometry, serial, None), params)
+
+    def take_offered(self) -> dict[str, tuple[Mapping[str, Any], BlockIds]]:
+        """Return the offers since the last call, by request id."""
+        offered, self._engine.offered = self._engine.offered, {}
+        return offered
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Blocks that requests have loaded."""
+        return self._engine.stats.cpu_hit_blocks
+
+    def num_wrong_blocks(self) -> int:
+        """Count the blocks with other bytes than their owner has written.
+
+        A cached block has the bytes that follow from its key, and a squeezed block those that the
+        squeeze wrote.
+        """
+        blocks = range(1, self.num_blocks)
+        keys = zip(blocks, self.block_keys(blocks), strict=True)
+        cached = [(block, of_block[0]) for block, of_block in keys if of_block]
+        kv_bytes = self._engine.kv_bytes
+        num_wrong = kv_bytes.count_mismatches([b for b, _ in cached], [key for _, key in cached])
+        return num_wrong + kv_bytes.count_not_poisoned(self._squeezed)
+
+    @override
+    def squeeze(self, num_blocks: int) -> None:
+        """Take blocks as another owner does, which also overwrites them."""
+        super().squeeze(num_blocks)
+        self._engine.kv_bytes.poison(self._squeezed)
 
 
 def _make_request(

@@ -18,7 +18,10 @@ FLOORS = {
 }
 """The installed packages. ``kvview.testing`` is a separate layer inside the first."""
 
-ROOMS = ("pool", "geometry", "events", "offloading", "transfer", "connector", "guard", "tier")
+ROOMS = (
+    *("pool", "geometry", "events", "offloading", "transfer"),
+    *("connector", "handoff", "guard", "tier"),
+)
 """The contracts: each has a module or package of its name in every layer."""
 
 

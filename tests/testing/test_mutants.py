@@ -15,7 +15,9 @@ from kvview.targets import is_connector
 from kvview.testing import CHECKS, Mutant, MutantResult, load_mutants, mutants, run_checks
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.command import check
+from kvview.testing.handoff import PDFactory
 from kvview_reference import harness
+from kvview_reference.handoff.pull import PullConnector
 
 pytest.importorskip("torch")
 
@@ -30,6 +32,7 @@ RIGHT: list[Callable[[], Any]] = [
     harness.offloading_arc,
     harness.transfer,
     harness.tier,
+    PDFactory(PullConnector),
 ]
 
 

@@ -128,9 +128,18 @@ class Server:
         """Steps that the engine has launched and whose output it has not processed."""
         return len(self._core.batch_queue or ())
 
-    def add(self, name: str, prompt: list[int], num_tokens: int) -> None:
-        """Queue a request for greedy tokens."""
-        params = self._sampling(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        num_tokens: int,
+        transfer_params: dict[str, Any] | None = None,
+    ) -> None:
+        """Queue a request for greedy tokens, perhaps with parameters for its connector."""
+        extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
+        params = self._sampling(
+            max_tokens=num_tokens, temperature=0, ignore_eos=True, extra_args=extra
+        )
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def leaked_blocks(self) -> int:

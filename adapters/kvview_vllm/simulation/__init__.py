@@ -13,7 +13,7 @@ Source: :mod:`kvview_vllm.simulation.engine`, which is tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
+    from kvview.testing.handoff.tokens import RealCase
     from kvview.testing.token_runs import TokenCheck
 
 _MOST_BLOCKS = 500
@@ -77,6 +78,15 @@ class VLLMEngines:
         from kvview_vllm.inference import check_tokens
 
         return check_tokens
+
+    @staticmethod
+    def play_handoffs(
+        connector_class: type, options: Mapping[str, Any], on_progress: Callable[[str], None]
+    ) -> Iterator[RealCase]:
+        """Play handoffs between two engines of the installed vLLM."""
+        from kvview_vllm.handoff.cases import play_handoffs
+
+        return play_handoffs(connector_class, options, on_progress)
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Leave out the parts of a scenario that this release cannot play (VSIM-2)."""

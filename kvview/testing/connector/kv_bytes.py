@@ -99,6 +99,14 @@ class KVBytes:
         for layer in self._layers:
             layer.index_fill_(0, rows, _POISON)
 
+    def count_not_poisoned(self, block_ids: Sequence[int]) -> int:
+        """The number of blocks that were written since :meth:`poison`."""
+        rows = self._on_device(np.array(block_ids, np.int64))
+        wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
+        for layer in self._layers:
+            wrong |= (layer.index_select(0, rows) != _POISON).any(dim=1)
+        return int(wrong.sum())
+
     def count_mismatches(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> int:
         """The number of blocks that differ in any byte from the KV of their keys."""
         num_wrong = 0

@@ -1,0 +1,1 @@
+"""Handoffs between two real engines of the installed vLLM, with a connector of vLLM."""

@@ -1,0 +1,126 @@
+"""The offers of one life of an engine, from the offer to the end, for any connector.
+
+Laws: HAND-3, HAND-4, HAND-5 and HAND-6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvview.errors import HandoffError
+from kvview.handoff.params import Handoff, Peer
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(slots=True)
+class _Offer(Generic[ItemT]):
+    handoff: Handoff
+    item: ItemT
+    deadline: float
+    reader: str = ""
+    num_reads: int = 0
+    is_closed: bool = False
+
+
+class Offers(Generic[ItemT]):
+    """Tracks the reader and the end of each offer.
+
+    1. The first reader is the only one (HAND-5).
+    2. An offer ends when its reader has confirmed it, when it was returned unread, or at its
+       deadline, but never during a read (HAND-4). It ends once.
+    3. Handoffs are numbered upwards. The consumer may be faster than the plan that adds an offer,
+       so a number above all others is not an error.
+
+    Args:
+        me: The engine that offers.
+    """
+
+    def __init__(self, me: Peer) -> None:
+        self._me = me
+        self._offers: dict[int, _Offer[ItemT]] = {}
+        self._latest = -1
+        self._closed_early: set[Handoff] = set()
+
+    def add(self, handoff: Handoff, item: ItemT, deadline: float) -> None:
+        """Start to track an offer.
+
+        Args:
+            handoff: The handoff.
+            item: Returned by :meth:`begin_read` and :meth:`take_ended`.
+            deadline: Time at which it ends if no consumer has confirmed it.
+        """
+        number = self._latest = handoff.handoff_id
+        is_closed = handoff in self._closed_early
+        self._closed_early = {early for early in self._closed_early if early.handoff_id > number}
+        self._offers[number] = _Offer(handoff, item, deadline, is_closed=is_closed)
+
+    def begin_read(self, handoff: Handoff, reader: str, now: float) -> ItemT | None:
+        """Start a read; the offer does not end before :meth:`end_read`.
+
+        Returns:
+            The item; None if the offer was not added yet, and the reader may ask again.
+
+        Raises:
+            HandoffError: The handoff is of another engine, life or prompt (HAND-6), or has
+                ended or has another reader (HAND-5).
+        """
+        offer = self._find(handoff)
+        if handoff.handoff_id > self._latest:
+            return None
+        if offer is None or offer.is_closed or now >= offer.deadline:
+            raise HandoffError(
+                f"HAND-5: handoff {handoff.handoff_id} was consumed, returned or has expired; "
+                f"compute the prompt"
+            )
+        if offer.reader not in ("", reader):
+            raise HandoffError(
+                f"HAND-5: handoff {handoff.handoff_id} is read by {offer.reader}, not by {reader}"
+            )
+        offer.reader = reader
+        offer.num_reads += 1
+        return offer.item
+
+    def end_read(self, handoff: Handoff) -> None:
+        """End one read."""
+        self._offers[handoff.handoff_id].num_reads -= 1
+
+    def close(self, handoff: Handoff, reader: str) -> None:
+        """End an offer that its reader has consumed, or that was returned before any read.
+
+        Unknown, ended and foreign handoffs are ignored, because messages may be repeated.
+        """
+        try:
+            offer = self._find(handoff)
+        except HandoffError:
+            return
+        if handoff.handoff_id > self._latest:
+            self._closed_early.add(handoff)
+        elif offer is not None and offer.reader in ("", reader):
+            offer.is_closed = True
+
+    def take_ended(self, now: float) -> list[tuple[ItemT, bool]]:
+        """Remove the offers that have ended.
+
+        Returns:
+            Their items, each with whether the consumer confirmed or returned it.
+        """
+        ended = [
+            number
+            for number, offer in self._offers.items()
+            if not offer.num_reads and (offer.is_closed or now >= offer.deadline)
+        ]
+        offers = [self._offers.pop(number) for number in ended]
+        return [(offer.item, offer.is_closed) for offer in offers]
+
+    def _find(self, handoff: Handoff) -> _Offer[ItemT] | None:
+        if (handoff.engine_id, handoff.life) != (self._me.engine_id, self._me.life):
+            raise HandoffError(
+                f"HAND-6: handoff {handoff.handoff_id} is of engine {handoff.engine_id!r}, life "
+                f"{handoff.life!r}; this is engine {self._me.engine_id!r}, life {self._me.life!r}"
+            )
+        offer = self._offers.get(handoff.handoff_id)
+        if offer is not None and offer.handoff != handoff:
+            raise HandoffError(f"HAND-6: handoff {handoff.handoff_id} is of another prompt")
+        return offer

@@ -1,0 +1,114 @@
+"""The parameters of a handoff: the identity of KV that one engine keeps for another.
+
+A router copies them from the answer of the producer into the request for the consumer. They may
+pass several routers, arrive twice, late, or at the wrong engine, so they name everything that a
+consumer must compare before it uses the KV.
+
+Laws: HAND-1 and HAND-6 in ``kvview/laws.toml``.
+
+Source: ``kv_transfer_params`` in ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvview.connector import RequestInfo
+from kvview.errors import HandoffError
+from kvview.geometry import CacheGeometry
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One life of an engine.
+
+    Args:
+        engine_id: Name of the engine; the same after a restart.
+        life: Different after each restart, for example a UUID.
+        address: Address at which the engine receives messages.
+    """
+
+    engine_id: str
+    life: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """KV that a producer keeps for one consumer.
+
+    Args:
+        engine_id: Engine of the producer.
+        life: Life of that engine.
+        address: Address of the producer.
+        handoff_id: Number of the handoff, used once in that life.
+        num_tokens: Leading tokens of the prompt whose KV is kept.
+        prefix: Hash of the last block of these tokens, in hex; a hash covers its whole prefix.
+        layout: Fingerprint of the block and page sizes (:func:`layout_of`).
+    """
+
+    engine_id: str
+    life: str
+    address: str
+    handoff_id: int
+    num_tokens: int
+    prefix: str
+    layout: str
+
+    def to_params(self) -> dict[str, Any]:
+        """Return the handoff as plain JSON, for the router (HAND-1)."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Handoff:
+        """Read parameters that a router delivered; entries of the router are ignored.
+
+        Raises:
+            HandoffError: An entry is missing or has another type (HAND-1).
+        """
+        values: dict[str, Any] = {field.name: params.get(field.name) for field in fields(cls)}
+        for field in fields(cls):
+            value = values[field.name]
+            if type(value).__name__ != field.type:
+                raise HandoffError(
+                    f"HAND-1: entry {field.name!r} of a handoff must be of type {field.type}, got "
+                    f"{value!r}; pass the parameters of the producer on unchanged"
+                )
+        return cls(**values)
+
+    def require_for(self, request: RequestInfo, geometry: CacheGeometry, layout: str) -> None:
+        """Check that this is the KV of a request, in the layout of this engine.
+
+        Raises:
+            HandoffError: Tokens or pages differ (HAND-6).
+        """
+        if self.layout != layout:
+            raise HandoffError(
+                f"HAND-6: the producer {self.engine_id!r} has pages of layout {self.layout}, this "
+                f"engine has {layout}; use equal block sizes, groups and pages"
+            )
+        if self.num_tokens <= 0 or self.num_tokens % geometry.scheduler_block_size:
+            raise HandoffError(
+                f"HAND-6: a handoff of {self.num_tokens} tokens does not end at a block of "
+                f"{geometry.scheduler_block_size}"
+            )
+        last = self.num_tokens // geometry.hash_block_size
+        hashes = request.block_hashes[last - 1 : last]
+        if self.num_tokens >= request.num_tokens or not hashes or hashes[0].hex() != self.prefix:
+            raise HandoffError(
+                f"HAND-6: handoff {self.handoff_id} of {self.engine_id!r} is not a prefix of "
+                f"request {request.request_id!r}; the router mixed up two requests"
+            )
+
+
+def layout_of(geometry: CacheGeometry, page_bytes: Sequence[int]) -> str:
+    """Return a fingerprint of block sizes, groups and page sizes.
+
+    Args:
+        geometry: Geometry of the engine.
+        page_bytes: For each group, bytes of one block (``EngineFacts.page_bytes``).
+    """
+    return hashlib.sha256(f"{geometry!r} {list(page_bytes)}".encode()).hexdigest()[:16]

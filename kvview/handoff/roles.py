@@ -1,0 +1,103 @@
+"""The halves of a connector that hands KV from one engine to another, in both roles.
+
+The producer computes a prompt, offers its blocks and holds them. The consumer accepts the
+parameters with a request, promises their tokens in ``match_prefix`` and loads the pages like any
+connector. An offer is a store job: it is in flight until the handoff ends, and its report lets the
+scheduler half free the blocks. A fetch is a load job.
+
+All messages between two engines go through the wire, which the engine provides, so a connector
+opens no socket. A wire may lose, delay, repeat, reorder and cut messages.
+
+Laws: HAND-1 to HAND-9 in ``kvview/laws.toml``. ``docs/handoff.md`` draws the life of a handoff.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from kvview.connector import BlockIds, RequestInfo, SchedulerConnector, WorkerConnector
+from kvview.connector.hooks import Hooked
+from kvview.handoff.params import Peer
+
+Frame = bytes | bytearray | memoryview
+
+
+class Wire(Protocol):
+    """Messages between engines. No call waits."""
+
+    def now(self) -> float:
+        """Return the seconds by which leases and timeouts are counted."""
+        ...
+
+    def send(self, address: str, message: Sequence[Frame]) -> int:
+        """Send a message of several frames.
+
+        1. The wire may read the frames until ``sent`` has returned the ticket, so they must not
+           change before (HAND-4).
+        2. Nothing is promised about the arrival.
+
+        Returns:
+            A ticket, used once.
+        """
+        ...
+
+    def sent(self) -> Collection[int]:
+        """Return the tickets since the last call whose frames are no longer read."""
+        ...
+
+    def receive(self) -> Sequence[Sequence[Frame]]:
+        """Return the messages that arrived since the last call, from any sender."""
+        ...
+
+
+class HandoffScheduler(SchedulerConnector, Hooked):
+    """The scheduler half. Every method has a default that does nothing."""
+
+    def bind_peer(self, me: Peer, lease_seconds: float) -> None:
+        """Receive the identity of this life of the engine, before the first request.
+
+        Args:
+            me: This engine.
+            lease_seconds: Time that an offer waits for its consumer.
+        """
+
+    def offer_blocks(self, request: RequestInfo, block_ids: BlockIds) -> Mapping[str, Any] | None:
+        """Producer: hold the blocks of a finished prompt for a consumer.
+
+        Called just before ``on_request_finished``, if the router wants a handoff and the request
+        was not aborted.
+
+        Args:
+            request: The request.
+            block_ids: Its block table, per group.
+
+        Returns:
+            The parameters for the router (HAND-1), at least those of
+            :meth:`~kvview.handoff.Handoff.to_params`; None if nothing is offered.
+        """
+        return None
+
+    def accept_params(self, request: RequestInfo, params: Mapping[str, Any]) -> None:
+        """Consumer: receive the parameters of a request, before its first ``match_prefix``.
+
+        Args:
+            request: The request; it has no blocks.
+            params: As the router delivered them; they may be wrong in every way (HAND-6).
+        """
+
+
+class HandoffWorker(WorkerConnector, Hooked):
+    """The worker half. Every method has a default that does nothing.
+
+    ``wait`` returns at once, because offers and fetches end by messages and time alone.
+    """
+
+    def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:
+        """Receive the wire, before the first plan.
+
+        Args:
+            me: This engine.
+            wire: The wire.
+            lease_seconds: As in :meth:`HandoffScheduler.bind_peer`.
+        """

@@ -1,0 +1,198 @@
+"""Two engines, a network between them, and a connector in both."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from kvview import BlockIds, CacheGeometry, Connector, ConnectorConfig, StepPlan
+from kvview.connector.hook_errors import build_connector
+from kvview.errors import ConfigError
+from kvview.handoff import HandoffScheduler, HandoffWorker, Peer, Wire
+from kvview.targets import require_connector
+from kvview.testing.connector.harness import ConnectorHarness, load_engines
+from kvview.testing.connector.scenario import Add, Scenario
+from kvview.testing.handoff.network import Network
+
+
+class PDHarness(ConnectorHarness, Protocol):
+    """An engine under simulation, in both roles of a handoff."""
+
+    def add_prefill(self, add: Add, serial: int) -> None:
+        """Queue a request whose KV is offered when it has finished."""
+
+    def add_decode(self, add: Add, serial: int, params: Mapping[str, Any]) -> None:
+        """Queue a request with the parameters of a handoff."""
+
+    def take_offered(self) -> Mapping[str, tuple[Mapping[str, Any], BlockIds]]:
+        """Offers since the last call, by request id: parameters and the request's block table."""
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Blocks that requests have loaded."""
+
+    def num_wrong_blocks(self) -> int:
+        """Cached and squeezed blocks with other bytes than their owner has written."""
+
+
+@runtime_checkable
+class BuildsPDEngines(Protocol):
+    """An engine factory that builds engines for handoffs."""
+
+    def build_for_handoffs(
+        self,
+        scenario: Scenario,
+        connector: Connector,
+        *,
+        clock: Callable[[], float],
+        me: Peer,
+        wire: Wire,
+        lease_seconds: float,
+    ) -> PDHarness:
+        """Build an engine.
+
+        Args:
+            scenario: Sizes of the engine.
+            connector: Its connector.
+            clock: Seconds.
+            me: Identity of this life of the engine.
+            wire: Its wire.
+            lease_seconds: Time that an offer waits for its consumer.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class PDFactory:
+    """Makes two engines with a connector.
+
+    Args:
+        made_of: The connector class.
+        engine: Name of the engines.
+        options: Options of the connector.
+    """
+
+    made_of: type[Connector]
+    engine: str = "reference"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def __name__(self) -> str:
+        """Name of the class."""
+        return self.made_of.__name__
+
+    @property
+    def made_by(self) -> str:
+        """Lines of a script that make the factory from ``factory``, the class."""
+        place = "from kvview.testing.handoff.harness import PDFactory"
+        return f"{place}\nfactory = PDFactory(factory, {self.engine!r}, {dict(self.options)!r})"
+
+    def __call__(self) -> TwoEngines:
+        """Two engines that are not built yet."""
+        engines = load_engines(self.engine)
+        if not isinstance(engines, BuildsPDEngines):
+            raise ConfigError(f"engine {self.engine!r} cannot play handoffs; use the reference")
+        return TwoEngines(self.made_of, engines, self.options)
+
+
+def pd_factory(
+    target: object, engine: str | None = None, options: Mapping[str, Any] | None = None
+) -> PDFactory:
+    """Make the factory of a connector class, for ``run_checks`` and ``parametrize_with_checks``.
+
+    Args:
+        target: The connector class.
+        engine: Name of the engines; None for the reference engine.
+        options: Options of the connector.
+
+    Raises:
+        ConfigError: The target is not a connector, refuses the options, or its halves have no
+            hooks for handoffs.
+    """
+    given = dict(options or {})
+    connector_class = require_connector(target, getattr(target, "__qualname__", repr(target)))
+    config = ConnectorConfig(CacheGeometry.single(4), given)
+    halves = build_connector(connector_class, config)
+    kinds = type(halves.make_scheduler()), type(halves.make_worker())
+    if not issubclass(kinds[0], HandoffScheduler) or not issubclass(kinds[1], HandoffWorker):
+        raise ConfigError(
+            f"{connector_class.__qualname__} makes a {kinds[0].__name__} and a "
+            f"{kinds[1].__name__}; a connector for handoffs makes a HandoffScheduler and a "
+            f"HandoffWorker"
+        )
+    return PDFactory(connector_class, engine or "reference", given)
+
+
+class TwoEngines:
+    """Two engines and the network between them, after :meth:`start`.
+
+    Args:
+        connector_class: The connector.
+        factory: Builds the engines.
+        options: Options of the connector.
+    """
+
+    capabilities: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        connector_class: type[Connector],
+        factory: BuildsPDEngines,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._class, self._factory, self._options = connector_class, factory, options
+        self._scenarios: Mapping[str, Scenario] = {}
+        self.engines: dict[str, PDHarness] = {}
+        self.lives: dict[str, int] = {}
+
+    def start(
+        self, scenarios: Mapping[str, Scenario], network: Network, lease_seconds: float
+    ) -> None:
+        """Build both engines.
+
+        Args:
+            scenarios: Sizes of each engine, by its name.
+            network: The network.
+            lease_seconds: Time that an offer waits for its consumer.
+        """
+        self._scenarios, self.network, self.lease_seconds = scenarios, network, lease_seconds
+        for name in scenarios:
+            self.restart(name)
+
+    def restart(self, name: str) -> None:
+        """Start a new life of an engine; the old life ends without another message."""
+        scenario = self._scenarios[name]
+        self.lives[name] = self.lives.get(name, 0) + 1
+        me = Peer(name, self.life(name), f"wire://{name}")
+        wire = self.network.connect(me.address)
+        if name in self.engines:
+            with suppress(Exception):
+                self.engines[name].shutdown()  # threads and memory
+        connector = self._class(ConnectorConfig(scenario.geometry, dict(self._options)))
+        make_worker = connector.make_worker
+
+        def make_pickling_worker() -> Any:
+            worker = make_worker()
+            start_plan = worker.start_plan
+
+            def start_copy(plan: StepPlan) -> None:  # the halves may be in two processes
+                start_plan(pickle.loads(pickle.dumps(plan)))
+
+            worker.start_plan = start_copy  # type: ignore[method-assign]
+            return worker
+
+        connector.make_worker = make_pickling_worker  # type: ignore[method-assign]
+        self.engines[name] = self._factory.build_for_handoffs(
+            scenario,
+            connector,
+            clock=lambda: self.network.now,
+            me=me,
+            wire=wire,
+            lease_seconds=self.lease_seconds,
+        )
+
+    def life(self, name: str) -> str:
+        """Name of the current life of an engine."""
+        return f"life {self.lives[name]}"

@@ -1,0 +1,131 @@
+"""The model of handoffs: the blocks that a producer must hold, and until when it may hold them.
+
+It knows offers, requests of consumers and the time, and nothing of any connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvview.handoff import Handoff
+from kvview.testing.connector.scenario import Add
+
+GRACE = 6
+"""Seconds from an event at one engine until its effect at the other, on an intact network."""
+
+Kind = Literal["right", "repeated", "wrong"]
+"""The handoff of the request's own prompt; the same once more; or another handoff, or none."""
+
+BROKEN: Mapping[Kind, str] = {"right": "HAND-7", "repeated": "HAND-5", "wrong": "HAND-6"}
+"""The law that wrong KV breaks."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """KV that a producer has offered.
+
+    Args:
+        engine: The producer.
+        add: The prompt.
+        params: The parameters.
+        handoff: The parameters, read.
+        blocks: Blocks that the tokens of the handoff need.
+        until: Time at which the lease passes.
+    """
+
+    engine: str
+    add: Add
+    params: Mapping[str, Any]
+    handoff: Handoff
+    blocks: set[int]
+    until: float
+    is_routed: bool = False
+    is_wanted: bool = True
+    """Whether no consumer has begun to load or given up, so that the blocks must be held."""
+    free_by: float | None = None
+    """Time at which the blocks must be free although the lease has not passed, if the network
+    stays intact."""
+    num_faults: int = 0
+    """Faults of the network when a consumer got the handoff."""
+
+
+@dataclass(eq=False)
+class Decode:
+    """A request of a consumer.
+
+    Args:
+        kept: Its handoff.
+        kind: How the router chose the handoff.
+    """
+
+    kept: Kept
+    kind: Kind
+    loading_since: float | None = None
+
+
+@dataclass
+class HandoffModel:
+    """All offers and the requests that use them.
+
+    Args:
+        are_alike: Whether both engines have the same layout, so that they can use handoffs.
+    """
+
+    are_alike: bool
+    kept: list[Kept] = field(default_factory=list)
+    decodes: dict[tuple[str, str], Decode] = field(default_factory=dict)
+    """Requests that wait or load, by engine and request id."""
+
+    def must_hold(self, engine: str, now: float) -> set[int]:
+        """Return the blocks that an engine must hold."""
+        live = (one for one in self.of(engine) if one.is_wanted and now < one.until)
+        return {block for one in live for block in one.blocks}
+
+    def may_hold(self, engine: str, now: float, num_faults: int) -> set[int]:
+        """Return the blocks that an engine may hold."""
+        live = (
+            one
+            for one in self.of(engine)
+            if now < one.until + GRACE
+            and (one.free_by is None or now < one.free_by or num_faults > one.num_faults)
+        )
+        return {block for one in live for block in one.blocks}
+
+    def of(self, engine: str) -> Iterator[Kept]:
+        """Yield the offers of an engine."""
+        return (one for one in self.kept if one.engine == engine)
+
+    def restart(self, engine: str) -> None:
+        """Forget the blocks of an engine that has restarted; its parameters remain in routers."""
+        for one in self.of(engine):
+            one.blocks = set()
+        self.decodes = {key: one for key, one in self.decodes.items() if key[0] != engine}
+
+    def follow(self, engine: str, unfinished: Mapping[str, str], now: float) -> list[Decode]:
+        """Take in the states of a consumer's requests.
+
+        Args:
+            engine: The consumer.
+            unfinished: Its requests, with their states.
+            now: The time.
+
+        Returns:
+            The requests that load no longer.
+        """
+        ended = []
+        for (name, request_id), decode in list(self.decodes.items()):
+            state = unfinished.get(request_id)
+            is_queued = state == "waiting" and decode.loading_since is None
+            if name != engine or is_queued:
+                continue
+            decode.kept.is_wanted &= decode.kind == "wrong"
+            if state == "loading":
+                decode.loading_since = now if decode.loading_since is None else decode.loading_since
+                continue
+            ended.append(decode)
+            del self.decodes[name, request_id]
+            if decode.kind == "right" and self.are_alike:
+                decode.kept.free_by = now + GRACE
+        return ended

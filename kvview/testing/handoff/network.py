@@ -1,0 +1,195 @@
+"""A simulated network between engines: time, messages, and faults on every message.
+
+A message is read out of the sender's memory some time after it was sent, as a network card reads
+it. If its frames differ from those that were sent, the sender released or overwrote memory under a
+read (HAND-4).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from kvview.handoff import Frame
+
+Fault = Literal["lose", "late", "slow", "repeat", "cut", "flip", "replay", "elsewhere"]
+FAULTS: tuple[Fault, ...] = (
+    "lose",
+    "late",
+    "slow",
+    "repeat",
+    "cut",
+    "flip",
+    "replay",
+    "elsewhere",
+)
+"""Faults of one message: lost; delivered later; read later out of the sender's memory; delivered
+twice; a frame cut or missing; a bit changed; some older messages delivered once more; delivered to
+the other engine as well."""
+
+_MOST_KEPT = 30  # messages that may be replayed
+_NUM_REPLAYED = 4  # messages, at once
+
+
+@dataclass(eq=False)
+class _Sent:
+    wire: SimulatedWire
+    ticket: int
+    address: str
+    frames: Sequence[Frame]
+    before: tuple[bytes, ...]
+    read_at: float
+    deliver_at: float
+    fault: Fault | None
+
+
+@dataclass
+class SimulatedWire:
+    """The wire of one life of an engine."""
+
+    network: Network
+    is_dead: bool = False
+    ended: list[int] = field(default_factory=list)
+    inbox: list[Sequence[bytes]] = field(default_factory=list)
+
+    def now(self) -> float:
+        """Seconds of the network."""
+        return self.network.now
+
+    def send(self, address: str, message: Sequence[Frame]) -> int:
+        """Send frames; they are read later."""
+        return self.network.send(self, address, message)
+
+    def sent(self) -> Sequence[int]:
+        """Tickets whose frames were read."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def receive(self) -> Sequence[Sequence[bytes]]:
+        """Messages that have arrived."""
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+
+class Network:
+    """All wires, the time, and the faults.
+
+    Args:
+        seed: Seed of the details of faults.
+        longest: Seconds by which faults delay a message, at most.
+    """
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self.now = 0.0
+        self.faults: deque[Fault | None] = deque()
+        """Faults of the next messages, in order; None for an intact message."""
+        self.cut_off_until = 0.0
+        """Time until which all messages are lost."""
+        self.num_faults = 0
+        self.overwritten: list[str] = []
+        """Messages whose frames changed before they were read."""
+        self._rng = Random(seed)
+        self._longest = longest
+        self._wires: dict[str, SimulatedWire] = {}
+        self._unread: list[_Sent] = []
+        self._on_the_way: list[tuple[float, str, tuple[bytes, ...]]] = []
+        self._old: deque[tuple[str, tuple[bytes, ...]]] = deque(maxlen=_MOST_KEPT)
+        self._num_tickets = 0
+
+    def connect(self, address: str) -> SimulatedWire:
+        """Make the wire of a new life; frames in the memory of the old life are gone."""
+        if address in self._wires:
+            self._wires[address].is_dead = True
+        self._unread = [one for one in self._unread if not one.wire.is_dead]
+        wire = self._wires[address] = SimulatedWire(self)
+        return wire
+
+    def is_reading(self, address: str) -> bool:
+        """Whether the network still reads frames of an engine."""
+        return any(one.wire is self._wires[address] for one in self._unread)
+
+    def heal(self) -> None:
+        """End all faults of later messages."""
+        self.faults.clear()
+        self.cut_off_until = self.now
+
+    def send(self, wire: SimulatedWire, address: str, frames: Sequence[Frame]) -> int:
+        """Take a message."""
+        self._num_tickets += 1
+        if wire.is_dead:
+            return self._num_tickets
+        fault = self.faults.popleft() if self.faults else None
+        if self.now < self.cut_off_until:
+            fault = "lose"
+        self.num_faults += fault is not None
+        read_at = deliver_at = self.now + 1
+        later = self._rng.randint(1, self._longest)
+        if fault == "slow":
+            read_at = deliver_at = self.now + later
+        elif fault == "late":
+            deliver_at = self.now + later
+        before = tuple(map(bytes, frames))
+        self._unread.append(
+            _Sent(wire, self._num_tickets, address, frames, before, read_at, deliver_at, fault)
+        )
+        return self._num_tickets
+
+    def tick(self) -> None:
+        """Let a second pass: read and deliver the messages that are due."""
+        self.now += 1
+        due = [one for one in self._unread if one.read_at <= self.now]
+        self._unread = [one for one in self._unread if one.read_at > self.now]
+        for one in due:
+            one.wire.ended.append(one.ticket)
+            frames = tuple(map(bytes, one.frames))
+            if frames != one.before:
+                self.overwritten.append(f"a message to {one.address}")
+            self._put_on_the_way(one, frames)
+        arrived = [one for one in self._on_the_way if one[0] <= self.now]
+        self._on_the_way = [one for one in self._on_the_way if one[0] > self.now]
+        for _, address, frames in arrived:
+            if address in self._wires:
+                self._wires[address].inbox.append(frames)
+
+    def _put_on_the_way(self, one: _Sent, frames: tuple[bytes, ...]) -> None:
+        rng, at = self._rng, one.deliver_at
+        later = self.now + rng.randint(1, self._longest)
+        self._old.append((one.address, frames))
+        if one.fault == "lose":
+            return
+        if one.fault == "cut":
+            frames = _cut(rng, frames)
+        elif one.fault == "flip":
+            frames = _flipped(rng, frames)
+        elif one.fault == "repeat":
+            self._on_the_way.append((later, one.address, frames))
+        elif one.fault == "replay":
+            self._on_the_way += [(later, *old) for old in rng.choices(self._old, k=_NUM_REPLAYED)]
+        elif one.fault == "elsewhere":
+            self._on_the_way += [(at, other, frames) for other in self._wires]
+        self._on_the_way.append((at, one.address, frames))
+
+
+def _cut(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Drop the last frames, or the end of one frame."""
+    place = rng.randrange(len(frames))
+    rest = frames[:place]
+    if place and rng.random() < 0.5:
+        return rest
+    return (
+        *rest,
+        frames[place][: rng.randrange(len(frames[place]) + 1) // 2],
+        *frames[place + 1 :],
+    )
+
+
+def _flipped(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Change one bit."""
+    place = rng.randrange(len(frames))
+    frame = bytearray(frames[place])
+    if frame:
+        frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+    return (*frames[:place], bytes(frame), *frames[place + 1 :])

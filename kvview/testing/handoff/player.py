@@ -1,0 +1,467 @@
+"""Handoffs between two engines, played under faults and compared with the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from kvview import CacheGeometry, ChunkedLocalAttention, FullAttention, SlidingWindow
+from kvview.errors import HandoffError, split_law
+from kvview.handoff import Handoff
+from kvview.testing.connector.invariants import (
+    InvariantBroken,
+    check_conservation,
+    check_free_list,
+)
+from kvview.testing.connector.scenario import Add, Scenario
+from kvview.testing.handoff.harness import PDHarness, TwoEngines
+from kvview.testing.handoff.model import BROKEN, GRACE, Decode, HandoffModel, Kept, Kind
+from kvview.testing.handoff.network import FAULTS, Network
+from kvview.testing.search import Label, Player, check_by_search, observable, operation
+
+_FULL, _WINDOW = FullAttention(4), SlidingWindow(4, 6)
+_GEOMETRIES = (
+    CacheGeometry.single(4),
+    CacheGeometry.single(4),
+    CacheGeometry(4, 4, (_FULL, _WINDOW)),
+    CacheGeometry(8, 4, (FullAttention(8), _FULL)),
+    CacheGeometry(4, 4, (_FULL, ChunkedLocalAttention(4, 8))),
+)
+_OTHER_GEOMETRY = CacheGeometry(8, 4, (FullAttention(8),))
+_LEASES = (16, 24)
+_LONGEST_RUN = 1_500  # seconds until two engines without new requests must be idle
+_NAMES = ("P", "D")
+
+
+@check_by_search
+class HandoffPlayer(Player):
+    """Plays two engines, their router and the network."""
+
+    contract = "handoff"
+    subject_name = "engines"
+    first_moves: ClassVar[tuple[str, ...]] = ("prefill", "pass_time", "route", "pass_time")
+    labels: ClassVar[Mapping[str, Label]] = {
+        "HAND-1": Label("Parameters are JSON and name the KV."),
+        "HAND-2": Label("Offered blocks stay until the handoff ends."),
+        "HAND-3": Label("Every handoff ends once, and its blocks are freed."),
+        "HAND-4": Label("No block is freed while a transfer reads it."),
+        "HAND-5": Label("A handoff is used once."),
+        "HAND-6": Label("Stale, foreign and incomplete handoffs are refused; nothing raises."),
+        "HAND-7": Label("A failed transfer is never a success."),
+        "HAND-8": Label("Nothing is written after the report of a load."),
+        "HAND-9": Label("A load ends within the time of a lease."),
+        "HAND-10": Label("An intact handoff is used."),
+    }
+
+    # --- the run ---
+
+    @override
+    def start(self) -> None:
+        rng = self.rng
+        self.pair: TwoEngines = self.harness
+        self.lease: int = rng.choice(_LEASES)
+        self.network = Network(rng.getrandbits(32), self.lease)
+        self.prompts: dict[tuple[str, str], Add] = {}  # prefills that are not offered yet
+        self.num_requests = 0
+        self.pressed_until = dict.fromkeys(_NAMES, 0.0)
+        """Time until which other requests overwrite all free blocks of an engine."""
+        geometry = _GEOMETRIES[0] if self.plan.is_small else rng.choice(_GEOMETRIES)
+        is_mixed = not self.plan.is_small and rng.random() < 0.15
+        scenarios = {
+            name: Scenario(
+                _OTHER_GEOMETRY if name == "D" and is_mixed else geometry,
+                num_gpu_blocks=rng.choice((14, 20, 40)) * len(geometry.groups),
+                events=(),
+                max_running=rng.choice((1, 3)),
+            )
+            for name in _NAMES
+        }
+        self.model = HandoffModel(are_alike=not is_mixed)
+        self.geometry = geometry
+        self.pair.start(scenarios, self.network, self.lease)
+        self.counts = {name: self.counters(name) for name in _NAMES}
+
+    @property
+    def engines(self) -> Mapping[str, PDHarness]:
+        """The engines of now; a restart replaces one."""
+        return self.pair.engines
+
+    def counters(self, name: str) -> tuple[int, int]:
+        """Wrong and loaded blocks of an engine so far."""
+        engine = self.engines[name]
+        return engine.stats.mismatches, engine.num_loaded_blocks
+
+    def act(self, name: str, method: str, *args: Any) -> Any:
+        """Call an engine; an error of the connector breaks a law."""
+        self.line(f"# {name}.{method}{args}")
+        try:
+            return getattr(self.engines[name], method)(*args)
+        except Exception as error:
+            law, _ = split_law(str(error))
+            laws = {"CONN-3": "HAND-3", "CONN-4": "HAND-3", "POOL-4": "HAND-3"}
+            got = f"{type(error).__name__}: {error}"
+            self.fail(
+                f"{method} of engine {name} must not raise",
+                got,
+                "no error",
+                law=laws.get(law, "HAND-6"),
+            )
+
+    def tick(self, seconds: int = 1) -> None:
+        """Let time pass: messages arrive, and engines with work step."""
+        for _ in range(seconds):
+            self.network.tick()
+            for name in _NAMES:
+                if self.engines[name].has_work():
+                    self.act(name, "step")
+                self.take_offers(name)
+                self.take_ends(name)
+                if self.network.now < self.pressed_until[name]:
+                    self.overwrite(name, 0)
+            self.compare()
+
+    def take_offers(self, name: str) -> None:
+        """Give new offers to the model."""
+        for request_id, (params, tables) in self.engines[name].take_offered().items():
+            self.line(f"# {name} offers {request_id}: {params}")
+            add = self.prompts.pop((name, request_id))
+            handoff = self.read_params(params, name)
+            blocks = set()
+            for group, table in zip(self.geometry_of(name).groups, tables, strict=True):
+                blocks |= {table[number] for number in group.required_blocks(handoff.num_tokens)}
+            until = self.network.now + self.lease
+            self.model.kept.append(Kept(name, add, params, handoff, blocks, until))
+
+    def geometry_of(self, name: str) -> CacheGeometry:
+        """The geometry of an engine."""
+        return self.geometry if name == "P" or self.model.are_alike else _OTHER_GEOMETRY
+
+    def read_params(self, params: Mapping[str, Any], name: str) -> Handoff:
+        """Read parameters as a router passes them on (HAND-1)."""
+        try:
+            copied = json.loads(json.dumps(dict(params)))
+            handoff = Handoff.from_params(copied)
+        except (TypeError, ValueError, HandoffError) as error:
+            self.fail("parameters are plain JSON", f"{params}: {error}", "a handoff", "HAND-1")
+        self.equal(copied, dict(params), "parameters survive JSON", "HAND-1")
+        named = handoff.engine_id, handoff.life, handoff.address
+        me = name, self.pair.life(name), f"wire://{name}"
+        self.equal(named, me, "parameters name this life of the producer", "HAND-1")
+        return handoff
+
+    def take_ends(self, name: str) -> None:
+        """Check the loads that have ended in this step."""
+        engine, now = self.engines[name], self.network.now
+        unfinished = engine.unfinished()
+        ended = self.model.follow(name, unfinished, now)
+        (wrong_before, loaded_before), counts = self.counts[name], self.counters(name)
+        self.counts[name] = wrong, loaded = counts
+        kinds: set[Kind] = {one.kind for one in ended}
+        if wrong > wrong_before:
+            law = next((BROKEN[k] for k in ("repeated", "wrong") if k in kinds), "HAND-7")
+            self.fail("loaded blocks have the KV of the prompt", f"{wrong} differ", "none", law)
+        if loaded > loaded_before and kinds and (kinds == {"wrong"} or not self.model.are_alike):
+            self.fail("a wrong handoff is refused", "it was loaded", "computed", "HAND-6")
+        for (engine_name, request_id), decode in self.model.decodes.items():
+            since = decode.loading_since
+            if engine_name == name and since is not None:
+                is_late = now > since + self.lease + GRACE
+                what = f"the load of {request_id} ends within a lease of {self.lease} s"
+                self.true(not is_late, what, f"loads for {now - since} s", "a report", "HAND-9")
+
+    # --- observables ---
+
+    @observable("HAND-2")
+    def offered_blocks_are_held(self) -> None:
+        """Blocks that a consumer may still want are held."""
+        for name, engine in self.engines.items():
+            missing = self.model.must_hold(name, self.network.now) - {*engine.held_blocks()}
+            self.equal(missing, set(), f"{name} holds the blocks that it offers", "HAND-2")
+
+    @observable("HAND-3")
+    def ended_blocks_are_free(self) -> None:
+        """Blocks of handoffs that have ended are not held."""
+        for name, engine in self.engines.items():
+            if self.network.is_reading(f"wire://{name}"):
+                continue
+            network = self.network
+            held = {*engine.held_blocks()}
+            held -= self.model.may_hold(name, network.now, network.num_faults)
+            self.equal(held, set(), f"{name} frees the blocks of ended handoffs", "HAND-3")
+
+    @observable("HAND-3")
+    def references(self) -> None:
+        """The references of the pool are those of its owners."""
+        for name, engine in self.engines.items():
+            refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
+            try:
+                check_free_list(engine.free_block_ids(), refs)
+                check_conservation(refs, engine.engine_refs(), engine.held_blocks())
+            except InvariantBroken as broken:
+                self.fail(f"the blocks of {name} have an owner", str(broken), "all", "HAND-3")
+
+    @observable("HAND-4")
+    def reads(self) -> None:
+        """Frames did not change before they were read."""
+        self.equal(self.network.overwritten, [], "frames stay until they are read", "HAND-4")
+
+    @observable("HAND-8")
+    def cached_bytes(self) -> None:
+        """Every block has the bytes of its owner."""
+        for name, engine in self.engines.items():
+            what = f"nothing writes into blocks of {name} that have another owner"
+            self.equal(engine.num_wrong_blocks(), 0, what, "HAND-8")
+
+    # --- requests ---
+
+    def draw_add(self, **changes: Any) -> Add:
+        """Draw a prompt."""
+        size = self.geometry.scheduler_block_size
+        add = Add(
+            f"r{self.rng.randrange(3)}",
+            self.rng.randrange(8),
+            size * self.rng.randint(1, 3) + self.rng.randint(1, size),
+            self.rng.randint(0, 6),
+            num_shared_blocks=self.rng.randint(0, 1),
+        )
+        return replace(add, **changes)
+
+    def add(self, name: str, add: Add, method: str = "add", *args: Any) -> bool:
+        """Queue a request, unless one of its id is unfinished."""
+        if add.request_id in self.engines[name].unfinished():
+            return False
+        self.num_requests += 1
+        self.prompts.pop((name, add.request_id), None)
+        self.act(name, method, add, self.num_requests, *args)
+        return True
+
+    @operation("HAND-2", weight=4)
+    def prefill(self) -> None:
+        """Compute a prompt whose KV is offered."""
+        name = self.rng.choices(_NAMES, (4, 1))[0]
+        add = self.draw_add(num_output_tokens=0)
+        if self.add(name, add, "add_prefill"):
+            self.prompts[name, add.request_id] = add
+
+    @operation("HAND-2", weight=0.7)
+    def serve(self) -> None:
+        """Add a request without a handoff."""
+        self.add(self.rng.choice(_NAMES), self.draw_add())
+
+    def route_to(self, name: str, kept: Kept, add: Add, kind: Kind, **changes: Any) -> None:
+        """Deliver parameters with a request, as a router does."""
+        params = json.loads(json.dumps({**kept.params, "router": "r1", **changes}))
+        params = {key: value for key, value in params.items() if value != "missing"}
+        if self.add(name, add, "add_decode", params):
+            self.model.decodes[name, add.request_id] = Decode(kept, kind)
+            if kind == "right":
+                kept.is_routed, kept.num_faults = True, self.network.num_faults
+
+    def other(self, name: str) -> str:
+        """The other engine, or at times the same one."""
+        return name if self.rng.random() < 0.1 else _NAMES[name == "P"]
+
+    def new_offers(self) -> list[Kept]:
+        """List the offers that have not reached a consumer, at times only those that expired."""
+        new = [one for one in self.model.kept if not one.is_routed]
+        live = [one for one in new if self.network.now < one.until]
+        return live if self.rng.random() < 0.9 else new
+
+    @operation("HAND-7", weight=4)
+    def route(self) -> None:
+        """Deliver a handoff for the first time, with faults on its way."""
+        if not (new := self.new_offers()):
+            self.prefill()
+            self.tick(3)
+        if not (new := self.new_offers()):
+            return
+        kept = self.rng.choice(new)
+        request_id = self.draw_add().request_id
+        add = replace(kept.add, request_id=request_id, num_output_tokens=self.rng.randint(0, 2))
+        rng, left = self.rng, int(kept.until - self.network.now)
+        if left > 4 and rng.random() < 0.2:
+            self.tick(left - rng.randint(1, 4))  # the lease passes during the read
+        if rng.random() < 0.6:
+            self.disturb()
+        if rng.random() < 0.4:
+            self.press()
+        self.route_to(self.other(kept.engine), kept, add, "right")
+        self.tick(rng.randint(0, 5))
+
+    @operation("HAND-5", weight=1.5)
+    def route_again(self) -> None:
+        """Deliver a handoff once more: it is in use, consumed, expired or of an old life."""
+        if old := [one for one in self.model.kept if one.is_routed]:
+            kept = self.rng.choice(old)
+            add = replace(kept.add, request_id=f"again{self.num_requests}", num_output_tokens=2)
+            self.route_to(self.other(kept.engine), kept, add, "repeated")
+
+    @operation("HAND-6")
+    def route_wrong(self) -> None:
+        """Deliver a handoff with another prompt, or with wrong or missing parameters."""
+        if not self.model.kept:
+            return
+        kept = self.rng.choice(self.model.kept)
+        name = _NAMES[kept.engine == "P"]
+        request_id = f"wrong{self.num_requests}"
+        if self.rng.random() < 0.4:
+            add = self.draw_add(request_id=request_id, family=100 + self.num_requests)
+            self.route_to(name, kept, replace(add, num_shared_blocks=0), "wrong")
+            return
+        field = self.rng.choice([*kept.handoff.to_params()])
+        value = getattr(kept.handoff, field)
+        others = [None, "missing", [], value + (1 if isinstance(value, int) else "x")]
+        add = replace(kept.add, request_id=request_id, num_output_tokens=1)
+        self.route_to(name, kept, add, "wrong", **{field: self.rng.choice(others)})
+
+    @operation("HAND-3")
+    def abort(self) -> None:
+        """Abort a request, in any state."""
+        name = self.rng.choice(_NAMES)
+        if unfinished := [*self.engines[name].unfinished()]:
+            request_id = self.rng.choice(unfinished)
+            self.act(name, "abort", request_id)
+            self.prompts.pop((name, request_id), None)
+            self.take_ends(name)
+
+    # --- time, memory and faults ---
+
+    @operation("HAND-7", weight=5)
+    def pass_time(self) -> None:
+        """Let some seconds pass."""
+        self.tick(self.rng.choice((1, 1, 2, 3, 6)))
+
+    @operation("HAND-3", weight=0.5)
+    def wait(self) -> None:
+        """Let a lease pass."""
+        self.tick(self.lease + self.rng.randint(-2, GRACE))
+
+    @operation("HAND-2", weight=3)
+    def squeeze(self) -> None:
+        """Let another owner overwrite free blocks, and keep some of them."""
+        name = self.rng.choice(_NAMES)
+        num_blocks = self.engines[name].num_blocks
+        self.overwrite(name, self.rng.choice((0, num_blocks // 2, num_blocks)))
+
+    @operation("HAND-4")
+    def press(self) -> None:
+        """Let other requests overwrite the free blocks of an engine for some time."""
+        until = self.network.now + self.rng.randint(4, 2 * self.lease)
+        self.pressed_until[self.rng.choice(_NAMES)] = until
+
+    def overwrite(self, name: str, num_kept: int) -> None:
+        """Overwrite all free blocks, and keep some of them."""
+        self.act(name, "squeeze", self.engines[name].num_blocks)
+        self.act(name, "squeeze", num_kept)
+
+    @operation("HAND-2", weight=0.3)
+    def reset(self) -> None:
+        """Reset the caches of an engine."""
+        self.act(self.rng.choice(_NAMES), "reset")
+
+    @operation("HAND-7", weight=2)
+    def disturb(self) -> None:
+        """Plan faults of some of the next messages."""
+        some = self.rng.choices((None, *FAULTS), k=self.rng.randint(1, 4))
+        self.network.faults += some
+
+    @operation("HAND-9", weight=0.5)
+    def cut_off(self) -> None:
+        """Lose all messages for some time."""
+        self.network.cut_off_until = self.network.now + self.rng.randint(1, 2 * self.lease)
+
+    @operation("HAND-6", weight=0.4)
+    def crash(self) -> None:
+        """Kill an engine, and start it again."""
+        self.restart(self.rng.choice(_NAMES))
+
+    @operation("HAND-3", weight=0.3)
+    def shut_down(self) -> None:
+        """Shut an engine down in order, and start it again."""
+        name = self.rng.choice(_NAMES)
+        leaked = self.act(name, "shutdown")
+        self.equal(dict(leaked), {}, f"{name} frees all blocks at shutdown", "HAND-3")
+        self.restart(name)
+
+    def restart(self, name: str) -> None:
+        """Start a new life of an engine."""
+        self.line(f"# {name} starts again")
+        self.pair.restart(name)
+        self.model.restart(name)
+        self.prompts = {key: add for key, add in self.prompts.items() if key[0] != name}
+        self.counts[name] = self.counters(name)
+        self.network.num_faults += 1  # requests on the way may be lost with the old life
+
+    # --- goals ---
+
+    @operation("HAND-3", weight=0.3)
+    def settle(self) -> None:
+        """Heal the network, and let both engines finish all work."""
+        self.network.heal()
+        for name in _NAMES:
+            self.act(name, "squeeze", 0)
+            self.pressed_until[name] = 0.0
+        end = self.network.now + _LONGEST_RUN
+        while any(engine.has_work() for engine in self.engines.values()):
+            self.true(self.network.now < end, "engines end their work", "work left", "none")
+            self.tick()
+        self.tick(self.lease + 1)  # messages on the way
+        for name, engine in self.engines.items():
+            held = dict(engine.held_blocks())
+            self.equal(held, {}, f"{name} holds nothing when all handoffs have ended", "HAND-3")
+
+    def offer_now(self, name: str, family: int) -> Kept | None:
+        """Compute a new prompt and wait for its offer; None if a window has lost its blocks."""
+        size, num_before = self.geometry.scheduler_block_size, len(self.model.kept)
+        length = size * self.rng.randint(1, 2) + 1
+        add = Add(f"over{self.num_requests}", family, length, num_shared_blocks=0)
+        self.add(name, add, "add_prefill")
+        self.prompts[name, add.request_id] = add
+        self.tick_until(lambda: not self.engines[name].unfinished(), "a prompt is computed")
+        if len(self.model.kept) > num_before:
+            return self.model.kept[-1]
+        has_windows = any(not isinstance(group, FullAttention) for group in self.geometry.groups)
+        self.true(has_windows, "a finished prompt is offered", "no offer", "an offer")
+        return None
+
+    @operation("HAND-10", weight=0.8)
+    def hand_over(self) -> None:
+        """Hand over one prompt on an intact network; then the producer's blocks are free."""
+        self.settle()
+        family = 1000 + self.num_requests
+        if self.rng.random() < 0.5:
+            self.offer_now("P", family)  # it never reaches a consumer
+        if (kept := self.offer_now("P", family + 1)) is None or not self.model.are_alike:
+            return
+        add = replace(kept.add, num_output_tokens=1)
+        how = self.rng.choice(("load", "load", "abort in the queue", "abort the load", "hit"))
+        if how == "hit":
+            self.add("D", replace(add, request_id="first"))
+            self.tick_until(lambda: not self.engines["D"].unfinished(), "a prompt is computed")
+        _, num_loaded = self.counters("D")
+        self.route_to("D", kept, add, "right")
+        if how.startswith("abort"):
+            self.tick(2 * (how == "abort the load"))
+            self.act("D", "abort", add.request_id)
+            self.take_ends("D")
+        self.tick_until(lambda: not self.engines["D"].unfinished(), "the consumer serves")
+        if how == "load":
+            is_loaded = self.counters("D")[1] > num_loaded
+            self.true(is_loaded, "the KV is loaded", "it was computed", "a load")
+        self.tick_until(
+            lambda: not kept.blocks & {*self.engines["P"].held_blocks()},
+            f"{how}: the producer frees the blocks before the lease has passed",
+            "HAND-3",
+        )
+
+    def tick_until(self, is_done: Callable[[], bool], what: str, law: str = "HAND-10") -> None:
+        """Let time pass until something has happened, which takes a few seconds."""
+        for _ in range(2 * GRACE):
+            if is_done():
+                return
+            self.tick()
+        self.true(is_done(), what, f"not after {2 * GRACE} s", "it happens", law)

@@ -1,0 +1,61 @@
+"""Handoffs between real engines, which an engine's package plays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from kvview.errors import ConfigError
+from kvview.targets import is_engine_connector
+from kvview.testing.connector.harness import load_factory_class
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """The outcome of one case.
+
+    Args:
+        law: The law that it is about; empty for a positive control.
+        name: The case, in a few words.
+        outcome: The observation.
+        is_right: Whether the law holds.
+    """
+
+    law: str
+    name: str
+    outcome: str
+    is_right: bool
+
+
+@runtime_checkable
+class PlaysRealHandoffs(Protocol):
+    """An engine factory class that plays handoffs between two real engines."""
+
+    @staticmethod
+    def play_handoffs(
+        connector_class: type, options: Mapping[str, Any], on_progress: Callable[[str], None]
+    ) -> Iterator[RealCase]:
+        """Play all cases with a connector of the engine."""
+
+
+def real_handoffs(
+    connector_class: Any, options: Mapping[str, Any], on_progress: Callable[[str], None]
+) -> Iterator[RealCase]:
+    """Play handoffs between two real engines of the installed vLLM.
+
+    Args:
+        connector_class: A connector of vLLM.
+        options: Options of the connector.
+        on_progress: Called with the name of each case.
+
+    Raises:
+        ConfigError: The target is not a connector of vLLM, or vLLM cannot run here.
+    """
+    engines = load_factory_class("vllm")
+    if not is_engine_connector(connector_class) or not isinstance(engines, PlaysRealHandoffs):
+        raise ConfigError(
+            "--pd --inference runs connectors of vLLM, such as NixlConnector; check a connector of "
+            "kvview with --pd alone"
+        )
+    return engines.play_handoffs(connector_class, options, on_progress)

@@ -1,0 +1,83 @@
+"""Messages between engines over TCP, with ZeroMQ.
+
+Frames are sent without a copy, and a ticket ends when ZeroMQ has released the frames. Anyone who
+can reach the port can send messages, so it belongs into a trusted network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import zmq
+
+from kvview.handoff import Frame
+
+
+class ZmqWire:
+    """The wire of one life of an engine.
+
+    Args:
+        host: Host name or address of this engine, for its peers.
+        port: TCP port; 0 for any free port.
+        patience: Seconds after which frames for a peer that does not take them are dropped.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, patience: float = 30.0) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.bind(f"tcp://{host}:{port or '*'}")
+        self.address: str = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._patience = patience
+        self._peers: dict[str, zmq.Socket[bytes]] = {}
+        self._unsent: dict[int, tuple[Any, str, float]] = {}  # tracker, address, time
+        self._lost: list[int] = []
+        self._tickets = count()
+
+    def now(self) -> float:
+        """Return seconds of a clock that never goes back."""
+        return time.monotonic()
+
+    def send(self, address: str, message: Sequence[Frame]) -> int:
+        """Queue a message; it is lost if the address is wrong or the queue is full."""
+        ticket = next(self._tickets)
+        try:
+            tracker = self._peer(address).send_multipart(
+                message, flags=zmq.NOBLOCK, copy=False, track=True
+            )
+            self._unsent[ticket] = tracker, address, self.now()
+        except zmq.ZMQError:
+            self._lost.append(ticket)
+        return ticket
+
+    def _peer(self, address: str) -> zmq.Socket[bytes]:
+        if address not in self._peers:
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+            self._peers[address] = socket
+        return self._peers[address]
+
+    def sent(self) -> Sequence[int]:
+        """Return the tickets whose frames ZeroMQ has released."""
+        ended, self._lost = self._lost, []
+        for ticket, (tracker, address, since) in list(self._unsent.items()):
+            if tracker.done:
+                del self._unsent[ticket]
+                ended.append(ticket)
+            elif self.now() > since + self._patience and address in self._peers:
+                self._peers.pop(address).close()  # which releases its frames
+        return ended
+
+    def receive(self) -> Sequence[Sequence[bytes]]:
+        """Return the messages that have arrived."""
+        messages = []
+        while self._inbox.poll(0):
+            messages.append(self._inbox.recv_multipart())
+        return messages
+
+    def close(self) -> None:
+        """Close all sockets and drop their messages."""
+        self._context.destroy(linger=0)

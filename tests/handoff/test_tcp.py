@@ -1,0 +1,67 @@
+"""Handoffs between two processes over TCP, with a killed producer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvview_reference.engine.request import Request
+from kvview_reference.handoff.engine import PDEngine
+from tests.handoff.engines import make_engine, prompt
+
+LEASE = 3.0
+
+
+@pytest.fixture
+def producer() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.handoff.producer", str(LEASE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def consumer() -> Iterator[PDEngine]:
+    engine, wire = make_engine("D", LEASE)
+    yield engine
+    assert engine.shutdown() == {}
+    wire.close()
+
+
+def line(producer: subprocess.Popen[str]) -> Any:
+    assert producer.stdout is not None
+    return json.loads(producer.stdout.readline())
+
+
+def decode(engine: PDEngine, request: Request, params: Any) -> None:
+    engine.add_decode(request, params)
+    while engine.has_work():
+        engine.step()
+        time.sleep(0.001)
+
+
+def test_a_prompt_is_handed_over_and_the_producer_is_free(
+    producer: subprocess.Popen[str], consumer: PDEngine
+) -> None:
+    for number in range(2):
+        decode(consumer, prompt(number, 8), line(producer))
+    assert consumer.stats.cpu_hit_blocks == 60
+    assert consumer.stats.mismatches == 0
+    assert line(producer) == {}  # before the lease has passed, or the process still runs
+
+
+def test_a_killed_producer_costs_a_lease_and_no_token(
+    producer: subprocess.Popen[str], consumer: PDEngine
+) -> None:
+    params = line(producer)
+    producer.kill()
+    producer.wait()
+    decode(consumer, prompt(0, 8), params)
+    assert consumer.stats.cpu_hit_blocks == 0
+    assert (consumer.stats.finished, consumer.stats.mismatches) == (1, 0)
