@@ -5,6 +5,8 @@ Importing it needs neither torch nor vLLM. Each contract is one module or packag
 ``tier``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from kvview.connector import (
     BlockIds,
     Connector,
@@ -124,6 +126,9 @@ from kvview.transfer import (
 )
 from kvview.version import CONTRACT_VERSION, __version__
 
+if TYPE_CHECKING:
+    from kvview.store_connector import Policy, StoreConnector, StoreOptions, Transform
+
 __all__ = [
     "CONTRACT_VERSION",
     "MEDIUM_CPU",
@@ -179,6 +184,7 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "PinBudgetExceeded",
+    "Policy",
     "PrepareStoreOutput",
     "ReqContext",
     "RequestContent",
@@ -189,6 +195,8 @@ __all__ = [
     "StaleBlockError",
     "StepInfo",
     "StepPlan",
+    "StoreConnector",
+    "StoreOptions",
     "SupportsBlockKeys",
     "SupportsClose",
     "SupportsFindCachedBlock",
@@ -215,6 +223,7 @@ __all__ = [
     "TransferSpec",
     "TransferSpecError",
     "TransferWorker",
+    "Transform",
     "UnknownBlockError",
     "UnsupportedContractError",
     "UnsupportedEngineError",
@@ -230,3 +239,12 @@ __all__ = [
     "make_offload_key",
     "require_offload_key",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need torch and pydantic, imported on demand."""
+    if name in ("Policy", "StoreConnector", "StoreOptions", "Transform"):
+        from kvview import store_connector
+
+        return getattr(store_connector, name)
+    raise AttributeError(f"module 'kvview' has no attribute {name!r}")

@@ -154,11 +154,13 @@ class CanonicalKVCaches(Generic[TensorT]):
         compute_stream: Stream after whose work jobs run (XFER-6). If it is None, jobs on a GPU
             run after the current stream of the submitting thread; without a GPU, compute has
             ended when a plan is started.
+        rank: Rank of this worker in its engine; each rank has other bytes under the same key.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor[TensorT]]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     compute_stream: ComputeStream | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)

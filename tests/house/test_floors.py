@@ -28,6 +28,7 @@ CONTRACT_ORDER = (
     "tier",
     "options",
     "targets",
+    "store_connector",
     "bridge",
     "config",
     "web_page",
@@ -38,6 +39,7 @@ CONTRACT_ORDER = (
 # The modules that may import a heavy package at their own import.
 ALLOWED_AT_IMPORT = {
     "torch": (
+        "kvview.store_connector",
         "kvview.testing.connector",
         "kvview_reference.transfer",
         "kvview_reference.connector",
@@ -55,6 +57,7 @@ ALLOWED_AT_IMPORT = {
     "sglang": ("kvview_sglang",),
     "pydantic": (
         "kvview.bridge",
+        "kvview.store_connector",
         "kvview.options",
         "kvview.testing.schema",
         "kvview_reference",

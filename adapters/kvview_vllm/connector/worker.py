@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvview import (
@@ -71,6 +72,7 @@ class WorkerSide:
         """Receive the tensors of all layers."""
         with reading("geometry", "the layout of the KV cache"):
             canonical = canonical_kv_caches(kv_caches, self._kv_cache_config)
+            canonical = replace(canonical, rank=self._rank)
         try:
             self._half.register_kv_caches(canonical)
         except HookError as error:

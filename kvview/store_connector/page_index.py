@@ -1,0 +1,277 @@
+"""The place of each page, in memory or in the store, and the changes for the worker half."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvview.events import MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
+from kvview.geometry import CacheGeometry
+from kvview.keys import OffloadKey, get_offload_group_idx
+from kvview.store_connector.level import Level
+from kvview.store_connector.page_policy import Policy
+from kvview.store_connector.store_plan import EPOCH_BYTES, PagePlace
+from kvview.tier import GuardedTier
+
+Mode = Literal["eager", "finish", "victim", "exclusive"]
+
+_MAX_FAILED = 1 << 16  # keys that are remembered because a job of theirs failed
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """The choices of one connector.
+
+    Args:
+        mode: The moment at which blocks are stored.
+        prefetch: Whether pages go from the store to memory when they are promised.
+        memory: Budget of memory; 0 for no such level.
+        is_in_bytes: Whether the budget of memory is in bytes, not blocks.
+        store: Budget of the store in blocks; 0 for no store.
+        can_delete: Whether pages are deleted from the store.
+        policy: Makes the policy of a level.
+        max_bytes: Returns the most bytes that a page of so many bytes needs.
+        shared: Store of other runs as well, for lookups; None for a store of this run alone.
+        events: Whether events are recorded.
+    """
+
+    mode: Mode
+    prefetch: bool
+    memory: int
+    is_in_bytes: bool
+    store: int
+    can_delete: bool
+    policy: Callable[[], Policy]
+    max_bytes: Callable[[int], int]
+    shared: GuardedTier | None
+    events: bool
+
+    @property
+    def targets(self) -> tuple[bool, bool]:
+        """Whether a block is stored in memory, and in the store."""
+        writes_through = self.mode in ("eager", "finish")
+        in_memory = self.memory > 0 or not self.store
+        return in_memory, self.store > 0 and (writes_through or not in_memory)
+
+
+class PageIndex:
+    """The keys of both levels.
+
+    1. A page has a name: its key and an epoch. Each run and each reset has an epoch of its own, so
+       that pages of other weights are never read.
+    2. Places change here at once; the worker half follows with the next plan.
+    3. A page that is being loaded keeps its place. If a load failed, the page is a miss at once,
+       and loses its place with the end of its last load.
+
+    Args:
+        geometry: Geometry of the engine.
+        behaviour: Choices of the author and the user.
+    """
+
+    def __init__(self, geometry: CacheGeometry, behaviour: Behaviour) -> None:
+        self._geometry = geometry
+        self._behaviour = behaviour
+        self._targets = behaviour.targets
+        self._page_bytes: Sequence[int] = ()
+        self._epoch = os.urandom(EPOCH_BYTES)
+        self._pins: Counter[OffloadKey] = Counter()
+        level = partial(Level, pins=self._pins, records=behaviour.events)
+        in_memory = self._bytes_of if behaviour.is_in_bytes else _one_block
+        self.memory = level(MEDIUM_CPU, behaviour.policy(), behaviour.memory, in_memory)
+        self.store = level(MEDIUM_STORAGE, behaviour.policy(), behaviour.store, _one_block)
+        self._storing: set[OffloadKey] = set()
+        self._failed: dict[OffloadKey, None] = {}
+        self._moved: dict[OffloadKey, None] = {}
+        self._places: list[PagePlace] = []
+
+    def start(self, page_bytes: Sequence[int]) -> None:
+        """Receive the bytes of a page of each group, before any page is stored."""
+        self._page_bytes = page_bytes
+        if self._behaviour.shared is not None:
+            layout = repr((self._geometry, tuple(page_bytes)))
+            self._epoch = hashlib.blake2b(layout.encode(), digest_size=EPOCH_BYTES).digest()
+
+    def names(self, keys: Iterable[OffloadKey]) -> list[bytes]:
+        """Return the current names of pages."""
+        epoch = self._epoch
+        return [key + epoch for key in keys]
+
+    def _bytes_of(self, key: OffloadKey) -> int:
+        return self._behaviour.max_bytes(self._page_bytes[get_offload_group_idx(key)])
+
+    # --- lookups ---
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.memory or key in self.store
+
+    def is_new(self, key: OffloadKey) -> bool:
+        """Whether a key may be stored: no level holds it, and no job stores or loads it."""
+        is_failing = key in self._failed and key in self._pins
+        return not (key in self or key in self._storing or is_failing)
+
+    def look_up(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """Bring the keys of a shared store up to date; returns the keys without a result yet."""
+        shared = self._behaviour.shared
+        if shared is None:
+            return set()
+        asked = [key for key in keys if not (key in self.memory or key in self._failed)]
+        flags = shared.lookup(self.names(asked))
+        for key, flag in zip(asked, flags, strict=True):
+            if flag is False and key not in self._pins:
+                self.store.remove([key])
+            elif flag and self.is_new(key) and self._reserve_in_store(key):
+                self.store.commit([key])
+        return {key for key, flag in zip(asked, flags, strict=True) if flag is None}
+
+    # --- pages that requests use ---
+
+    def use(self, keys: Sequence[OffloadKey]) -> None:
+        """Count a use of a prefix; its head is the most recent, because chains lose their tail."""
+        for level in (self.memory, self.store):
+            level.use(reversed(keys))
+
+    def pin(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep pages from being evicted, once for each call."""
+        self._pins.update(keys)
+
+    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+        """End one :meth:`pin` of the keys."""
+        for key in keys:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+                if key in self._failed:
+                    self._moved[key] = None
+                    if self._behaviour.shared is None:
+                        del self._failed[key]
+
+    def fetch(self, keys: Iterable[OffloadKey]) -> None:
+        """PagePlace pinned pages of the store in memory, as far as there is room for them."""
+        behaviour = self._behaviour
+        if not behaviour.memory or not behaviour.store:
+            return
+        for key in keys:
+            if key not in self.memory and self._reserve_in_memory(key):
+                self.memory.commit([key])
+                self._moved[key] = None
+                if behaviour.mode == "exclusive" and behaviour.can_delete:
+                    self.store.remove([key])
+
+    def leave_memory(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget pages in memory that were loaded, because the GPU has them."""
+        self._moved.update(
+            dict.fromkeys(self.memory.remove(key for key in keys if key not in self._pins))
+        )
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Make pinned keys a miss until they are stored again, because a page did not load."""
+        keys = dict.fromkeys(keys)
+        self.memory.remove(keys)
+        self.store.remove(keys)
+        self._fail(keys)
+
+    def _fail(self, keys: Iterable[OffloadKey]) -> None:
+        """Make the keys of a shared store a miss, although the store may have their pages."""
+        self._failed.update(dict.fromkeys(keys))
+        while len(self._failed) > _MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    # --- pages that are stored ---
+
+    def reserve(self, key: OffloadKey) -> bool:
+        """Reserve the places of a new page; False, and nothing is reserved, without room."""
+        in_memory, in_store = self._targets
+        if in_memory and not self._reserve_in_memory(key):
+            return False
+        if in_store and not self._reserve_in_store(key):
+            if in_memory:
+                self.memory.cancel([key])
+            return False
+        self._storing.add(key)
+        return True
+
+    def end_store(
+        self, keys: Sequence[OffloadKey], moved: set[OffloadKey], num_bytes: int | None
+    ) -> None:
+        """End the store of reserved keys.
+
+        Args:
+            keys: All of them, in the order of their prefix.
+            moved: The keys that are held from now on.
+            num_bytes: Bytes of their pages in memory, if that is known.
+        """
+        lost = [key for key in keys if key not in moved]
+        kept = [key for key in reversed(keys) if key in moved]
+        self._storing.difference_update(keys)
+        self._moved.update(dict.fromkeys(lost))
+        if self._behaviour.shared is not None:
+            self._fail(lost)
+        in_memory, in_store = self._targets
+        if in_memory:
+            share = 1.0
+            if self._behaviour.is_in_bytes and num_bytes is not None and kept:
+                share = num_bytes / self.memory.reserved(kept)
+            self.memory.commit(kept, share)
+            self.memory.cancel(lost)
+        if in_store:
+            self.store.commit(kept)
+            self.store.cancel(lost)
+        for key in kept if self._failed else ():
+            self._failed.pop(key, None)
+
+    def _reserve_in_memory(self, key: OffloadKey) -> bool:
+        """Reserve a place in memory; the pages that it displaces move down, or are forgotten."""
+        victims = self.memory.reserve(key)
+        for victim in victims or ():
+            self._moved[victim] = None
+            moves_down = self._behaviour.store and victim not in self.store
+            if moves_down and self._reserve_in_store(victim):
+                self.store.commit([victim])
+        return victims is not None
+
+    def _reserve_in_store(self, key: OffloadKey) -> bool:
+        victims = self.store.reserve(key)
+        self._moved.update(dict.fromkeys(victims or ()))
+        return victims is not None
+
+    # --- the rest ---
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for level in (self.memory, self.store):
+            self._moved.update(dict.fromkeys(level.remove(list(level))))
+        self._collect_places()
+        self._failed.clear()
+        self._epoch = os.urandom(EPOCH_BYTES)
+
+    def take_places(self) -> list[PagePlace]:
+        """Return the pages that changed their place since the last call, once in each step."""
+        self._collect_places()
+        places, self._places = self._places, []
+        return places
+
+    def _collect_places(self) -> None:
+        memory, store = self.memory, self.store
+        self._places += [
+            PagePlace(name, key in memory, key in store)
+            for key, name in zip(self._moved, self.names(self._moved), strict=True)
+        ]
+        self._moved.clear()
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the changes since the last call, if they are recorded."""
+        return self.memory.take_events() + self.store.take_events()
+
+    def close(self) -> None:
+        """Close the store that lookups use."""
+        if self._behaviour.shared is not None:
+            self._behaviour.shared.close()
+
+
+def _one_block(key: OffloadKey) -> int:
+    return 1
