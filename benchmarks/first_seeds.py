@@ -1,21 +1,18 @@
-"""Which seeds to play first: those that find most wrong connectors for their time.
+"""Counts the wrong connectors that are red, and finds the seeds to play first.
 
-    python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--json FILE] [--write]
+    python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--write]
 
-Plays the wrong connectors of ``tests/vllm``, ``tests/mutants`` and ``tests/mutants/novice`` in
-the first seeds, and one that none of them finds in the following ones, up to 200. Then the seed
-that finds most of those not found yet for its CPU time comes first, and so on, until all are
-found. ``--write`` puts the seeds into ``kvview/testing/connector/first_seeds.py``. Takes about
-five minutes on two cores.
+Plays the wrong connectors of ``tests/mutants/connector`` in the first seeds, and a connector that
+none of them finds in the following seeds, up to 200. The seed that finds the most connectors not
+found yet for its CPU time comes first, and so on, until all are found. ``--write`` puts the seeds
+into ``kvview/testing/connector/first_seeds.py``. Takes about five minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,15 +27,10 @@ MOST = 200
 
 sys.path.insert(0, str(ROOT))
 from kvview import Connector  # noqa: E402
-from kvview.targets import load_connector  # noqa: E402
 from kvview.testing import watchdog  # noqa: E402
 from kvview.testing.connector import generate_scenario, load_engines, simulate  # noqa: E402
 from kvview.testing.connector.workers import Died, default_processes, workers  # noqa: E402
-from tests.mutants import connector as planted  # noqa: E402
-from tests.mutants.novice import load_mistakes  # noqa: E402
-from tests.vllm import wrong_connectors, wrong_jobs  # noqa: E402
-
-assert wrong_jobs, "it adds to the list of wrong connectors"
+from tests.mutants.connector import load_wrong  # noqa: E402
 
 
 @dataclass
@@ -56,15 +48,9 @@ class Found:
             self.seconds[seed] = seconds
 
 
-def load_all(folder: Path) -> list[type[Connector]]:
-    """The wrong connectors of all lists."""
-    found = [*wrong_connectors.WRONG]
-    found += [mutant.factory for mutant in planted.MUTANTS]  # type: ignore[misc]
-    for number, mistake in enumerate(load_mistakes()):
-        file = folder / f"novice_{number}.py"
-        file.write_text(mistake.source())
-        found.append(load_connector(f"{file}:Novice"))
-    return found
+def load_all() -> list[type[Connector]]:
+    """Return all wrong connectors."""
+    return [variant.load() for variant in load_wrong()]
 
 
 class Play:
@@ -89,8 +75,8 @@ class Play:
 
 def measure(select: str, seeds: int) -> list[Found]:
     """Play them all."""
-    with tempfile.TemporaryDirectory() as folder, watchdog.limit(2.0):
-        connectors = [c for c in load_all(Path(folder)) if select in f"{c.__module__}.{c.__name__}"]
+    with watchdog.limit(2.0):
+        connectors = [c for c in load_all() if select in f"{c.__module__}.{c.__name__}"]
         found = [Found(f"{c.__module__}.{c.__name__}") for c in connectors]
         torch.set_num_threads(1)
         with workers(Play(connectors), default_processes()) as processes:
@@ -127,8 +113,7 @@ def first_seeds(found: Sequence[Found]) -> list[int]:
         best = max(seeds, key=worth)
         rest = [one for one in left if not one.failed.get(best)]
         order.append(best)
-        told = f"seed {best:>3}: {len(left) - len(rest):>3} found, {len(rest):>3} left"
-        print(f"{told}, {seconds[best]:.2f} s")
+        print(f"seed {best}: {len(left) - len(rest)} more are red, {seconds[best]:.2f} s")
         left = rest
     return order
 
@@ -137,18 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--select", default="", metavar="TEXT", help="part of module or name")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args(argv)
     found = measure(given.select, given.seeds)
     order = first_seeds(found)
-    for one in found:
-        if not any(one.failed.values()):
-            print(f"not found: {one.name}")
-    print(f"{len(order)} seeds for {len(found)} wrong connectors: {order}")
-    if given.json:
-        rows = [{"name": one.name, "failed": one.failed, "seconds": one.seconds} for one in found]
-        given.json.write_text(json.dumps(rows) + "\n")
+    green = [one.name for one in found if not any(one.failed.values())]
+    print(f"{len(found) - len(green)} of {len(found)} wrong connectors are red; green: {green}")
+    print(f"{len(order)} seeds: {order}")
     if given.write:
         line = f"FIRST_SEEDS: tuple[int, ...] = {tuple(order)}"
         text = re.sub(r"^FIRST_SEEDS.*?(?=\n\n)", line, FILE.read_text(), flags=re.M | re.S)

@@ -28,7 +28,6 @@ BENCHMARKS = {
     "guard": True,
     "offloading": True,
     "transfer": False,
-    "connector_hits": False,
     "replay": False,
     "step_cost": False,
 }

@@ -6,7 +6,7 @@ Both pools get the same calls, in turns, in one process. A connector names block
 vLLM's calls include looking them up in ``pool.blocks``. ``view`` rows use a view and its ledger,
 which vLLM does not have. In steady state all blocks have hashes and were freed in random order,
 requests of 1 to 500 blocks come and go, and touches name scattered blocks in batches of 64. The
-speedup is vLLM's time over kvview's. ``worst call`` is the CPU time of one call.
+speedup is vLLM's time over kvview's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -49,7 +48,6 @@ class Ours:
             self.pool.free_blocks,
             self.pool.touch_blocks,
         )
-        self.order = self.pool.free_block_ids
 
     def of(self, block_ids: list[int]) -> Any:
         return block_ids
@@ -97,9 +95,6 @@ class VLLMs:
             if (block_hash := block.block_hash) is not None:
                 yield block.block_id, block_hash
             block = block.next_free_block
-
-    def order(self) -> list[int]:
-        return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
 
 
 def hashes_of(first: int, number: int) -> list[bytes]:
@@ -180,41 +175,8 @@ def exhaust_walk(side: Any) -> None:
     deque(side.walk(), maxlen=0)
 
 
-def walks(figures: Figures, pools: list[Any], rounds: int, name: str) -> None:
-    num_blocks = len(pools[0].order())
-    assert pools[0].order() == pools[1].order()
-    assert list(pools[0].walk()) == list(pools[1].walk())
-    calls: dict[str, list[Callable[[], object]]] = {
-        "walk": [partial(exhaust_walk, pool) for pool in pools],
-        "order": [pool.order for pool in pools],
-    }
-    for kind, sides in calls.items():
-        times = take_turns(sides, rounds=rounds)
-        figures.ratio(f"{kind} {name}", per_block(times, num_blocks), 1.0)
-
-
 def per_block(times: list[list[float]], num_blocks: int) -> list[list[float]]:
     return [[seconds / num_blocks for seconds in side] for side in times]
-
-
-def worst_call_ms(num_blocks: int) -> float:
-    """The longest call on a pool in which all blocks are touched, freed and allocated."""
-    pool, worst = used(Ours, num_blocks).pool, 0.0
-    gc.disable()
-    for offset in range(0, 8 * num_blocks, 1000):
-        first = 1 + offset % (num_blocks - 1001)
-        block_ids = list(range(first, first + 1000))
-        calls: tuple[Callable[[], object], ...] = (
-            partial(pool.touch_blocks, block_ids),
-            partial(pool.free_blocks, block_ids),
-            partial(pool.allocate_blocks, 1),
-        )
-        for call in calls:
-            start = time.thread_time()
-            call()
-            worst = max(worst, time.thread_time() - start)
-    gc.enable()
-    return worst * 1e3
 
 
 def bytes_per_block(num_blocks: int, num_touches: int) -> float:
@@ -233,15 +195,6 @@ def bytes_per_block(num_blocks: int, num_touches: int) -> float:
         worst = max(worst, tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     return (worst - sys.getsizeof(block_ids)) / num_blocks
-
-
-def gc_objects(kind: Any, num_blocks: int) -> int:
-    gc.collect()
-    before = len(gc.get_objects())
-    side = kind(num_blocks)
-    number = len(gc.get_objects()) - before
-    del side
-    return number
 
 
 def call_by_call(rounds: int) -> None:
@@ -266,8 +219,6 @@ def call_by_call(rounds: int) -> None:
                 figures.ratio(name, per_block(times, batch), TARGETS.get(name))
     builds = [partial(kind, 100_000) for kind in (Ours, VLLMs)]
     figures.ratio("build", per_block(take_turns(builds, rounds=min(rounds, 5)), 100_000), 5.0)
-    ours, theirs = (gc_objects(kind, 1_000_000) for kind in (Ours, VLLMs))
-    figures.limit("objects of the gc, of 1,000,000 blocks", ours, 100, f"{theirs:,}")
     figures.show()
 
 
@@ -278,13 +229,8 @@ def steady_state(rounds: int) -> None:
             sides = [work(used(kind, size), size) for kind in (Ours, VLLMs)]
             times = take_turns(sides, rounds=rounds)
             figures.ratio(f"{name} {size}", per_block(times, BLOCKS_PER_ROUND), 2.0)
-        figures.limit(f"worst call of {size}, ms", worst_call_ms(size), 5.0)
-    for share in (0.0, 0.001, 0.1, 0.49):
-        pools = [used(kind, 20_001) for kind in (Ours, VLLMs)]
-        block_ids = random.Random(5).sample(range(1, 20_001), int(share * 20_001))
-        for pool in pools:
-            touch_and_free(pool, block_ids)
-        walks(figures, pools, rounds, f"{share:.1%} touched")
+    walks = [partial(exhaust_walk, used(kind, 20_001)) for kind in (Ours, VLLMs)]
+    figures.ratio("walk", per_block(take_turns(walks, rounds=rounds), 20_000), 1.0)
     figures.limit("bytes, once used", bytes_per_block(100_000, 0), 110.0)
     figures.limit("bytes, at worst", bytes_per_block(100_000, 12), 150.0)
     figures.show()

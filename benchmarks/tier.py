@@ -1,16 +1,10 @@
-"""The store of files: killed, damaged, opened, and its speed.
+"""The speed of the store of files, and of the guard in front of it.
 
-    python benchmarks/tier.py kill [--runs 1000] [--max-bytes 3000000]
-    python benchmarks/tier.py damage [--changes 100000]
-    python benchmarks/tier.py open [--entries 1000000]
     python benchmarks/tier.py cost
     python benchmarks/tier.py compare
 
-``kill``: a process that writes is killed with SIGKILL, and the store is opened again; wrong bytes,
-lost entries, half-written files and bytes over the budget must be 0. ``damage``: bits are flipped,
-files cut and swapped; each change after which the store returns wrong bytes is counted. ``cost``:
-microseconds a chunk on the caller's thread, and GB/s of one job, guarded and not, in turns.
-``compare``: the same load through vLLM's own fs tier and LMCache's fs adapter, if they are
+``cost``: microseconds a chunk on the caller's thread, and GB/s of one job, guarded and not, in
+turns. ``compare``: the same load through vLLM's own fs tier and LMCache's fs adapter, if they are
 installed, without a guard as in their engines. vLLM reads past the page cache if it can, so it is
 as fast as the disk; TMPDIR=/dev/shm compares the programs alone.
 """
@@ -18,130 +12,22 @@ as fast as the disk; TMPDIR=/dev/shm compares the programs alone.
 from __future__ import annotations
 
 import argparse
-import os
-import random
 import statistics
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvview import KVViewError
 from kvview.targets import load_target
-from kvview.testing import StoreHarness
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.testing.tier.model import bytes_of
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore
-from kvview_reference.tier.store_folder import SHARDS, path_of
 
 HERE = Namespace("benchmark", weights="1")
-
-
-def kill(runs: int, max_bytes: int | None) -> dict[str, Any]:
-    """Kill a writing process many times, with or without a budget."""
-    options = {"root": "{tmp}"} | ({} if max_bytes is None else {"max_bytes": max_bytes})
-    dice, found = random.Random(0), Counter[str]()
-    harness = StoreHarness(FileStore, options)
-    for number in range(runs):
-        harness.store.close()
-        keys = {dice.randbytes(20): dice.choice((700, 4096, 20_000, 65_536)) for _ in range(600)}
-        writer = harness.start_writer(keys)
-        writer.kill(dice.randrange(60), dice.random() * 0.002)
-        stored = writer.stored() or []
-        harness = harness.reopen()
-        found["runs"] += 1
-        found["acknowledged keys"] += len(stored)
-        pages = {key: memoryview(bytearray(size)) for key, size in keys.items()}
-        harness.store.get(1, [*pages], [*pages.values()])
-        harness.store.drain(60.0)
-        ((_, flags),) = harness.store.poll()
-        loaded = [key for key, flag in zip(pages, flags, strict=True) if flag]
-        found["wrong"] += sum(pages[key] != bytes_of(key, keys[key]) for key in loaded)
-        found["lost"] += 0 if max_bytes else len({*stored} - {*loaded})
-        found["over the budget"] += max_bytes is not None and harness.occupied_bytes() > max_bytes
-        if not number % 50:
-            print(dict(found), flush=True)  # it takes long
-    found["half-written files left"] = len([*harness.folder.glob("*/half/*")])
-    harness.end()
-    return dict(found)
-
-
-def damage(changes: int) -> dict[str, Any]:
-    """Make one change at a time to a store of 300 pages."""
-    dice, found = random.Random(0), Counter[str]()
-    keys = [f"key {number}".encode() for number in range(300)]
-    sizes = {key: dice.choice((700, 4096, 20_000)) for key in keys}
-    with tempfile.TemporaryDirectory() as root:
-        store = FileStore(HERE, root=root, threads=1)
-        store.put(1, keys, [memoryview(bytes_of(key, sizes[key])) for key in keys])
-        store.drain(60.0)
-        store.poll()
-        paths = {key: store._folder / store._path(key) for key in keys}
-        whole = {key: path.read_bytes() for key, path in paths.items()}
-        for _ in range(changes):
-            one, other = dice.sample(keys, 2)
-            how = dice.choice(("flip", "cut", "swap", "zero"))
-            content = bytearray(whole[other] if how == "swap" else whole[one])
-            at = dice.randrange(len(content))
-            if how == "flip":
-                content[at] ^= 1 << dice.randrange(8)
-            elif how == "cut":
-                del content[at:]
-            elif how == "zero":
-                content[at : at + 512] = bytes(len(content[at : at + 512]))
-            if content == whole[one]:
-                continue
-            paths[one].write_bytes(content)
-            page = memoryview(bytearray(sizes[one]))
-            found[how] += 1
-            if store.read_into(one, page) if paths[one].exists() else False:
-                found["wrong bytes returned"] += 1
-            paths[one].write_bytes(whole[one])
-        store.close()
-    return dict(found)
-
-
-def open_many(entries: int) -> dict[str, Any]:
-    """Open a folder with a budget and many entries, and put a page that evicts others."""
-    num_bytes = entries * 4096
-    with tempfile.TemporaryDirectory() as root:
-        FileStore(HERE, root=root).close()
-        folder = Path(root, HERE.digest.hex())
-        for shard in SHARDS:
-            (folder / shard).mkdir()
-        for number in range(entries):
-            file = os.open(folder / path_of(number.to_bytes(32, "big")), os.O_CREAT | os.O_WRONLY)
-            os.ftruncate(file, 4096)
-            os.close(file)
-        (folder / "budget").unlink()
-        found: dict[str, Any] = {"entries": entries}
-
-        def opened(how: str, max_bytes: int) -> FileStore:
-            wall, cpu = time.perf_counter(), time.process_time()
-            store = FileStore(HERE, root=root, max_bytes=max_bytes)
-            took = time.perf_counter() - wall, time.process_time() - cpu
-            found[f"{how}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
-            return store
-
-        opened("counted anew", 1 << 40).close()
-        opened("closed before", 1 << 40).close()
-        if not (child := os.fork()):
-            FileStore(HERE, root=root, max_bytes=1 << 40)
-            os._exit(0)
-        os.waitpid(child, 0)
-        store = opened("its process ended", num_bytes + 5000)
-        for what in ("first put that evicts", "next put"):
-            wall, cpu = time.perf_counter(), time.process_time()
-            assert store.write(what.encode(), memoryview(bytes(4096)))
-            took = time.perf_counter() - wall, time.process_time() - cpu
-            found[f"{what}: s, CPU s"] = "{:.3f} {:.3f}".format(*took)
-        found["bytes kept of the budget"] = f"{store.usage().used_bytes} of {num_bytes + 5000}"
-        store.close()
-    return found
 
 
 def cost(rounds: int = 15) -> dict[str, Any]:
@@ -284,24 +170,11 @@ def _guarded(root: str, of_store: str, of_guard: str) -> GuardedTier:
     return GuardedTier(FileStore(HERE, root=root, checksum=of_store), HERE, checksum=of_guard)
 
 
-_PLAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "kill": lambda args: kill(args.runs, args.max_bytes),
-    "damage": lambda args: damage(args.changes),
-    "open": lambda args: open_many(args.entries),
-    "cost": lambda args: cost(),
-    "compare": lambda args: compare(),
-}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=[*_PLAYS])
-    parser.add_argument("--runs", type=int, default=1000)
-    parser.add_argument("--max-bytes", type=int)
-    parser.add_argument("--changes", type=int, default=100_000)
-    parser.add_argument("--entries", type=int, default=1_000_000)
-    args = parser.parse_args(argv)
-    for name, value in _PLAYS[args.what](args).items():
+    parser.add_argument("what", choices=["cost", "compare"])
+    found = cost() if parser.parse_args().what == "cost" else compare()
+    for name, value in found.items():
         print(f"{name:40} {value}")
 
 

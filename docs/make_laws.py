@@ -4,7 +4,7 @@
     python docs/make_laws.py --check   # exit 1 if the page is not up to date
 
 Laws come from ``kvview/laws.toml``, and rules from the module docstrings of reference and adapter.
-Each is listed with its checks, injected faults and tests.
+Each is listed with its checks, injected faults and tests, and with an example that breaks it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from docs.law_examples import Example, examples, first_argument
 from kvview.laws import laws as laws_of_the_contract
 from kvview.testing import CHECKS
 
@@ -34,9 +35,14 @@ _HEAD = """\
 <!-- Written by docs/make_laws.py from kvview/laws.toml and docstrings; edit those instead. -->
 
 Every implementation must satisfy these laws, and every user may rely on them. A number is never
-given to another law, and errors, checks and tests repeat it. The list under a law can be unfolded.
-It names the law's *checks* (of `kvview check` and `parametrize_with_checks`), its *injected faults*
-(wrong implementations that a check must detect) and its tests.
+given to another law, and errors, checks and tests repeat it.
+
+Two lines under a law can be unfolded. The first is a wrong implementation, with the shortest
+script that fails because of it. Run the script in the root of a checkout; with the class of the
+reference in place of the wrong one, it passes. For a wrong connector the script is a command,
+which finds and prints a failing run. The second line has the law's *checks* (of `kvview check` and
+`parametrize_with_checks`), its *injected faults* (wrong implementations that a check must detect)
+and its tests.
 
 The families KEY to TIER are the contract. The others are rules of the reference and of the vLLM
 adapter.
@@ -111,7 +117,7 @@ def _add_tests(found: dict[str, Law], path: str, tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for decorator in node.decorator_list:
-                if (number := _first_argument(decorator)) in found:
+                if (number := first_argument(decorator)) in found:
                     found[number].faults.append(node.name)
 
 
@@ -119,14 +125,6 @@ def named_laws(source: str) -> set[str]:
     """Return the laws that a module names, as ``POOL-1`` or as ``test_pool_1_...``."""
     in_names = _IN_A_NAME.findall(source)
     return {*_NAMED.findall(source), *(f"{name.upper()}-{number}" for name, number in in_names)}
-
-
-def _first_argument(decorator: ast.expr) -> str:
-    if isinstance(decorator, ast.Call) and decorator.args:
-        first = decorator.args[0]
-        if isinstance(first, ast.Constant) and isinstance(first.value, str):
-            return first.value
-    return ""
 
 
 def _trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
@@ -140,6 +138,7 @@ def page(all_laws: Iterable[Law]) -> str:
     families: defaultdict[str, list[Law]] = defaultdict(list)
     for law in all_laws:
         families[law.family].append(law)
+    shown = examples()
     lines = [_HEAD]
     for name, family in families.items():
         paths = ", ".join(_link(path) for path in dict.fromkeys(law.path for law in family))
@@ -152,10 +151,22 @@ def page(all_laws: Iterable[Law]) -> str:
         for law in family:
             anchor = f'<a id="{law.number.lower()}"></a>'
             lines += ["", anchor, "", f"### {law.head}", "", law.text, ""]
+            if example := shown.get(law.number):
+                lines += _example(example)
             rows = [f"- {kind}: {', '.join(names)}" for kind, names in _named_by(law) if names]
             lines += ['<details markdown="1"><summary>Module, checks and tests</summary>', ""]
             lines += [*rows, "", "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def _example(example: Example) -> list[str]:
+    language = "python" if example.body else "sh"
+    return [
+        f'<details markdown="1"><summary>Broken by {example.fault}</summary>',
+        *("", "```python", example.source, "```"),
+        *("", f"```{language}", example.script.rstrip(), "```"),
+        *("", "</details>", ""),
+    ]
 
 
 def _named_by(law: Law) -> Iterator[tuple[str, list[str]]]:

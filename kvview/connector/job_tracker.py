@@ -6,7 +6,7 @@ Laws: CONN-2, CONN-3 and CONN-5.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvview.connector.plan import StepPlan, TransferJob
@@ -40,7 +40,7 @@ class EndedJob(NamedTuple):
     job: TransferJob
     is_load: bool
     result: TransferResult
-    """A failed one if there is any, else the last."""
+    """A failed one if there is any, with the blocks that all workers have moved; else the last."""
     is_last_load: bool
     """Whether its request waits for no other load."""
     load_failed: bool
@@ -156,7 +156,7 @@ class JobTracker:
         flight = self._in_flight[result.job_id]
         flight.ranks.add(rank)
         if not result.success:
-            flight.failed = result
+            flight.failed = _joined(flight.failed, result)
         if len(flight.ranks) < self._num_workers:
             return None
         del self._in_flight[result.job_id]
@@ -170,3 +170,11 @@ class JobTracker:
         if not loads.job_ids:
             del self._loads[request_id]
         return EndedJob(flight.job, True, result, not loads.job_ids, loads.failed)
+
+
+def _joined(before: TransferResult | None, result: TransferResult) -> TransferResult:
+    """A failed result, of whose blocks another worker may have failed to move some as well."""
+    if before is None or result.moved is None or before.moved is None:
+        return result if before is None else replace(before, moved=None)
+    moved = [a and b for a, b in zip(before.moved, result.moved, strict=False)]
+    return replace(before, moved=moved)

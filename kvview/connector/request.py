@@ -53,9 +53,10 @@ class RequestInfo:
         block_hashes: One hash for each full ``hash_block_size`` tokens, each
             covering the whole prefix, without group index; it grows with the request.
         num_computed_tokens: Leading tokens whose KV is in the request's blocks: hit in
-            the prefix cache, loaded, or computed, launched steps included (CONN-7). The
-            last sampled token is not included, because the next step computes it. While the
-            request has no blocks, it is 0, except in ``match_prefix``, where it is the hit.
+            the prefix cache, loaded, or computed, launched steps included (CONN-7). Draft
+            tokens of a launched step are included until they are rejected; the last sampled
+            token is not, because the next step computes it. While the request has no
+            blocks, it is 0, except in ``match_prefix``, where it is the hit.
         content: The input of the KV; the same object at every call.
     """
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvview.testing import Report
 
 DEFAULT_MUTANTS = 20
+SEEDS_OF_A_RELEASE = 100
+"""Of each release, unless the user sets a number."""
 
 
 @click.command()
@@ -67,11 +69,6 @@ DEFAULT_MUTANTS = 20
     metavar="RELEASE",
     help="Check in this vLLM release (0.33, 0.33.0), or 'all': its sources are fetched, "
     "nothing is installed. Repeatable.",
-)
-@click.option(
-    "--against",
-    metavar="RELEASE",
-    help="With --vllm: list the changes since this release in the parts that the connector uses.",
 )
 @click.option(
     "--kv-transfer-config",
@@ -131,7 +128,6 @@ def check(
     seeds: int | None,
     engine: str | None,
     vllm: tuple[str, ...],
-    against: str | None,
     options: tuple[str, ...],
     transfer_config: str | None,
     inference: bool,
@@ -165,9 +161,7 @@ def check(
     if vllm and inference:
         raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
     if vllm:
-        _finish(*_check_in_releases(console, target, "vllm", vllm, against), json_file)
-    if against is not None:
-        raise ConfigError("--against compares releases: name some with --vllm")
+        _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
     from kvview.testing.page import write_report
@@ -205,18 +199,54 @@ def check(
 
 
 def _check_in_releases(
-    console: Console, target: str, engine: str, names: tuple[str, ...], against: str | None
-) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.upgrade.command import (
-        check_in_releases,
-        exit_code,
-        show_results,
-    )
+    console: Console, target: str, engine: str, names: tuple[str, ...]
+) -> tuple[int, dict[str, Any]]:
+    from kvview.testing.terminal import show_releases
+    from kvview.testing.upgrade import ReleaseResult, check_releases, load_releases
 
+    def show(result: ReleaseResult) -> None:
+        line = f"{engine} {result.release}: {result.verdict}, {result.seconds:.0f} s"
+        console.print(line, markup=False, highlight=False)
+
+    options = _options_of_each(click.get_current_context(), engine)
+    releases = load_releases(engine)
+    wanted = releases.resolve(names)
     with _ended_in_order(), progress(f"checking {target}") as on_progress:
-        report = check_in_releases(target, engine, names, against, console, on_progress)
-    show_results(console, report)
-    return exit_code(report), report.to_dict()
+        report = check_releases(
+            target, engine, releases, wanted, options, on_progress=on_progress, on_result=show
+        )
+    show_releases(console, report)
+    return report.exit_code, report.to_dict()
+
+
+def _options_of_each(context: click.Context, engine: str) -> list[str]:
+    """Return the user's arguments for each process, without those about all releases."""
+    if context.params["engine"] not in (None, engine):
+        raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
+    if context.params["page_file"] is not None:
+        raise ConfigError(f"--html is for one release: leave out --{engine}, or --html")
+    options = []
+    for option in _given_options(context):
+        name, value = option.name or "", context.params[option.name or ""]
+        if name in ("target", "vllm", "engine", "json_file"):
+            continue
+        if isinstance(option, click.Option) and option.is_flag:
+            options += option.opts
+        else:
+            several = value if isinstance(value, tuple) else (value,)
+            options += [f"{option.opts[0]}={each}" for each in several]
+    if context.params["seeds"] is None and context.params["profile"] == "ci":
+        options.append(f"--seeds={SEEDS_OF_A_RELEASE}")
+    return options
+
+
+def _given_options(context: click.Context) -> Iterator[click.Parameter]:
+    """Yield the options that the user set."""
+    for option in context.command.params:
+        name = option.name or ""
+        default = click.core.ParameterSource.DEFAULT
+        if name in context.params and context.get_parameter_source(name) not in (default, None):
+            yield option
 
 
 def _verdict(report: Report) -> ExitCode:
@@ -228,7 +258,7 @@ def _verdict(report: Report) -> ExitCode:
     return ExitCode.CLEAN if report.is_clean else ExitCode.NOT_CHECKED
 
 
-def _finish(code: ExitCode, report: dict[str, Any], json_file: str | None) -> None:
+def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
     write_json(json_file, report)
     sys.exit(code)
 
@@ -276,12 +306,8 @@ def _ended_in_order() -> Iterator[None]:
 def _refuse_for_the_self_test(context: click.Context) -> None:
     if context.params["target"] is not None:
         raise ConfigError("--self-test takes no TARGET: it brings its own")
-    default = click.core.ParameterSource.DEFAULT
-    for option in context.command.params:
-        name = option.name or ""
-        if name in ("self_test", "num_mutants", "seed", "json_file") or name not in context.params:
-            continue
-        if context.get_parameter_source(name) is not default:
+    for option in _given_options(context):
+        if option.name not in ("self_test", "num_mutants", "seed", "json_file"):
             raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
 
 

@@ -159,16 +159,6 @@ class ReleaseModel(_Model):
     report: ReportModel | None = Field(description="Of its process; null when it wrote none.")
 
 
-class ChangeModel(_Model):
-    """The changes of a release to the parts that the connector uses."""
-
-    owner: str
-    name: str
-    told: str
-    breaks: bool = Field(description="Whether the connector, as it is written, fails on it.")
-    where: str = Field(description="Where the connector uses it, or empty.")
-
-
 class UpgradeModel(_Model):
     """The report of ``kvview check TARGET --vllm RELEASE --json FILE``."""
 
@@ -178,8 +168,6 @@ class UpgradeModel(_Model):
     is_clean: bool = Field(description="Whether every release is green.")
     seconds: float
     releases: list[ReleaseModel] = Field(validation_alias="results")
-    against: str | None
-    changes: dict[str, list[ChangeModel]] = Field(description="By release, since `against`.")
 
 
 def json_schema() -> dict[str, Any]:

@@ -17,9 +17,11 @@ from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorRuns
+    from kvview.testing.upgrade import UpgradeReport
 
 _MAX_SEEDS = 20
 _MAX_GAPS = 12
+_WIDTH = 120
 
 
 def show_report(console: Console, report: Report) -> None:
@@ -132,3 +134,28 @@ def show_automatic_mutants(console: Console, automatic: Mapping[str, Any]) -> No
     )
     for name in unexplained:
         console.print(f"  {name}", style="red", markup=False, soft_wrap=True)
+
+
+def show_releases(console: Console, report: UpgradeReport) -> None:
+    """Print a row for each release, and one line at the end."""
+    title = escape(f"{report.target} in {report.engine}")
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("release", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for name in ("seeds", "left out", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("first reason", overflow="fold")
+    for result in report.results:
+        runs = (result.report or {}).get("runs") or {}
+        style = {"green": "green", "failed": "bold red", "a bug of kvview": "bold red"}
+        table.add_row(
+            result.release,
+            f"[{style.get(result.verdict, 'yellow')}]{result.verdict}[/]",
+            str(runs.get("num_seeds", "")),
+            str(len(result.left_out) or "") if runs else "",
+            f"{result.seconds:.0f}",
+            escape(result.reason),
+        )
+    # Without a terminal (a file or CI) wide enough for a sentence per row.
+    console.print(table, width=None if console.is_terminal else max(console.width, _WIDTH))
+    _print(console, report.summary(), "bold" if report.is_clean else "red")

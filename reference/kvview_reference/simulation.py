@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from kvview import (
     CacheGeometry,
+    CanonicalKVCaches,
     ConfigError,
     Connector,
     OffloadKey,
     SchedulerConnector,
+    StepPlan,
+    TransferResult,
     WorkerConnector,
     make_offload_key,
 )
+from kvview.connector.job_tracker import JobTracker
 from kvview.testing.connector.scenario import (
     NUM_LAYERS,
     PAGE_BYTES,
@@ -56,6 +61,8 @@ class ReferenceEngines:
     ) -> ConnectorHarness:
         """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
+        if scenario.ranks:
+            connector = _OnRanks(connector, scenario.ranks)
         return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
 
     def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
@@ -84,6 +91,78 @@ class _SideBySide(Connector):
         return MultiWorker([child.make_worker() for child in self._children])
 
 
+class _OnRanks(Connector):
+    """A built connector with a worker half for each rank.
+
+    Args:
+        connector: The connector.
+        ranks: Numbers of the tensors of each rank.
+    """
+
+    def __init__(self, connector: Connector, ranks: Sequence[int]) -> None:
+        super().__init__(connector.config)
+        self._connector = connector
+        self._ranks = ranks
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return self._connector.make_scheduler()
+
+    @override
+    def make_worker(self) -> WorkerConnector:
+        halves = [self._connector.make_worker() for _ in self._ranks]
+        return _RankedWorker(halves, self._ranks)
+
+
+class _RankedWorker(WorkerConnector):
+    """A worker half per rank, each with tensors of its own; a job ends with its last rank."""
+
+    def __init__(self, halves: Sequence[WorkerConnector], ranks: Sequence[int]) -> None:
+        self._halves = halves
+        self._ranks = ranks
+        self._jobs = JobTracker(len(halves))
+
+    @override
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        first = 0
+        for rank, (half, number) in enumerate(zip(self._halves, self._ranks, strict=True)):
+            own = range(first, first + number)
+            refs = [
+                [replace(r, tensor_idx=r.tensor_idx - first) for r in group if r.tensor_idx in own]
+                for group in kv_caches.group_data_refs
+            ]
+            tensors = kv_caches.tensors[own.start : own.stop]
+            half.register_kv_caches(
+                replace(kv_caches, tensors=tensors, group_data_refs=refs, rank=rank)
+            )
+            first = own.stop
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        self._jobs.begin(plan)
+        for half in self._halves:
+            half.start_plan(plan)
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        return [
+            ended.result
+            for rank, half in enumerate(self._halves)
+            for result in half.get_finished()
+            if (ended := self._jobs.end(result, rank)) is not None
+        ]
+
+    @override
+    def wait(self, job_ids: Sequence[int]) -> None:
+        for half in self._halves:
+            half.wait(job_ids)
+
+    @override
+    def shutdown(self) -> None:
+        for half in self._halves:
+            half.shutdown()
+
+
 class ReferenceConnectorHarness:
     """The reference engine, with the interventions of the simulation."""
 
@@ -106,6 +185,8 @@ class ReferenceConnectorHarness:
             max_running=scenario.max_running,
             max_tokens_per_step=scenario.max_tokens_per_step,
             decode_tokens=scenario.decode_tokens,
+            drafts=scenario.drafts,
+            lookahead_tokens=scenario.lookahead_tokens,
             steps_in_flight=scenario.steps_in_flight,
             stream=stream,
             pin_budget=scenario.pin_budget,
@@ -186,8 +267,8 @@ class ReferenceConnectorHarness:
             return expected
         for index, table in enumerate(self._engine.kv_cache.block_tables(request_id)):
             for number, block_id in enumerate(table):
-                if block_id != NULL_BLOCK_ID:
-                    position = self._geometry.block_hash_index(index, number)
+                position = self._geometry.block_hash_index(index, number)
+                if block_id != NULL_BLOCK_ID and position < len(request.block_hashes):
                     expected[block_id] = make_offload_key(request.block_hashes[position], index)
         return expected
 

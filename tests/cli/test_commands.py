@@ -229,16 +229,6 @@ def test_a_returned_number_is_the_exit_code(add: types.SimpleNamespace) -> None:
     assert [run(name).exit_code for name in ("three", "none", "text", "code")] == [3, 0, 0, 1]
 
 
-@pytest.mark.parametrize("args", ["bogus", "--bogus", "check --bogus", "check a b"])
-def test_errors_of_click_are_one_line(args: str) -> None:
-    result = run(*args.split())
-    assert result.exit_code == ExitCode.COULD_NOT_RUN
-    assert result.stderr.startswith("kvview: ")
-    assert "--help'" in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert not result.stdout
-
-
 def test_without_a_command_the_help_is_shown() -> None:
     result = run()
     assert result.exit_code in (ExitCode.CLEAN, ExitCode.COULD_NOT_RUN)  # by the click release

@@ -17,6 +17,7 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
+from tests.cli.cases import read_cases
 
 pytest.importorskip("torch")
 
@@ -48,7 +49,6 @@ class Mine(LazyOffloadConnector):
         def make_worker(self):
             return Worker(self.options)
 """
-BIND = "def bind_gpu_block_pool_view(self, view): self.view = view\n    "
 
 
 def write(folder: Path, part: str, body: str) -> str:
@@ -63,7 +63,7 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, list(args))
 
 
-def require_one_line(result: Result, code: ExitCode, *parts: str) -> None:
+def require_one_line(result: Result, code: int, *parts: str) -> None:
     assert result.exit_code == code, result.output
     assert result.stderr.startswith("kvview: ")
     assert result.stderr.count("\n") == 1, result.stderr
@@ -95,99 +95,18 @@ def test_a_hook_that_raises_is_named_with_its_line(tmp_path: Path, part: str, ho
     assert "raise KeyError" in (tmp_path / "mine.py").read_text().splitlines()[int(line[1]) - 1]
 
 
-@pytest.mark.parametrize(
-    ("raised", "shown"),
-    [
-        ("raise SystemExit(0)", "SystemExit: 0"),
-        ("raise Odd", "Odd: <Odd whose text raises ValueError>"),
-        ("raise ValueError('\\x1b[31m' + 'x' * 9999)", r"ValueError: \x1b[31mxxx"),
-        ("raise GeneratorExit", "GeneratorExit"),
-        ("raise kvview.ConfigError('no')", "ConfigError: no"),
-        ("self.view.free_blocks([1])", "POOL-4"),
-        ("import json; json.loads('{')", "JSONDecodeError"),
-        ("import no_such_library", "No module named 'no_such_library'"),
-        ("raise ExceptionGroup('many', [ValueError('a'), KeyError('b')])", "ExceptionGroup: many"),
-    ],
-)
-def test_every_exception(tmp_path: Path, raised: str, shown: str) -> None:
-    target = write(tmp_path, "scheduler", f"{BIND}def plan_step(self, step): {raised}")
-    result = run(*REPLAY, target)
-    require_one_line(result, ExitCode.CONNECTOR_RAISED, shown, "plan_step raised", "mine.py:12: ")
-    assert len(result.stderr) < 2500
-
-
-@pytest.mark.parametrize(
-    ("part", "body", "shown"),
-    [
-        ("scheduler", "def match_prefix(self, r, n): return 'x'", "match_prefix returned 'x'"),
-        ("scheduler", "def match_prefix(self, r, n): return 1.0", "match_prefix returned 1.0"),
-        ("scheduler", "def plan_step(self, step): return None", "plan_step returned None"),
-        ("scheduler", "def plan_step(self, step): return kvview.StepPlan([3])", "TransferJob"),
-        (
-            "scheduler",
-            "def plan_step(self, step): return kvview.StepPlan(stores=iter(()))",
-            "TransferJob",
-        ),
-        (
-            "scheduler",
-            "def plan_step(self, step): return kvview.StepPlan([kvview.TransferJob([], 1, 2)])",
-            "job_id",
-        ),
-        (
-            "scheduler",
-            "def on_request_finished(self, *args):\n"
-            "        return type('Later', (), {'__await__': lambda self: iter(())})()",
-            "await",
-        ),
-        (
-            "scheduler",
-            "def __init__(self, *args):\n"
-            "        super().__init__(*args)\n"
-            "        self.match_prefix = lambda request: 0",
-            "match_prefix raised TypeError",
-        ),
-        ("worker", "def get_finished(self): return None", "get_finished returned None"),
-        ("worker", "def get_finished(self): return [7]", "TransferResult"),
-        ("connector", "def __new__(cls, config): return 7", "__init__ returned 7"),
-        ("connector", "def make_scheduler(self): return None", "make_scheduler returned None"),
-        ("connector", "def make_worker(self): return None", "make_worker returned None"),
-    ],
-)
-def test_wrong_return_values(tmp_path: Path, part: str, body: str, shown: str) -> None:
-    target = write(tmp_path, part, body)
-    require_one_line(run(*REPLAY, target), ExitCode.CONNECTOR_RAISED, shown, "mine.py:")
-
-
-@pytest.mark.parametrize(
-    ("part", "body", "code", "shown"),
-    [
-        ("scheduler", "def plan_step(self, step): raise Odd", 3, "plan_step raised"),
-        ("scheduler", "def plan_step(self, step): raise SystemExit(0)", 3, "plan_step raised"),
-        (
-            "worker",
-            "def start_plan(self, plan): raise RuntimeError('boom')",
-            3,
-            "RuntimeError boom",
-        ),
-        ("worker", "def get_finished(self): raise RuntimeError('boom')", 3, "RuntimeError boom"),
-        ("connector", "def __init__(self, config): raise LookupError('no')", 3, "LookupError: no"),
-        ("connector", "def make_worker(self): return None", 3, "make_worker returned None"),
-        ("scheduler", f"{BIND}def plan_step(self, step): self.view.free_blocks([1])", 1, "POOL-4"),
-        (
-            "scheduler",
-            "def plan_step(self, step): kvview.StepPlan().loads = []",
-            3,
-            "mine.py:11",
-        ),
-    ],
-)
-def test_a_wrong_hook_under_check(
-    tmp_path: Path, part: str, body: str, code: int, shown: str
-) -> None:
-    result = run(*CHECK, write(tmp_path, part, body))
-    assert result.exit_code == code, result.output
-    assert shown in result.output
-    assert "<string>" not in result.output
+@pytest.mark.parametrize(("section", "body", "shown"), read_cases("hooks.txt"))
+def test_a_wrong_hook(tmp_path: Path, section: str, body: str, shown: str) -> None:
+    commands, part, code = section.split()
+    target = write(tmp_path, part, body.replace("\\n", "\n"))
+    for command in commands.split(","):
+        result = run(*(REPLAY if command == "replay" else CHECK), target)
+        assert result.exit_code == int(code), result.output
+        assert all(text in result.output for text in shown.split(" & ")), result.output
+        assert "<string>" not in result.output
+        if command == "replay" or result.exit_code == ExitCode.COULD_NOT_RUN:
+            require_one_line(result, int(code))
+            assert len(result.stderr) < 2500
 
 
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
@@ -209,38 +128,6 @@ def test_a_child_of_several_is_named(tmp_path: Path) -> None:
 # --- errors that are not the connector's ---
 
 
-@pytest.mark.parametrize(
-    ("body", "library"),
-    [
-        ("import no_such_library", "no_such_library"),
-        ("raise RuntimeError('NIXL is not available')", "NIXL"),
-        (
-            "try:\n            import no_such_library\n        except ImportError as error:\n"
-            "            raise RuntimeError('install it') from error",
-            "no_such_library",
-        ),
-    ],
-)
-@pytest.mark.parametrize(
-    ("part", "hook"),
-    [("connector", "__init__"), ("connector", "make_worker"), ("worker", "register_kv_caches")],
-)
-def test_a_missing_library(tmp_path: Path, part: str, hook: str, body: str, library: str) -> None:
-    target = write(tmp_path, part, f"def {hook}(self, *args):\n        {body}")
-    for command in (REPLAY, CHECK):
-        result = run(*command, target)
-        require_one_line(result, ExitCode.COULD_NOT_RUN, f"needs {library},", "mine.py:")
-
-
-@pytest.mark.parametrize(
-    ("part", "hook"), [("connector", "__init__"), ("worker", "register_kv_caches")]
-)
-def test_a_refused_option(tmp_path: Path, part: str, hook: str) -> None:
-    body = f"def {hook}(self, *args): raise kvview.ConfigError('too large')"
-    result = run(*REPLAY, write(tmp_path, part, body))
-    require_one_line(result, ExitCode.COULD_NOT_RUN, "kvview: too large")
-
-
 def test_an_error_of_the_engine_is_a_bug_of_kvview(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: object, *args: object) -> None:
         raise AssertionError("injected into the engine")
@@ -259,29 +146,6 @@ def test_an_error_of_a_connector_of_kvview_has_a_line_too(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(OffloadConnector, "make_worker", make_worker)
     require_one_line(run(*REPLAY[:-1]), ExitCode.CONNECTOR_RAISED, "make_worker raised OSError")
-
-
-def test_a_broken_law(tmp_path: Path) -> None:
-    target = write(tmp_path, "scheduler", "def match_prefix(self, request, n): return 7")
-    require_one_line(run(*REPLAY, target), ExitCode.WRONG, f"connector {target}: CONN-2: ")
-
-
-def test_the_first_error_is_reported(tmp_path: Path) -> None:
-    body = (
-        "def plan_step(self, step): raise ValueError('first')\n"
-        "    def shutdown(self): raise ValueError('second')"
-    )
-    result = run(*REPLAY, write(tmp_path, "scheduler", body))
-    require_one_line(result, ExitCode.CONNECTOR_RAISED, "plan_step raised ValueError: first")
-
-
-@pytest.mark.parametrize(
-    "version", ["'2.0'", "'1.99'", "'1'", "'1.0.0'", "b'1.0'", "1.0", "'-1.0'", "None"]
-)
-def test_another_contract_is_refused(tmp_path: Path, version: str) -> None:
-    target = write(tmp_path, "connector", f"contract_version = {version}")
-    for command in (REPLAY, CHECK):
-        require_one_line(run(*command, target), ExitCode.COULD_NOT_RUN, "Mine", "contract")
 
 
 # --- in a process of its own ---

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
-from tests.traces import NAMES, trace_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
@@ -60,13 +59,6 @@ def test_generated_workload(tmp_path: Path, options: str) -> None:
     assert report["bytes_verified"] > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_part_of_a_real_trace(tmp_path: Path, name: str) -> None:
-    report = replay(tmp_path, trace_file(name).path, "--requests", "100", "--gpu-blocks", "8000")
-    assert report["requests"] == 100
-    assert report["gpu_hit_blocks"] > 0
-
-
 def test_blocks_evicted_from_the_gpu_are_hit_on_the_cpu(tmp_path: Path) -> None:
     # One long prompt, then enough others to evict it, then the same prompt again.
     rows: list[object] = [mooncake_row(*range(n, n + 20)) for n in (0, 100, 200, 300, 400, 500, 0)]
@@ -92,19 +84,6 @@ def test_damaged_rows_are_skipped_and_reported(tmp_path: Path) -> None:
     assert (report["requests"], report["blocks"], report["malformed_rows"]) == (2, 4, 2)
     assert "t.jsonl:3" in report["lost"][1]
     assert run(trace, "--strict").exit_code == 2
-
-
-def test_truncated_gzip_loses_the_rest_of_the_file(tmp_path: Path) -> None:
-    rows = [json.dumps(mooncake_row(place, place + 99)) + "\n" for place in range(40)]
-    packed = gzip.compress("".join(rows).encode())
-    (tmp_path / "t.gz").write_bytes(packed[: len(packed) // 2])
-    result = run(tmp_path / "t.gz", "--json", tmp_path / "r.json")
-    assert result.exit_code == 0
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert 0 < report["requests"] < 39
-    assert report["cut"] == [f"all that follows line {report['requests']} of t.gz"]
-    last = result.stderr.splitlines()[-1]
-    assert last == f"kvview: lost: 1 of t.gz could not be read, nor {report['cut'][0]}"
 
 
 def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
@@ -159,40 +138,6 @@ def test_a_request_that_cannot_fit_is_skipped(tmp_path: Path) -> None:
     for mode in ([], ["--closed-loop", "1"]):
         report = replay(tmp_path, trace, "--gpu-blocks", "20", *mode)
         assert (report["requests"], report["requests_too_large"], report["blocks"]) == (2, 1, 3)
-
-
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        ("no/such/trace.jsonl", "no/such/trace.jsonl"),
-        (str(ROOT / "kvview"), "no file in it ends in"),
-        ("--connector json:loads", "is a function, not a subclass"),
-        ("--option cpu_blokcs=5", "cpu_blokcs"),
-        ("--policy mru", "lru"),
-        ("--cpu-blocks -1", "cpu_blocks"),
-        ("--cpu-blocks 1000000000000", "host"),
-        ("--gpu-blocks 1000000000000", "GPU blocks"),
-        ("--gpu-blocks 1", "num_blocks"),
-        ("--gpu-blocks 2", "use more GPU blocks"),
-        ("--closed-loop 4 --speed 2", "--speed needs arrival times"),
-        ("--closed-loop 4 --model x", "--model needs arrival times"),
-        ("--closed-loop 0", "--closed-loop"),
-        ("--speed 0", "--speed"),
-        ("--max-running 0", "--max-running"),
-        ("--model no/such.json", "No such file"),
-        ("--block-bytes 12", "multiple of 8"),
-        ("--requests 0", "--requests"),
-        ("--seed -1", "seed"),
-        ("--groups full,windov:4096", "window:TOKENS"),
-        ("--groups window:0", "sliding_window"),
-        ("--publish-replay tcp://127.0.0.1:*", "--publish"),
-    ],
-)
-def test_a_run_that_cannot_start_is_one_line_and_exit_code_2(args: str, part: str) -> None:
-    result = run("--requests", "50", *args.split())
-    assert result.exit_code == 2, result.output
-    assert part in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 WRONG = f"""

@@ -15,8 +15,6 @@ from kvview.cli.commands import cli
 from kvview.cli.console import Console
 from kvview.errors import line_of, printable
 from kvview.events.recording import Message, Recording
-from kvview.tier import Namespace
-from kvview_reference.tier.store_folder import path_of
 
 HOSTILE = "\x1b]0;title\x07\x1b[31mred\x1b[2J\r\x9b31m\u202eabc\u2028[/red][link=x]"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -73,35 +71,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("command", ["replay", "replay --closed-loop=2", "size"])
-def test_traces(command: str) -> None:
-    for name in (f"{NAME}.jsonl", "[red]:x:[b].jsonl"):
-        Path(name).write_text("\n".join(map(json.dumps, ROWS)) + "\n" + HOSTILE)
-        result = run(*command.split(), name)
-        assert result.exit_code == 0
-    assert "[red]:x:[b].jsonl" in result.stdout  # not markup
-
-
-def test_a_folder_of_pages() -> None:
-    namespace = Namespace(HOSTILE, HOSTILE)
-    folder = Path("root", namespace.digest.hex())
-    page = folder / path_of(b"key")
-    page.parent.mkdir(parents=True)
-    page.write_text("no page")
-    for text in (namespace.to_json(), HOSTILE):
-        (folder / "namespace.json").write_text(text)
-        assert run("tier", "fsck", "root").exit_code == 1
-
-
 MODEL = {"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}], "name": "[/red]\x1b[2J[bold]"}
-
-
-def test_the_name_of_a_model() -> None:
-    Path("model.json").write_text(json.dumps(MODEL))
-    result = run("size", "--requests=5", "--model", "model.json")
-    assert r"[/red]\x1b[2J[bold]: 2 (K and V)" in result.output
-    Path("model.json").write_text(json.dumps(MODEL | {"mamba\x1b[2J": 1}))
-    assert r"unknown mamba\x1b[2J" in run("size", "--model", "model.json").output
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
+import re
+import shlex
 from pathlib import Path
 
 import click
@@ -16,7 +19,9 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import OutputFile
 from kvview.events.recording import Message, Recording
+from tests.cli.cases import read_cases
 
+MODELS = Path(__file__).parents[1] / "replay" / "model_configs.json"
 COMMANDS = {path.removeprefix("kvview "): command for path, command in leaves()}
 POOL = ["kvview_reference.harness:pool", "--select", "POOL-1"]
 ARGUMENTS = {
@@ -39,7 +44,6 @@ ARGUMENTS = {
 """Arguments with which each command succeeds, where its engine is installed."""
 CONNECTOR = ["kvview_reference.connector:OffloadConnector", "--seeds", "1"]
 BESIDES = {
-    "--against": ["--vllm", "0.33.0"],
     "--publish-replay": ["--publish", "tcp://127.0.0.1:*"],
     "--publish-wait": ["--publish", "tcp://127.0.0.1:*"],
     "--linger": ["--replay-to", "tcp://127.0.0.1:*"],
@@ -75,7 +79,7 @@ SIZES = ["", "x", "-1", "nan%", "inf%", "1.5", "1 parsec", "64GiB"]
 GROUPS = ["", "x", "full,,", "window", "window:0", "window:-1", "window:x", "mamba@0", "full:1"]
 TEXTS = {
     **dict.fromkeys(("target", "store", "--connector"), TARGETS),
-    **dict.fromkeys(("--profile", "--engine", "--against", "--policy", "--dtype"), NAMES),
+    **dict.fromkeys(("--profile", "--engine", "--policy", "--dtype"), NAMES),
     **dict.fromkeys(("--consumer", "--format"), NAMES),
     **dict.fromkeys(("--replay-from", "--replay-to", "--publish", "--publish-replay"), ENDPOINTS),
     "--option": ["", " ", "x", "=", "=1", "no_such_option=1"],
@@ -181,17 +185,20 @@ def test_wrong_values_of_every_option(command: str, name: str) -> None:
             assert_refused(result, command, name, value, given)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "events replay recording.jsonl tcp://127.0.0.1:99999",
-        "events record x fine.jsonl --seconds=0",
-        "events validate x",
-        "events tail \udce9",
-    ],
-)
-def test_wrong_endpoints(arguments: str) -> None:
-    assert_refused(CliRunner().invoke(cli, arguments.split()))
+@pytest.mark.parametrize(("section", "given", "part"), read_cases("refused.txt"))
+def test_a_refused_command_names_the_reason(section: str, given: str, part: str) -> None:
+    commands, _, common = section.partition(" ")
+    args, _, file = given.partition("@ ")
+    name, fields = re.fullmatch(r"([^{\[]*)(.*)", file).groups()  # type: ignore[union-attr]
+    if fields:
+        base = json.loads(MODELS.read_text())[name.strip()] if name else {}
+        value = json.loads(fields)
+        Path("file.json").write_text(json.dumps(base | value if name else value))
+    for command in commands.split(","):
+        result = run(command, *shlex.split(f"{common} {args}"))
+        assert_refused(result, command, given)
+        assert part in result.stderr
+        assert len(result.stderr) < 400
 
 
 @pytest.mark.parametrize(

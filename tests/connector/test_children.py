@@ -15,10 +15,7 @@ from kvview import (
     CanonicalKVCaches,
     Connector,
     ConnectorConfig,
-    EngineFacts,
-    GPUBlockPoolView,
     RequestInfo,
-    SchedulerConnector,
     WorkerConnector,
 )
 from kvview.testing.connector import (
@@ -30,8 +27,8 @@ from kvview.testing.connector import (
     simulate,
 )
 from kvview_reference.connector import MultiConnector
-from kvview_reference.connector.multi import MultiScheduler, MultiWorker
-from tests.mutants.example import Host
+from kvview_reference.connector.multi import MultiWorker
+from tests.connector.unusual import Host
 
 CHILDREN = {
     "connectors": [
@@ -49,67 +46,6 @@ def laws_of(connector: type[Connector], seeds: int = 6, **more: Any) -> set[str]
 @pytest.mark.slow
 def test_a_multi_connector_that_passes_all_calls_on_is_green() -> None:
     assert laws_of(MultiConnector, 12, options=CHILDREN) == set()
-
-
-class ForgetsACall(MultiScheduler):
-    """Does not pass one call on to its children."""
-
-    forgets = ""
-
-    @override
-    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        if self.forgets != "bind":
-            super().bind_gpu_block_pool_view(view)
-
-    @override
-    def on_engine_ready(self, facts: EngineFacts) -> None:
-        if self.forgets != "ready":
-            super().on_engine_ready(facts)
-
-    @override
-    def on_blocks_allocated(
-        self, request: RequestInfo, block_ids: BlockIds, num_computed: int, num_external: int
-    ) -> None:
-        if self.forgets != "blocks" or num_external:
-            super().on_blocks_allocated(request, block_ids, num_computed, num_external)
-
-    @override
-    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        if self.forgets != "preempted":
-            super().on_request_preempted(request, block_ids)
-
-    @override
-    def reset_cache(self) -> bool:
-        return super().reset_cache() or self.forgets == "refused"
-
-    @override
-    def has_pending_work(self) -> bool:
-        return self.forgets != "pending" and super().has_pending_work()
-
-
-@pytest.mark.parametrize(
-    ("forgets", "law"),
-    [
-        ("bind", "CONN-1"),
-        ("ready", "CONN-1"),
-        ("blocks", "CONN-1"),
-        ("preempted", "CONN-1"),
-        ("refused", "CONN-2"),
-        ("pending", "CONN-3"),
-    ],
-)
-def test_a_child_that_misses_a_call_is_found(forgets: str, law: str) -> None:
-    scheduler = type("Scheduler", (ForgetsACall,), {"forgets": forgets})
-
-    class Multi(MultiConnector):
-        @override
-        def make_scheduler(self) -> SchedulerConnector:
-            made: SchedulerConnector = scheduler(
-                [child.make_scheduler() for child in self.children], self.names
-            )
-            return made
-
-    assert law in laws_of(Multi, 8, options=CHILDREN)
 
 
 def with_halves(**halves: type) -> type[Connector]:

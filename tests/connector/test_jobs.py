@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from kvview import (
     CacheGeometry,
-    Connector,
-    ConnectorConfig,
     ConnectorError,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     RequestInfo,
-    SchedulerConnector,
-    StepInfo,
     StepPlan,
     TransferJob,
     TransferResult,
-    WorkerConnector,
 )
 from kvview.connector.job_tracker import EndedJob, JobTracker, check_promise
-from kvview_reference.engine import Engine
 
 HOST, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([1], [1], [0])
 
@@ -53,13 +46,21 @@ def done(job_id: int, success: bool = True) -> TransferResult:
     return TransferResult(job_id, success)
 
 
-def test_a_job_id_in_flight_is_refused() -> None:
-    book = JobTracker()
-    begin(book, StepPlan(stores=[store(1)]))
-    assert refused(book, StepPlan(stores=[store(1)])).startswith("CONN-5: job id 1 is in flight")
-    assert refused(book, StepPlan(stores=[store(2), store(2)])).startswith("CONN-5: job id 2")
-    book.end(done(1))
-    begin(book, StepPlan(stores=[store(1)]))
+def test_a_block_is_moved_when_every_worker_moved_it() -> None:
+    tracker = JobTracker(num_workers=3)
+    begin(tracker, StepPlan(stores=[store(1)]))
+    for rank, moved in enumerate([[True, True, False], [False, True, True]]):
+        assert tracker.end(TransferResult(1, False, moved=moved), rank) is None
+    ended = tracker.end(done(1), rank=2)
+    assert ended is not None
+    assert not ended.result.success
+    assert ended.result.moved == [False, True, False]
+    begin(tracker, StepPlan(stores=[store(2)]))
+    tracker.end(TransferResult(2, False, moved=[True]), 0)
+    tracker.end(TransferResult(2, False), 1)
+    ended = tracker.end(done(2), 2)
+    assert ended is not None
+    assert ended.result.moved is None
 
 
 def test_a_promise_needs_its_load_in_the_same_plan() -> None:
@@ -112,16 +113,6 @@ def test_a_request_waits_for_its_last_load() -> None:
     assert (list(book), list(book.jobs())) == ([], [])
 
 
-def test_a_failed_load_says_nothing_of_the_next_request_with_its_id() -> None:
-    book = JobTracker()
-    for job_id, success in enumerate([False, True]):
-        book.promise("r", 16)
-        begin(book, StepPlan(loads=[load(job_id)]))
-        ended = book.end(done(job_id, success))
-        assert ended is not None
-        assert ended.load_failed is not success
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "is_kept"), [(0, True), (16, True), (-16, False), (8, False), (48, False)]
 )
@@ -137,47 +128,3 @@ def test_a_promise_ends_at_a_block_and_leaves_a_token(num_tokens: int, is_kept: 
 
 
 # --- a plan with more than jobs (kvview.StepPlan) ---
-
-
-@dataclass(frozen=True)
-class Drops(StepPlan):
-    dropped: Sequence[str] = ()
-
-
-class Busy(SchedulerConnector):
-    def plan_step(self, step: StepInfo) -> StepPlan:
-        return Drops(dropped=["a key"])
-
-    def has_pending_work(self) -> bool:
-        return True
-
-
-class Receives(WorkerConnector):
-    def __init__(self) -> None:
-        self.plans: list[StepPlan] = []
-
-    def start_plan(self, plan: StepPlan) -> None:
-        self.plans.append(plan)
-
-
-class DropsKeys(Connector):
-    def make_scheduler(self) -> SchedulerConnector:
-        return Busy()
-
-    def make_worker(self) -> WorkerConnector:
-        return Receives()
-
-
-def test_a_plan_without_jobs_reaches_the_worker_and_is_no_work() -> None:
-    geometry = CacheGeometry.single(16)
-    engine = Engine(geometry, DropsKeys(ConnectorConfig(geometry)), num_gpu_blocks=8)
-    assert isinstance(engine.worker_connector, Receives)
-    engine.step()
-    assert engine.worker_connector.plans == [Drops(dropped=["a key"])]
-
-    def run() -> None:
-        for _ in range(1100):
-            engine.step()
-
-    with pytest.raises(ConnectorError, match="has_pending_work was true"):
-        run()

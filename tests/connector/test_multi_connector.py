@@ -116,36 +116,6 @@ def test_a_child_can_not_give_back_what_another_holds() -> None:
     assert pool_view.held_blocks() == {}
 
 
-def test_leases_of_a_silent_child_expire_with_the_steps() -> None:
-    seconds = 0.0
-    pool_view = GuardedView(BlockPool(8).view("engine"), clock=lambda: seconds)
-    child = Holder()
-    multi = MultiScheduler([child])
-    multi.bind_gpu_block_pool_view(pool_view)
-    child.view.lease([3], ttl=5)
-    multi.plan_step(StepInfo([], []))
-    assert pool_view.held_blocks() == {3: 1}
-    seconds = 6.0
-    multi.plan_step(StepInfo([], []))
-    assert pool_view.held_blocks() == {}
-
-
-def test_a_multi_connector_may_hold_a_multi_connector() -> None:
-    lazy = {"connector": "kvview_reference.connector:LazyOffloadConnector"}
-    inner = {
-        "connector": "kvview_reference.connector:MultiConnector",
-        "options": {"connectors": [lazy, lazy]},
-    }
-    engine = Engine(
-        FULL, multi(inner, lazy), num_gpu_blocks=20, page_bytes=16, max_tokens_per_step=16
-    )
-    for wave in range(2):
-        run(engine, [f"{wave}.{i}" for i in range(8)])
-    assert engine.stats.loaded_blocks > 0
-    assert engine.stats.mismatches == 0
-    assert engine.shutdown() == {}
-
-
 # --- jobs and plans ---
 
 
@@ -314,20 +284,3 @@ def test_event2_only_promises_of_children_that_give_events_are_advertised() -> N
         assert len(list(scheduler.take_events())) == (child is says), "one key in one medium"
     assert list(scheduler.take_events()) == []
     assert [is_silent(name) for name in names] == [True, False, False, True, True]
-
-
-class Answers(SchedulerConnector):
-    def __init__(self, answer: bool) -> None:
-        self.answer = answer
-        self.was_asked = False
-
-    def reset_cache(self) -> bool:
-        self.was_asked = True
-        return self.answer
-
-
-@pytest.mark.parametrize("answers", [[True, True], [False, True], [True, False]])
-def test_reset_asks_every_child(answers: list[bool]) -> None:
-    children = [Answers(answer) for answer in answers]
-    assert MultiScheduler(children).reset_cache() == all(answers)
-    assert all(child.was_asked for child in children)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.connector_hits import Counting
 from examples.host_cache import HostCacheConnector
 from kvview import (
     CacheGeometry,
@@ -21,10 +20,9 @@ from kvview import (
     OffloadKey,
     PinBudgetExceeded,
     RequestInfo,
-    RequestStep,
     SchedulerConnector,
     StepInfo,
-    SupportsGiveBack,
+    StepPlan,
 )
 from kvview_reference.connector import (
     LazyOffloadConnector,
@@ -33,7 +31,6 @@ from kvview_reference.connector import (
     OffloadConnector,
     OffloadScheduler,
 )
-from kvview_reference.engine import Engine
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.pool import BlockPool
 from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
@@ -42,6 +39,39 @@ from kvview_reference.replay.workload import generate_trace
 BLOCK_SIZE = 512
 GEOMETRY = CacheGeometry.single(4)
 CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, HostCacheConnector]
+
+
+class Counting:
+    """Counts the full blocks that the engine computes, and keeps the scheduler half."""
+
+    def __init__(self) -> None:
+        self.num_computed = 0
+        self.scheduler: Any = None
+
+    def around(self, connector: type[Connector]) -> type[Connector]:
+        """Make a counting subclass of a connector."""
+        watch = self
+
+        class Watched(connector):  # type: ignore[misc,valid-type]
+            def make_scheduler(self) -> Any:
+                half = super().make_scheduler()
+                watch.scheduler, plan_step = half, half.plan_step
+                groups = self.config.geometry.groups
+
+                def counted(step: StepInfo) -> StepPlan:
+                    for running in step.scheduled:
+                        first = running.num_computed_tokens
+                        last = first + running.num_scheduled_tokens
+                        for group in groups:
+                            full = last // group.block_size - first // group.block_size
+                            watch.num_computed += full
+                    plan: StepPlan = plan_step(step)
+                    return plan
+
+                half.plan_step = counted
+                return half
+
+        return Watched
 
 
 def run(
@@ -205,56 +235,6 @@ def test_nothing_is_held_while_free_blocks_are_short(connector: type[Connector])
     assert bench.end(20) == 0  # 3 are free, an engine of 64 keeps 4
     bench.pool.free_blocks(others)
     assert bench.end(20) == 20
-
-
-@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
-def test_a_tier_of_no_blocks_holds_and_loads_nothing(connector: type[Connector]) -> None:
-    bench = Bench(connector, cpu_blocks=0)
-    assert bench.end(20) == 0
-    assert bench.guard.held_blocks() == {}
-    engine = Engine(
-        GEOMETRY, connector(ConnectorConfig(GEOMETRY, {"cpu_blocks": 0})), num_gpu_blocks=20
-    )
-    assert engine.shutdown() == {}
-
-
-def test_the_blocks_of_a_step_are_held_in_it_and_stored_in_the_next() -> None:
-    """A window gives blocks back between the two; a decode step has its hash in the next."""
-    bench = Bench(OffloadConnector)
-    request, table = bench.request(6)
-    started = RequestInfo("r", 25, request.block_hashes[:5], 0)
-    step = StepInfo([RequestStep(started, table, 0, 24)])
-    assert bench.half.plan_step(step).stores == []
-    assert set(bench.guard.held_blocks()) == set(table[0][:5])
-    (job,) = bench.half.plan_step(StepInfo([RequestStep(request, table, 24, 1)])).stores
-    assert job.src.block_ids == table[0][:5]
-    assert set(bench.guard.held_blocks()) == set(table[0])
-    (job,) = bench.half.plan_step(StepInfo()).stores
-    assert job.src.block_ids == table[0][5:]
-
-
-def test_pool12_the_view_of_the_reference_gives_back() -> None:
-    """Hashed blocks at the head are evicted, events and all, and walks go past both ends."""
-    pool = BlockPool(12, enable_events=True)
-    view = pool.view("test")
-    assert isinstance(view, SupportsGiveBack)
-    blocks = pool.allocate_blocks(6)
-    keys = chain_hashes(range(6))
-    pool.cache_blocks(blocks, keys, block_size=4)
-    pool.free_blocks(blocks)
-    for _ in range(100):  # more than the queue keeps stale entries for
-        view.touch_blocks(blocks[2:4])
-        view.give_back_blocks(blocks[2:4])
-    order = [*blocks[2:4], *(block for block in blocks if block not in blocks[2:4])]
-    assert [block for block, _ in view.iter_free_block_ids_with_hash()] == order
-    pool.take_events()
-    assert pool.allocate_blocks(1) == blocks[2:3]
-    assert [event.block_hashes for event in pool.take_events()] == [[keys[2]]]  # type: ignore[union-attr]
-    assert [block for block, _ in view.iter_free_block_ids_with_hash()] == order[1:]
-    pool.free_blocks(blocks[2:3])
-    assert pool.reset_prefix_cache()
-    assert list(view.iter_free_block_ids_with_hash()) == []
-    assert len(pool.allocate_blocks(11)) == 11
 
 
 def test_lazy_needs_a_view_that_gives_back_and_a_tier_of_the_pools_size() -> None:

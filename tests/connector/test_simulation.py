@@ -32,7 +32,6 @@ from kvview.testing.connector import (
     Step,
     check_connector,
     generate_scenario,
-    replay_seed,
     simulate,
 )
 from kvview.testing.connector.aging import grows
@@ -40,8 +39,6 @@ from kvview.testing.connector.coverage import not_exercised, table_of_cells
 from kvview.testing.connector.generate import steady_scenario
 from kvview.testing.connector.invariants import (
     InvariantBroken,
-    check_conservation,
-    check_free_list,
 )
 from kvview.testing.connector.memory import TierKeys
 from kvview.testing.page import write_report
@@ -49,17 +46,11 @@ from kvview.urls import DOCS_URL
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.connector.unusual import UNUSUAL
-from tests.mutants import aging, example, several, tier, worker
-from tests.mutants import connector as connectors
-from tests.mutants.connector import (
-    AtTheEnd,
-    CountsFailedLoads,
-    EagerConnector,
-    FreesWhenPlanned,
-    LeaksFailedStores,
-    WalkingConnector,
-)
-from tests.mutants.example import PinsByRequest
+from tests.mutants.connector import MUTANTS, load_named
+from tests.mutants.connector.each_step import EachStep
+from tests.mutants.connector.late import Flaky, Late
+from tests.mutants.connector.two import Two
+from tests.mutants.connector.walker import Walker
 from tests.mutants.leasing import (
     LeasesAndTouches,
     LeasesForAWhile,
@@ -67,15 +58,8 @@ from tests.mutants.leasing import (
     LeasesForLong,
     RenewsForever,
 )
-from tests.mutants.several import Two
-from tests.mutants.worker import InAnyOrder, Threaded
-from tests.vllm.wrong_connectors import Flaky
 
-MUTANTS = [
-    *(*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS),
-    *(*worker.MUTANTS, *tier.MUTANTS, *aging.MUTANTS),
-]
-
+FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
 LAZY = "kvview_reference.connector:LazyOffloadConnector"
 EAGER = "kvview_reference.connector:OffloadConnector"
 CHILDREN = [
@@ -89,9 +73,8 @@ SILENT = {"cpu_blocks": 40}
 
 
 RIGHT: list[type[Connector]] = [
-    *(OffloadConnector, LazyOffloadConnector, HostCacheConnector),
-    *(WalkingConnector, EagerConnector, AtTheEnd, Two, Connector),
-    *(LeasesForAWhile, LeasesForLong, Threaded, InAnyOrder),
+    *(OffloadConnector, LazyOffloadConnector, HostCacheConnector, Connector),
+    *(Walker, EachStep, Late, Two, LeasesForAWhile, LeasesForLong),
     *UNUSUAL,
 ]
 
@@ -146,7 +129,7 @@ def test_the_default_seeds_cover_every_event_and_every_cell() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.name))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     broken = mutant.first_failure()
     assert broken is not None, "no seed showed it"
@@ -190,7 +173,7 @@ def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", [OffloadConnector, Two, CountsFailedLoads])
+@pytest.mark.parametrize("connector", [OffloadConnector, Two, LEAKS])
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))
@@ -215,22 +198,13 @@ def test_a_seed_gives_the_same_run_in_another_process() -> None:
     assert output == f"{here}\n"
 
 
-@pytest.mark.slow
-def test_a_failure_is_replayed_by_its_seed() -> None:
-    report = check_connector(LeaksFailedStores, seeds=25, keep_going=True, max_shrink_runs=0)
-    for failure in report.failures[:3]:
-        again = replay_seed(LeaksFailedStores, failure.seed, max_shrink_runs=0)
-        assert again == failure
-    assert replay_seed(OffloadConnector, 3) is None
-
-
 # --- shrinking ---
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("connector", "law"),
-    [(LeaksFailedStores, "CONN-4"), (FreesWhenPlanned, "CONN-6"), (PinsByRequest, "CONN-5")],
+    [(LEAKS, "CONN-4"), (FREES, "CONN-6"), (load_named("JobIdsByRequest"), "CONN-5")],
 )
 def test_the_first_failure_is_shrunk_to_a_script_that_fails(
     connector: type[Connector], law: str
@@ -265,7 +239,7 @@ def test_a_scenario_by_hand() -> None:
 def test_a_report_shows_seeds_laws_and_a_script() -> None:
     seen: list[tuple[int, int]] = []
     report = check_connector(
-        FreesWhenPlanned,
+        FREES,
         seeds=3,
         first_seed=5,
         keep_going=True,
@@ -298,7 +272,7 @@ def test_ctrl_c_leaves_the_summary_so_far() -> None:
 
 
 def test_the_page_is_one_file_with_a_picture(tmp_path: Path) -> None:
-    report = run_checks(FreesWhenPlanned, seeds=3, keep_going=True)
+    report = run_checks(FREES, seeds=3, keep_going=True)
     write_report(tmp_path / "report.html", report)
     page = (tmp_path / "report.html").read_text()
     failure = report.failures[0].failure
@@ -317,15 +291,6 @@ def test_the_page_is_one_file_with_a_picture(tmp_path: Path) -> None:
 
 
 # --- the invariants and the model alone ---
-
-
-def test_invariants_name_the_law_and_the_blocks() -> None:
-    with pytest.raises(InvariantBroken, match=r"POOL-2: blocks \[3\]"):
-        check_free_list([3, 4, 3], {3: 0, 4: 0})
-    with pytest.raises(InvariantBroken, match=r"POOL-1: .*\[4\] are queued and referred to"):
-        check_free_list([3, 4], {3: 0, 4: 1})
-    with pytest.raises(InvariantBroken, match="CONN-4: block 1 has 2 references: 1 of requests"):
-        check_conservation({1: 2}, {1: 1}, {})
 
 
 def promised(keys: TierKeys, request: RequestInfo, num_tokens: int) -> None:

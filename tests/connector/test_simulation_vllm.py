@@ -16,6 +16,7 @@ with warnings.catch_warnings():
 
 from examples.host_cache import HostCacheConnector
 from kvview import Connector, ConnectorConfig, UnsupportedEngineError
+from kvview.targets import target_of
 from kvview.testing import Mutant
 from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, replay_seed, simulate
@@ -23,7 +24,6 @@ from kvview.testing.connector.coverage import not_exercised
 from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
-from tests.mutants import example, several
 from tests.mutants.leasing import (
     LeasesAndTouches,
     LeasesForAWhile,
@@ -34,11 +34,7 @@ from tests.mutants.leasing import (
 
 # CONN-5 is left to the reference engine: here an id comes again only when no step has it.
 # So is CONN-13: pools are smaller here, and there is never room for all.
-MUTANTS = [
-    mutant
-    for mutant in (*connectors.MUTANTS, *example.MUTANTS, *several.MUTANTS)
-    if mutant.law not in ("CONN-5", "CONN-13")
-]
+MUTANTS = [mutant for mutant in connectors.MUTANTS if mutant.law not in ("CONN-5", "CONN-13")]
 
 SEEDS = 15
 """Seeds in which every one of them must show itself."""
@@ -84,8 +80,9 @@ def test_a_hold_without_a_deadline_is_found(
 
 
 def test_a_failure_is_shrunk_to_a_script_that_fails(engines: VLLMEngines) -> None:
+    connector = connectors.load_named("FreesAtPlan")
     found = (
-        replay_seed(connectors.FreesWhenPlanned, seed, engines=engines, max_shrink_runs=150)
+        replay_seed(connector, seed, engines=engines, max_shrink_runs=150)
         for seed in range(SEEDS)
         if generate_scenario(seed).worker_half == "job_by_job"  # threads shrink slowly
     )
@@ -98,7 +95,7 @@ def test_a_failure_is_shrunk_to_a_script_that_fails(engines: VLLMEngines) -> Non
 
 def test_the_command_runs_the_installed_vllm(tmp_path: Path) -> None:
     page, report = tmp_path / "page.html", tmp_path / "report.json"
-    target = f"{connectors.__file__}:LeaksFailedStores"
+    target = str(target_of(connectors.load_named("NeverFreesAfterFailure")))
     arguments = ["--engine", "vllm", "--seeds", "3", "--json", str(report), "--report", str(page)]
     result = CliRunner().invoke(check_command, [target, *arguments])
     assert result.exit_code == 1, result.output

@@ -20,13 +20,13 @@ from kvview.testing.connector.coverage import (
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview.testing.placeholders import in_size
-from tests.connector.unusual import Unusual
+from tests.connector.unusual import Host
 
 FEW_SEEDS = 8
 HEADER_BYTES = 10_000
 
 
-class OwnOption(Unusual):
+class OwnOption(Host):
     """The example, with an option of another name."""
 
     at_least = 0
@@ -39,7 +39,7 @@ class OwnOption(Unusual):
         super().__init__(ConnectorConfig(config.geometry, {"cpu_blocks": size}))
 
 
-class HasHeaders(Unusual):
+class HasHeaders(Host):
     """Stores as many blocks as fit in so many bytes, each with a header, and then no more."""
 
     class scheduler(HostCacheScheduler):
@@ -83,7 +83,7 @@ class MixesPagesUp(OwnOption):
 
 
 def check(
-    connector: type[Unusual], seeds: int = FEW_SEEDS, first_seed: int = 0, **options: object
+    connector: type[Host], seeds: int = FEW_SEEDS, first_seed: int = 0, **options: object
 ) -> ConnectorRuns:
     return check_connector(
         connector, seeds=seeds, first_seed=first_seed, options=options, max_shrink_runs=0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from examples.host_cache import HostCacheConnector, HostCacheWorker
 from kvview import (
     BlockHash,
     ConfigError,
@@ -28,11 +29,9 @@ from kvview.testing.connector.kv_bytes import KVBytes
 from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
 from kvview_reference.transfer import worker
-from tests.mutants.connector import Offload
-from tests.mutants.worker import Threaded, ThreadedWorker
 
 
-class SharesThroughSelf(Offload):
+class SharesThroughSelf(OffloadConnector):
     """Its worker half finds the options where the scheduler half left them."""
 
     def make_scheduler(self) -> SchedulerConnector:
@@ -66,10 +65,10 @@ def test_an_option_that_does_not_pickle_is_named() -> None:
         check_connector(TakesAnything, seeds=1, options={"lock": threading.Lock()})
 
 
-def run_in_a_process(worker: type[ThreadedWorker]) -> str:
+def run_in_a_process(worker: type[HostCacheWorker]) -> str:
     """The failure of a worker half in a child process; its class is defined in a function."""
 
-    class Local(Threaded):
+    class Local(HostCacheConnector):
         def make_worker(self) -> WorkerConnector:
             return worker(self.cpu_blocks)
 
@@ -96,12 +95,12 @@ def test_a_load_may_still_write_while_blocks_are_compared(
     assert simulate(OffloadConnector, played).failure is None
 
 
-class Dies(ThreadedWorker):
+class Dies(HostCacheWorker):
     def start_plan(self, plan: StepPlan) -> None:
         os._exit(7)
 
 
-class Raises(ThreadedWorker):
+class Raises(HostCacheWorker):
     def wait(self, job_ids: Sequence[int]) -> None:
         raise OSError("no disk")
 
@@ -109,7 +108,7 @@ class Raises(ThreadedWorker):
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
-        (ThreadedWorker, "None"),
+        (HostCacheWorker, "None"),
         (Dies, "CONN-3: the process of the worker half died in start_plan, exit code 7"),
         (
             Raises,
@@ -117,7 +116,7 @@ class Raises(ThreadedWorker):
         ),
     ],
 )
-def test_a_child_process_reports_its_failure(worker: type[ThreadedWorker], message: str) -> None:
+def test_a_child_process_reports_its_failure(worker: type[HostCacheWorker], message: str) -> None:
     assert re.match(message, run_in_a_process(worker))
 
 

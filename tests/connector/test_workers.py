@@ -27,11 +27,12 @@ from kvview.testing.connector.first_seeds import FIRST_SEEDS, in_order
 from kvview.testing.connector.process import can_fork
 from kvview.testing.connector.workers import Died, default_processes, workers
 from kvview_reference.connector import OffloadConnector
-from tests.mutants.connector import LeaksFailedStores
+from tests.mutants.connector import load_named
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="no fork")
 
 PARENT = os.getpid()
+LEAKS = load_named("NeverFreesAfterFailure")
 
 
 def on_finish(act: Callable[[], object]) -> type[Connector]:
@@ -121,7 +122,7 @@ def test_no_fork_beside_other_threads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", [OffloadConnector, LeaksFailedStores])
+@pytest.mark.parametrize("connector", [OffloadConnector, LEAKS])
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_the_number_of_processes_changes_nothing(
     connector: type[Connector], keep_going: bool
@@ -138,7 +139,7 @@ def test_the_number_of_processes_changes_nothing(
     assert [(f.seed, f.script) for f in one.failures] == [
         (f.seed, f.script) for f in other.failures
     ]
-    assert bool(one.failures) == (connector is LeaksFailedStores)
+    assert bool(one.failures) == (connector is LEAKS)
     if one.failures:
         assert one.num_seeds == 7 if keep_going else one.num_seeds < 7
         assert keep_going or len(one.failures) == 1

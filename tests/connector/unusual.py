@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,145 +9,40 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from examples.host_cache import HostCacheScheduler, HostCacheWorker
+from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
 from kvview import (
-    BlockHash,
-    BlockIds,
     CanonicalKVCaches,
     ComputeEvent,
     Connector,
     ConnectorConfig,
     CPULoadStoreSpec,
-    FinishReason,
     GPULoadStoreSpec,
-    Lease,
     LoadStoreSpec,
-    RequestInfo,
+    SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsLeases,
-    SupportsPinBudget,
     TransferJob,
     TransferResult,
     WorkerConnector,
 )
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions
-from tests.mutants.example import Host
+from tests.mutants import connector as connectors
+from tests.mutants.connector import load_variants
 
 
-class Unusual(Host):
-    """A right connector over the example."""
+class Host(HostCacheConnector):
+    """The example, with places for other halves."""
 
+    scheduler: ClassVar[type[HostCacheScheduler]] = HostCacheScheduler
+    worker: ClassVar[type[Any]] = HostCacheWorker
 
-class HoldsForSixtySteps(Unusual):
-    """Blocks of two stores stay held for sixty steps after their end."""
+    def make_scheduler(self) -> SchedulerConnector:
+        return self.scheduler(self.config, self.cpu_blocks)
 
-    class scheduler(HostCacheScheduler):
-        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
-            super().__init__(config, cpu_blocks)
-            self.num_steps = 0
-            self.kept: list[tuple[int, list[int]]] = []
-
-        @override
-        def release(self, gpu_blocks: list[int]) -> None:
-            if len(self.kept) < 2:
-                self.kept.append((self.num_steps, gpu_blocks))
-            else:
-                super().release(gpu_blocks)
-
-        def release_since(self, step: int) -> None:
-            while self.kept and self.kept[0][0] <= step:
-                super().release(self.kept.pop(0)[1])
-
-        @override
-        def plan_step(self, step: StepInfo) -> StepPlan:
-            self.num_steps += 1
-            self.release_since(self.num_steps - 60)
-            return super().plan_step(step)
-
-        @override
-        def has_pending_work(self) -> bool:
-            return super().has_pending_work() or bool(self.kept)
-
-        @override
-        def reset_cache(self) -> bool:
-            self.release_since(self.num_steps)
-            return super().reset_cache()
-
-        @override
-        def shutdown(self) -> None:
-            super().shutdown()
-            self.release_since(self.num_steps)
-
-
-class LoadsOnlyMuch(Unusual):
-    """Loads only five scheduler blocks or more."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
-            promised = super().match_prefix(request, num_computed_tokens)
-            return promised if promised >= 5 * self.geometry.scheduler_block_size else 0
-
-
-class LoadsTheSecondTime(Unusual):
-    """Computes a prompt the first time, and loads it the second time."""
-
-    class scheduler(HostCacheScheduler):
-        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
-            super().__init__(config, cpu_blocks)
-            self.asked: Counter[BlockHash] = Counter()
-
-        @override
-        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
-            promised = super().match_prefix(request, num_computed_tokens)
-            if promised:
-                last = request.block_hashes[promised // self.geometry.hash_block_size - 1]
-                self.asked[last] += 1
-                if self.asked[last] == 1:
-                    return 0
-            return promised
-
-
-class AnswersLater(Unusual):
-    """Returns None once for each request, so the engine calls again in a later step."""
-
-    class scheduler(HostCacheScheduler):
-        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
-            super().__init__(config, cpu_blocks)
-            self.asked: set[str] = set()
-
-        @override
-        def match_prefix(  # type: ignore[override]
-            self, request: RequestInfo, num_computed_tokens: int
-        ) -> int | None:
-            if request.request_id not in self.asked:
-                self.asked.add(request.request_id)
-                return None
-            self.asked.discard(request.request_id)
-            return super().match_prefix(request, num_computed_tokens)
-
-        @override
-        def on_request_finished(
-            self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-        ) -> None:
-            self.asked.discard(request.request_id)
-            super().on_request_finished(request, block_ids, reason)
-
-
-class PromisesLess(Unusual):
-    """Promises one scheduler block, although it has more."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
-            geometry = self.geometry
-            num_tokens = num_computed_tokens + geometry.scheduler_block_size
-            return super().match_prefix(
-                replace(request, num_tokens=min(request.num_tokens, num_tokens + 1)),
-                num_computed_tokens,
-            )
+    def make_worker(self) -> WorkerConnector:
+        worker: WorkerConnector = self.worker(self.cpu_blocks)
+        return worker
 
 
 class StoresTheThirdTime(OffloadConnector):
@@ -160,18 +54,7 @@ class StoresTheThirdTime(OffloadConnector):
         self.options = options.model_copy(update={"store_threshold": 3})
 
 
-class DropsAll(Unusual):
-    """Drops its tier when the engine preempts."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-            self.num_reused.pop(request.request_id, None)
-            for key in [key for key in self.slots if key not in self.loading]:
-                self.free_slots.append(self.slots.pop(key))
-
-
-class OneJobPerBlock(Unusual):
+class OneJobPerBlock(Host):
     """Plans one job per block, and joins their results."""
 
     class scheduler(HostCacheScheduler):
@@ -222,7 +105,7 @@ class ShelfSpec:
     names: tuple[str, ...]
 
 
-class OwnMedium(Unusual):
+class OwnMedium(Host):
     """Stores by name, on a medium of its own."""
 
     class scheduler(HostCacheScheduler):
@@ -279,98 +162,7 @@ def shelf(spec: LoadStoreSpec) -> ShelfSpec:
     return ShelfSpec(tuple(f"page {page}" for page in spec.block_ids))
 
 
-@dataclass(frozen=True)
-class PlanWithNotes(StepPlan):
-    """A plan with notes besides its jobs."""
-
-    notes: tuple[str, ...] = ()
-
-
-class OwnPlan(Unusual):
-    """A plan of a class of its own, with more in it."""
-
-    class scheduler(HostCacheScheduler):
-        num_plans = 0
-
-        @override
-        def plan_step(self, step: StepInfo) -> StepPlan:
-            plan = super().plan_step(step)
-            self.num_plans += 1
-            return PlanWithNotes(plan.loads, plan.stores, (f"plan {self.num_plans}",))
-
-    class worker(HostCacheWorker):
-        num_plans = 0
-
-        @override
-        def start_plan(self, plan: StepPlan) -> None:
-            assert isinstance(plan, PlanWithNotes)
-            self.num_plans += 1
-            assert plan.notes == (f"plan {self.num_plans}",), "a plan did not arrive"
-            super().start_plan(plan)
-
-
-class LeasingScheduler(HostCacheScheduler):
-    """Stores, and leases the first block of finished requests to a later reader."""
-
-    ttl = 3.0
-
-    def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
-        super().__init__(config, cpu_blocks)
-        self.leases: list[Lease] = []
-
-    @override
-    def on_request_finished(
-        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-    ) -> None:
-        super().on_request_finished(request, block_ids, reason)
-        assert isinstance(self.view, SupportsLeases)
-        if isinstance(self.view, SupportsPinBudget) and not self.view.num_pinnable_blocks():
-            return
-        self.leases = [lease for lease in self.leases if lease.is_active]
-        for block in [block for table in block_ids for block in table if block][:1]:
-            self.leases.append(self.view.lease([block], job=request.request_id, ttl=self.ttl))
-
-    @override
-    def shutdown(self) -> None:
-        super().shutdown()
-        for lease in self.leases:
-            lease.release()
-
-
-class Produces(Unusual):
-    """Stores, holds blocks of finished requests for a later reader, and never loads."""
-
-    class scheduler(LeasingScheduler):
-        @override
-        def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
-            return 0
-
-
-class HoldsForLong(Unusual):
-    """Keeps blocks of finished requests on the GPU for a minute."""
-
-    class scheduler(LeasingScheduler):
-        ttl = 60.0
-
-
-class KeepsWhatMoved(Unusual):
-    """Keeps the blocks of a failed store that were moved nevertheless."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-            for result in results:
-                if result.moved is not None:
-                    slots, _ = self.stores[result.job_id]
-                    for key, is_moved in zip(list(slots), result.moved, strict=True):
-                        if is_moved:
-                            self.slots[key] = slots.pop(key)
-            super().on_transfers_finished(results)
-
-
 UNUSUAL: list[type[Connector]] = [
-    *(LoadsOnlyMuch, LoadsTheSecondTime, AnswersLater, PromisesLess, StoresTheThirdTime),
-    *(DropsAll, OneJobPerBlock, OwnMedium, OwnPlan, Produces, HoldsForLong),
-    HoldsForSixtySteps,
-    KeepsWhatMoved,
+    *(variant.load() for variant in load_variants(connectors.UNUSUAL)),
+    *(StoresTheThirdTime, OneJobPerBlock, OwnMedium),
 ]

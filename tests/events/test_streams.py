@@ -521,21 +521,6 @@ def test_tail_prints_a_line_for_each_event(recorded: Any) -> None:
     ]
 
 
-def test_wrong_inputs_are_one_line(recorded: Any, tmp_path: Path) -> None:
-    for args, said in (
-        (("validate", tmp_path / "none.jsonl"), "No such file"),
-        (("validate", recorded(), "--replay-from", "tcp://a:1"), "need an endpoint"),
-        (("validate", recorded(), "--consumer", "x"), "is unknown; expected dynamo"),
-        (("validate", recorded(), "--format", "x"), "wire format 'x' is unknown"),
-        (("validate", "bad://x"), "endpoint 'bad://x': "),
-        (("record", "tcp://127.0.0.1:9", tmp_path / "no/where"), "not a file in an existing"),
-        (("replay", recorded(), "tcp://nobody:1"), "cannot be bound"),
-    ):
-        done = run(*args)
-        assert (done.exit_code, said in done.stderr) == (2, True), done.output
-        assert done.stderr.count("\n") == 1
-
-
 def test_gaps_are_found_and_replayed() -> None:
     with Publisher(ANY_PORT, ANY_PORT) as publisher:
         for number in range(4):  # before the listener connects

@@ -6,10 +6,11 @@ import ast
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from docs.make_hooks import PAGE, page
+from docs import make_hooks, make_support_matrix
 from docs.make_laws import laws
 from kvview import BlockNotHeldError, ConfigError
 from kvview.targets import load_target
@@ -44,8 +45,9 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not broken
 
 
-def test_the_table_of_hooks_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "python docs/make_hooks.py"
+@pytest.mark.parametrize("maker", [make_hooks, make_support_matrix])
+def test_a_page_that_is_made_from_the_sources_is_up_to_date(maker: Any) -> None:
+    assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"python {maker.__file__}"
 
 
 @pytest.mark.parametrize("law", [*laws(), "POOL-*", "ENGINE", "coverage"])

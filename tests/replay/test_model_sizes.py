@@ -267,65 +267,6 @@ GROUP = {"layers": 1, "kv_heads": 1, "head_size": 8}
 WRONG = [0, -1, 1.5, "8", "", True, [], [1], {}, {"a": 1}, 10**400, float("nan"), float("inf")]
 
 
-@pytest.mark.parametrize("command", ["size", "replay"])
-@pytest.mark.parametrize(
-    ("config", "part"),
-    [
-        (LLAMA | {"num_attention_heads": 0, "num_key_value_heads": None}, "num_attention_heads"),
-        (LLAMA | {"num_hidden_layers": "32"}, "num_hidden_layers must be a whole number"),
-        (LLAMA | {"num_hidden_layers": 10**400}, "num_hidden_layers must be a whole number"),
-        (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
-        (LLAMA | {"num_hidden_layers": 10**6}, "from 1 to 10,000"),
-        (LLAMA | {"hidden_size": float("nan")}, "hidden_size must be a whole number"),
-        (LLAMA | {"num_key_value_heads": [8, 8]}, "num_key_value_heads must be a whole number"),
-        (LLAMA | {"num_attention_heads": 8192}, "num_attention_heads"),
-        (LLAMA | {"_name_or_path": ["llama"]}, "_name_or_path must be a text"),
-        (LLAMA | {"model_type": 7}, "model_type must be a text"),
-        (LLAMA | {"torch_dtype": "int3"}, "unknown dtype 'int3'"),
-        (LLAMA | {"torch_dtype": ["bfloat16"]}, "torch_dtype must be a text"),
-        (LLAMA | {"quantization_config": 7}, "quantization_config must be an object"),
-        (LLAMA | {"quantization_config": {"kv_cache_quant_algo": "INT2"}}, "kv_cache_quant"),
-        (LLAMA | {"layer_types": ["full_attention"]}, "1 layers are listed"),
-        (LLAMA | {"layer_types": "full"}, "layer_types must be a list of texts"),
-        (LLAMA | {"layer_types": ["strided_attention"] * 32}, "'strided_attention'"),
-        (LLAMA | {"layer_types": ["linear_attention"] * 32}, "linear attention is not understood"),
-        (JAMBA | {"attn_layer_offset": 8}, "attn_layer_offset must be below attn_layer_period"),
-        (JAMBA | {"attn_layer_period": 0}, "attn_layer_period must be a whole number"),
-        (CONFIGS["Nemotron-H 8B"] | {"hybrid_override_pattern": "M*X" * 17 + "M"}, "'X'"),
-        ({"text_config": {"num_hidden_layers": 2}}, "num_attention_heads is missing"),
-        ({}, "num_hidden_layers is missing"),
-        ({"model_type": "llama"}, "num_hidden_layers is missing"),
-        (LLAMA | {"model_type": "new_model", "mamba_d_state": 16}, "mamba_d_state is not underst"),
-        (LLAMA | {"index_topk": 2048}, "index_topk is not understood for model_type 'llama'"),
-        (LLAMA | {"v_head_dim": 64}, "v_head_dim is not understood"),
-        (LLAMA | {"multi_query": True}, "multi_query is not understood"),
-        (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder is not understood"),
-        (
-            {"model_type": "granitemoehybrid", "num_hidden_layers": 2},
-            "layer_types or layers_block_type is missing",
-        ),
-        ({"groups": []}, "groups must be a list of objects"),
-        ({"groups": [{"kind": "ring", "layers": 1}]}, "kind 'ring' is unknown"),
-        ({"groups": [GROUP, GROUP]}, "groups[1]: a group of kind full exists already"),
-        ({"groups": [GROUP], "window": 1}, "unknown window"),
-        ({"groups": [{"kind": "state", "layers": 1}]}, "groups[0]: state_bytes is missing"),
-        ({"groups": [{"kind": "window", "layers": 1}]}, "tokens is missing"),
-        ({"groups": [GROUP | {"layers": 0}]}, "layers must be a whole number from 1"),
-        ({"groups": [GROUP], "name": ["x"]}, "name must be a text"),
-        ({"groups": [GROUP], "dtype": 16}, "dtype must be a text"),
-        ({"groups": [GROUP], "tp": "2"}, "tp must be a whole number"),
-        ([], "not a JSON object"),
-    ],
-)
-def test_a_wrong_file_is_one_line(command: str, config: object, part: str, tmp_path: Path) -> None:
-    result = run(command, "--requests=5", "--model", _file(tmp_path, config))
-    assert result.exit_code == 2
-    assert part in result.output
-    assert result.output.startswith("kvview: ")
-    assert result.output.count("\n") == 1
-    assert len(result.output) < 400
-
-
 def _places(config: dict[str, Any]) -> Iterator[list[str]]:
     for name, value in config.items():
         yield [name]

@@ -317,26 +317,6 @@ def test_the_reports_of_the_command(tmp_path: Path) -> None:
     assert run("--requests", 50, "--json", "-").output.startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        ("--sizes 64GiB", "bytes need a model"),
-        ("--sizes many", "expected blocks, GiB or %"),
-        ("--policies mru", "unknown cache policy 'mru'; known: arc, "),
-        ("--policies json:dumps", "lacks admit, touch"),
-        ("--tp 2", "need --model"),
-        ("--prefill-rate 0", "--prefill-rate"),
-        (f"--requests {10**30}", "--requests"),
-    ],
-)
-def test_a_run_that_cannot_start_is_one_line(args: str, part: str) -> None:
-    result = run(*args.split())
-    assert result.exit_code == 2
-    assert part in result.output
-    assert result.output.startswith("kvview: ")
-    assert result.output.count("\n") == 1
-
-
 def test_damaged_input(tmp_path: Path) -> None:
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "t.jsonl"

@@ -263,7 +263,7 @@ def test_losses_are_bounded() -> None:
 # --- files ---
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b"\xef\xbb\xbf", gzip.compress(b"")])
+@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b"\xef\xbb\xbf", gzip.compress(b"", mtime=0)])
 def test_an_empty_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"cannot read trace '.*trace\.jsonl': no rows"):

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from kvview import ConfigError, Connector, RequestInfo, SchedulerConnector, StepInfo, StepPlan
+from kvview import Connector, RequestInfo, SchedulerConnector, StepInfo, StepPlan
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.testing import BoundCheck, Outcome, parametrize_with_checks, run_checks
@@ -171,30 +171,6 @@ class Connector_that_does_nothing(Connector):
         return SchedulerConnector()
 
 
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["kvview_reference.harness:pool", "--seeds", "3"], "seeds is for a connector"),
-        (["kvview_reference.harness:pool", "--engine", "vllm"], "engine is for a connector"),
-        (["kvview_reference.harness:pool", "--option", "a=1"], "options is for a connector"),
-        (["kvview_reference.harness:pool", "--hook-seconds", "1"], "is for a connector"),
-        (["kvview_reference.harness:pool", "--steps", "0"], "steps must be more than 0"),
-        ([OFFLOAD, "--select", "CONN-*x"], "matches no check"),
-        ([OFFLOAD, "--profile", "none"], "unknown profile"),
-        ([OFFLOAD, "--option", "nonsense"], "expected KEY=VALUE"),
-        ([OFFLOAD, "--option", "cpu_blokcs=3"], "cpu_blokcs"),
-        ([OFFLOAD, "--seeds", "0"], "seeds must be more than 0"),
-        ([OFFLOAD, "--engine", "none"], "there is no engine 'none'"),
-        (["--self-test", "--steps", "3"], "--steps is for a TARGET"),
-    ],
-)
-def test_nothing_is_ignored(args: list[str], told: str) -> None:
-    result = run(*args)
-    assert result.exit_code == ExitCode.COULD_NOT_RUN
-    assert told in result.output
-    assert result.output.count("\n") == 1
-
-
 def test_steps_make_runs_longer() -> None:
     short, long = (
         run_checks(OffloadConnector, seeds=1, steps=n, select=["CONN-3"]) for n in (1, 400)
@@ -202,11 +178,6 @@ def test_steps_make_runs_longer() -> None:
     assert short.runs is not None
     assert long.runs is not None
     assert long.runs.coverage["steps"] >= 400 > short.runs.coverage["steps"]
-
-
-def test_options_reach_the_connector() -> None:
-    with pytest.raises(ConfigError, match="policy"):
-        run_checks(OffloadConnector, seeds=1, options={"policy": 3})
 
 
 # --- one schema ---

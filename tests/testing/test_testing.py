@@ -28,20 +28,15 @@ from kvview.testing import (
     checks,
     checks_for,
     inspect_factory,
-    load_target,
     parametrize_with_checks,
     read_expected_failures,
     run_checks,
 )
-from kvview.testing.geometry.player import GeometryPlayer
-from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import OFFERS
-from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.profiles import Profile
-from kvview.testing.search import Player, search
+from kvview.testing.search import search
 from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
-from kvview.testing.transfer.player import TransferPlayer
 from kvview_reference import harness
 from kvview_reference.harness import ReferenceManager, ReferencePool, ReferenceTransfer
 from kvview_reference.pool import BlockPoolView
@@ -225,41 +220,12 @@ def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
     assert "prepare_store" in failure.what
 
 
-def test_ctrl_c_leaves_the_summary_so_far_and_the_seed() -> None:
-    def interrupt(result: CheckResult) -> None:
-        raise KeyboardInterrupt
-
-    select = ["check_pool_6_cost_*"]
-    report = run_checks(harness.pool, profile="soak", seed=77, select=select, on_result=interrupt)
-    assert report.is_interrupted
-    assert not report.is_clean
-    assert len(report.results) == 1 < report.num_selected
-    assert "seed 77" in report.summary()
-    assert report.verdict() == f"interrupted: 1 of {report.num_selected} checks"
-
-
 @pytest.mark.parametrize("profile", ["ci", "soak"])
 def test_only_soak_is_random(profile: str) -> None:
     select = [QUICK_CHECK]
     seeds = {run_checks(harness.pool, profile=profile, select=select).seed for _ in range(3)}
     assert seeds == {None} if profile == "ci" else len(seeds) == 3
     assert run_checks(harness.pool, profile=profile, select=select, seed=5).seed == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("player", "factory"),
-    [
-        (PoolPlayer, harness.pool),
-        (GuardPlayer, harness.guarded_pool),
-        (GeometryPlayer, harness.geometry),
-        (ManagerPlayer, harness.offloading_lru),
-        (TransferPlayer, harness.transfer),
-    ],
-)
-def test_no_false_alarm_in_fifty_seeds(player: type[Player], factory: Callable[[], Any]) -> None:
-    found = search(player, factory, Profile("test", num_examples=50, num_steps=40, seed=1000))
-    assert found.failures == {}
 
 
 def test_a_seed_finds_the_same_again() -> None:
@@ -346,20 +312,6 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     message = str(caught.value)
     for part in ("lacks free_blocks()", "touch_blocks()", "nonsense", "lacks evict()"):
         assert part in message
-
-
-@pytest.mark.parametrize(
-    ("target", "match"),
-    [
-        ("nonsense", "expected 'path/to/file.py:Name' or 'package.module:Name'"),
-        ("no.such.module:pool", "does not import: ModuleNotFoundError"),
-        ("nowhere.py:pool", "there is no file"),
-        ("kvview_reference.harness:pol", "has no 'pol'; it has: .*pool"),
-    ],
-)
-def test_targets_that_are_not_there(target: str, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        load_target(target)
 
 
 def test_expected_failures_file(tmp_path: Path) -> None:
@@ -465,28 +417,6 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
     assert "1 expected failure" in result.output
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        ("nowhere:pool",),
-        ("json:dumps",),
-        ("kvview_reference.harness:pool", "--select", "POOL-99"),
-        ("kvview_reference.harness:pool", "--profile", "long"),
-        ("kvview_reference.harness:pool", "--json", "no/such/folder/x.json"),
-        ("kvview_reference.harness:pool", "--expected-failures", "missing.txt"),
-        ("kvview_reference.harness:pool", "--self-test"),
-        ("kvview_reference.harness:pool", "--engine", "vllm"),
-    ],
-)
-def test_what_the_command_can_not_run_is_one_line_and_exit_2(args: Sequence[str]) -> None:
-    result = run(*args)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("kvview: ")
-    assert result.stderr.count("\n") == 1
-    assert not result.stdout
-
-
 def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupts(ReferencePool):
         def sized(self, num_blocks: int) -> ReferencePool:
@@ -497,13 +427,6 @@ def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == ExitCode.INTERRUPTED
     assert "seed 9" in result.output
     assert "interrupted after" in result.output
-
-
-def test_a_connector_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvview.testing.connector", None)
-    result = run("kvview_reference.connector:LazyOffloadConnector")
-    assert result.exit_code == 2
-    assert "is a connector, and checking one needs kvview.testing.connector" in result.stderr
 
 
 class NeverComesBack(ReferenceTransfer):

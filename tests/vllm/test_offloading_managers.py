@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from offloading_tiers import (  # type: ignore[import-not-found]
-    CAPACITY,
     SEAM,
     TRANSFERS_ARE_USES,
     ARCTier,
@@ -29,10 +28,7 @@ import vllm
 from kvview import (
     LookupResult,
     ReqContext,
-    SupportsRequestHooks,
-    SupportsStepHooks,
     UnsupportedEngineError,
-    fold_events,
     make_offload_key,
 )
 from kvview.testing import PROFILES, BoundCheck, ManagerPlayer, parametrize_with_checks
@@ -196,41 +192,3 @@ def test_a_reset_keeps_pages_below_a_store_threshold() -> None:
     manager.reset()
     manager.complete_store(keys(0, 1), CTX)
     assert [manager.lookup(key) for key in keys(0, 1)] == [MISS, MISS]
-
-
-def test_every_release_accepts_the_hooks() -> None:
-    manager = VLLMOffloadingManager(make_manager)
-    assert isinstance(manager, SupportsRequestHooks)
-    assert isinstance(manager, SupportsStepHooks)
-    for name in ("a", "b", "a"):  # an id is reused
-        context = ReqContext(name, {"hint": 1})
-        manager.on_new_request(context)
-        manager.on_schedule_end()
-        assert not manager.has_pending_work()
-        manager.on_request_finished(context)
-
-
-def starved_arc() -> VLLMOffloadingManager:
-    """Make an ARC manager whose T1 should grow while all of T2 is being loaded; 5 keys are idle."""
-    if "arc" not in BareTier.policies:
-        pytest.skip("this release has no ARC")
-    manager = VLLMOffloadingManager(lambda: make_manager("arc"))
-    for key in range(CAPACITY + 4):
-        store(manager, key)
-    manager.touch(keys(0, 1, 2, 3), CTX)
-    loading = keys(9, 10, 11)
-    manager.touch(loading, CTX)
-    manager.prepare_load(loading, CTX)
-    return manager
-
-
-@pytest.mark.xfail(RELEASE < (0, 30), reason=_NO_ROOM, strict=True)
-def test_arc_evicts_idle_keys() -> None:
-    assert starved_arc().prepare_store(keys(20, 21, 22), CTX) is not None
-
-
-def test_an_arc_that_refuses_advertises_only_loadable_keys() -> None:
-    manager = starved_arc()
-    manager.prepare_store(keys(20, 21, 22), CTX)
-    loadable = {key for key in keys(*range(30)) if manager.lookup(key) is HIT}
-    assert fold_events(manager.take_events()) == {"CPU": loadable}

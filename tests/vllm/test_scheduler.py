@@ -57,35 +57,6 @@ def serve_and_forget(engine: lane.Engine, tokens: range = TOKENS) -> None:
     engine.scribble()
 
 
-@pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_stored_kv_is_loaded_after_a_reset(
-    make_engine: MakeEngine, windows: tuple[int | None, ...]
-) -> None:
-    engine = make_engine(windows=windows)
-    free = engine.num_free_blocks()
-    serve_and_forget(engine)
-    assert len(side(engine).half.slots) >= 6
-    assert engine.num_free_blocks() == free
-
-    again = engine.add("again", TOKENS)
-    engine.run()
-    assert again.is_finished()
-    loads = len(windows) == 1 or side(engine)._release.null_window_blocks  # SCHED-5
-    assert engine.hits == {"first": 0, "again": HIT_TOKENS if loads else 0}
-    assert engine.num_free_blocks() == free
-    assert not side(engine).has_pending_work()
-    assert not side(engine)._tracked
-
-
-def test_a_corrupted_block_is_seen(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    serve_and_forget(engine)
-    engine.worker._worker_side._half.host[0].zero_()
-    engine.add("again", TOKENS)
-    with pytest.raises(AssertionError, match="wrong bytes"):
-        engine.run()
-
-
 def test_another_child_does_not_retry_a_failed_load(make_engine: MakeEngine) -> None:
     # SCHED-2
     if not lane.can_fail_loads():

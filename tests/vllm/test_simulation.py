@@ -27,10 +27,8 @@ from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import VLLMConnectorHarness
-from tests.mutants.connector import (
-    EagerConnector,
-)
-from tests.mutants.several import Two
+from tests.mutants.connector.each_step import EachStep
+from tests.mutants.connector.two import Two
 from tests.vllm.filling_connector import ComparesFilling, seen
 
 SEEDS = 10
@@ -76,7 +74,7 @@ def test_every_event_that_is_not_simulated_is_listed(
         assert not [reason for reason in left_out_again if " group: " in reason]
 
 
-@pytest.mark.parametrize("connector", [ComparesFilling, EagerConnector, Two, Connector])
+@pytest.mark.parametrize("connector", [ComparesFilling, EachStep, Two, Connector])
 def test_right_connectors_are_clean(engines: VLLMEngines, connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=5, engines=engines)
     assert not report.failures, report.failures[0].script

@@ -16,14 +16,17 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
 from kvview import KVViewError
 from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES, TESTED, number
+
+if TYPE_CHECKING:
+    from kvview.testing.upgrade import Releases
 
 _PLATFORMS = ("manylinux1", *(f"manylinux_2_{minor}" for minor in (24, 28, 31, 35)))
 _WINDOW = 4 << 20
@@ -32,6 +35,22 @@ _TIMEOUT_S = 60
 
 class SourcesError(KVViewError):
     """The sources of a release could not be fetched; the message is one line."""
+
+
+class VLLMReleases:
+    """The releases on the package index, for ``kvview check --vllm``."""
+
+    def resolve(self, names: Sequence[str]) -> list[str]:
+        """Return the releases that names match: "0.33", "0.33.0", "all"."""
+        return resolve_all(names)
+
+    def fetch(self, release: str, on_progress: Callable[[str], None]) -> Path:
+        """Return the folder of its sources, which are fetched the first time."""
+        return sources(release, on_progress)
+
+    def environment(self) -> Mapping[str, str]:
+        """Return settings for no network, and no log of features that a CPU lacks."""
+        return {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def resolve(name: str) -> tuple[str, ...]:
@@ -215,3 +234,7 @@ class _RemoteFile(io.RawIOBase):
             response.close()
             raise OSError("the server sends whole files only")
         return response
+
+
+if TYPE_CHECKING:
+    _: type[Releases] = VLLMReleases

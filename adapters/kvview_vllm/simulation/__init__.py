@@ -27,6 +27,7 @@ from kvview import (
     Mamba,
 )
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
 from kvview_vllm.releases.calls import (
     make_block_pool,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
     from kvview.testing.token_runs import TokenCheck
-    from kvview.testing.upgrade import Releases
 
 _MOST_BLOCKS = 500
 
@@ -67,14 +67,7 @@ class VLLMEngines:
         except Exception as error:
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise refusal("configuration", found, "a VllmConfig for the CPU") from error
-        self._answers: dict[tuple[tuple[CacheGroup, ...], int, int], str | None] = {}
-
-    @staticmethod
-    def releases() -> Releases:
-        """The releases that can be checked without being installed."""
-        from kvview_vllm.comparison import VLLMReleases
-
-        return VLLMReleases()
+        self._answers: dict[tuple[Any, ...], str | None] = {}
 
     @staticmethod
     def token_check() -> TokenCheck:
@@ -89,7 +82,8 @@ class VLLMEngines:
         groups = self._fit_groups(scenario, left_out)
         several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
         geometry = Configs(groups).geometry
-        fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=())
+        ranks = (NUM_LAYERS,) * len(scenario.ranks)
+        fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=(), ranks=ranks)
 
         def leave_out(part: str, **changes: Any) -> None:
             nonlocal fitted
@@ -99,18 +93,21 @@ class VLLMEngines:
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
             part = f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
             leave_out(part, num_gpu_blocks=_MOST_BLOCKS)
+        if len(set(scenario.ranks)) > 1:
+            leave_out("ranks with different pages")
         if scenario.decode_tokens > 1:
             leave_out("decode steps of several tokens")
         fewest = cpu_scheduler.fewest_tokens_per_step(groups)
         if scenario.max_tokens_per_step < fewest:
             part = f"steps of fewer than {fewest} tokens, with windows or chunks"
             leave_out(f"{part}: not all of their blocks are counted", max_tokens_per_step=fewest)
-        if scenario.num_connectors > 1 and (why := self._why_not(scenario, groups, 2)):
+        if scenario.num_connectors > 1 and (why := self._why_not(fitted, num_connectors=2)):
             leave_out(f"two connectors with {several}: {why}", num_connectors=1)
         if not cpu_scheduler.can_load_beside_hits(len(groups)):
             part = f"loads after a GPU hit, with {several}: one block may become two groups'"
             leave_out(part, loads_beside_hits=False)
         self._fit_steps(fitted, several, leave_out)
+        self._fit_drafts(fitted, several, leave_out)
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
         if len(events) < len(scenario.events) and not _can_alias():
             leave_out("a second hash of a block", events=events)
@@ -136,8 +133,18 @@ class VLLMEngines:
         most = min(scenario.steps_in_flight, cpu_scheduler.most_steps_in_flight())
         if most < scenario.steps_in_flight:
             leave_out(f"more than {most} steps in flight", steps_in_flight=most)
-        if most > 1 and (why := self._why_not(scenario, scenario.geometry.groups, 1, most)):
+        if most > 1 and (why := self._why_not(scenario, steps_in_flight=most)):
             leave_out(f"{most} steps in flight with {several}: {why}", steps_in_flight=1)
+
+    def _fit_drafts(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
+        """Leave out speculative decoding, or its slots for lookahead."""
+        if scenario.lookahead_tokens and not cpu_scheduler.has_draft_models():
+            leave_out("slots for lookahead", lookahead_tokens=0)
+        steps, drafts = scenario.steps_in_flight, scenario.drafts
+        why = self._why_not(scenario, steps_in_flight=steps, drafts=drafts) if drafts else None
+        if why:
+            part = f"draft tokens with {steps} steps in flight and {several}: {why}"
+            leave_out(part, drafts=(), lookahead_tokens=0)
 
     def simulate_own(
         self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
@@ -170,30 +177,35 @@ class VLLMEngines:
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; the reasons against the others are recorded."""
         groups = scenario.geometry.groups
-        if not self._why_not(scenario, groups):
+        if not self._why_not(scenario):
             return groups
         kept: list[int] = []
         # Full attention first: every release serves it.
         for index in sorted(range(len(groups)), key=lambda i: type(groups[i]) is not FullAttention):
             tried = sorted([*kept, index])
-            if why := self._why_not(scenario, tuple(groups[i] for i in tried)):
+            geometry = replace(scenario.geometry, groups=tuple(groups[i] for i in tried))
+            if why := self._why_not(scenario, geometry=geometry):
                 left_out.append(f"{type(groups[index]).__name__} group: {why}")
             else:
                 kept = tried
         return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
 
-    def _why_not(
-        self,
-        scenario: Scenario,
-        groups: tuple[CacheGroup, ...],
-        num_connectors: int = 1,
-        steps_in_flight: int = 1,
-    ) -> str | None:
-        """The problem with serving requests with these groups; None if there is none."""
-        tried = groups, num_connectors, steps_in_flight
-        if tried not in self._answers:
-            self._answers[tried] = _known_problem(groups) or _try(scenario, *tried)
-        return self._answers[tried]
+    def _why_not(self, scenario: Scenario, **changes: Any) -> str | None:
+        """The problem with serving a scenario's groups; None if there is none.
+
+        Args:
+            scenario: The scenario, of which one connector, one step in flight and no drafts
+                are tried.
+            **changes: Fields of the tried scenario.
+        """
+        plain: dict[str, Any] = {"num_connectors": 1, "steps_in_flight": 1, "drafts": ()}
+        tried = replace(scenario, **plain | changes)
+        groups = tried.geometry.groups
+        has_slots = bool(tried.drafts and tried.lookahead_tokens)
+        key = groups, tried.num_connectors, tried.steps_in_flight, tried.most_drafts, has_slots
+        if key not in self._answers:
+            self._answers[key] = _known_problem(groups) or _try(tried)
+        return self._answers[key]
 
 
 def _known_problem(groups: Sequence[CacheGroup]) -> str | None:
@@ -214,28 +226,23 @@ def _known_problem(groups: Sequence[CacheGroup]) -> str | None:
     return None
 
 
-def _try(
-    scenario: Scenario,
-    groups: Sequence[CacheGroup],
-    num_connectors: int,
-    steps_in_flight: int,
-) -> str | None:
+def _try(scenario: Scenario) -> str | None:
     """Serve some requests with connectors that do nothing, and return the problem, if any."""
     from kvview.testing.connector.scenario import Add
 
     try:
+        groups, steps_in_flight = scenario.geometry.groups, scenario.steps_in_flight
         with named("its configuration"):
             geometry = Configs(groups).geometry
         size = geometry.hash_block_size
         if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
             return "its blocks have several hashes, and vLLM copies states between blocks"
-        connectors = [Connector(ConnectorConfig(geometry))] * num_connectors
+        connectors = [Connector(ConnectorConfig(geometry))] * scenario.num_connectors
         fewest = cpu_scheduler.fewest_tokens_per_step(groups)
         tried = replace(
             scenario,
             geometry=geometry,
             num_gpu_blocks=200,
-            steps_in_flight=steps_in_flight,
             max_tokens_per_step=max(scenario.max_tokens_per_step, fewest),
         )
         engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)

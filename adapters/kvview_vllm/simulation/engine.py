@@ -47,10 +47,10 @@ from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
 from kvview_vllm.releases import reading
-from kvview_vllm.releases.calls import blocks_freed_later, child_connectors
+from kvview_vllm.releases.calls import blocks_freed_later, child_connectors, num_preemptions
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.requests import PlannedRequest, make_prompt
+from kvview_vllm.simulation.requests import Chunk, PlannedRequest, make_prompt
 from kvview_vllm.simulation.stream_order import Compute, Forward
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class LaunchedStep:
     answer: Any
     forward: Forward
     invalid: Collection[int]
-    requests: dict[str, PlannedRequest]
+    chunks: Mapping[str, Chunk]
 
 
 @reads_vllm
@@ -178,6 +178,10 @@ class VLLMConnectorHarness:
     ) -> None:
         self.stats = _Stats()
         self._geometry = scenario.geometry
+        self._drafts = scenario.drafts
+        self._num_extra_slots = (
+            scenario.steps_in_flight * scenario.most_drafts + scenario.lookahead_tokens
+        )
         self._build(scenario, connectors, clock)
         self._manager = self._scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
@@ -219,25 +223,34 @@ class VLLMConnectorHarness:
             max_num_seqs=scenario.max_running,
             max_num_batched_tokens=scenario.max_tokens_per_step,
             steps_in_flight=scenario.steps_in_flight,
+            num_drafts=scenario.most_drafts,
+            has_lookahead=scenario.lookahead_tokens > 0,
         )
+        num_ranks = configs.vllm.parallel_config.world_size = max(1, len(scenario.ranks))
         with named("building the scheduler"):
             self._scheduler = cpu_scheduler.make_scheduler(
                 configs.vllm, configs.kv_cache, self._geometry
             )
-            self._worker = cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache)
+            self._workers = [
+                cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache, rank)
+                for rank in range(num_ranks)
+            ]
+        self._aggregator = cpu_scheduler.make_aggregator(num_ranks)
         for connector in self._connectors():
             connector.block_pool_view.now = clock
         self._compute = Compute(
-            self._geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=NUM_LAYERS
+            self._geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=NUM_LAYERS * num_ranks
         )
         with named("register_kv_caches"):
-            self._worker.register_kv_caches(
-                {
-                    name: tensor
-                    for group in configs.kv_cache.kv_cache_groups
-                    for name, tensor in zip(group.layer_names, self._compute.pages, strict=True)
-                }
-            )
+            for rank, worker in enumerate(self._workers):
+                pages = self._compute.pages[rank * NUM_LAYERS : (rank + 1) * NUM_LAYERS]
+                worker.register_kv_caches(
+                    {
+                        name: tensor
+                        for group in configs.kv_cache.kv_cache_groups
+                        for name, tensor in zip(group.layer_names, pages, strict=True)
+                    }
+                )
 
     # --- events ---
 
@@ -251,7 +264,7 @@ class VLLMConnectorHarness:
             before = self._added[add.continues].request.all_token_ids
         size = self._geometry.hash_block_size
         prompt = make_prompt(add, before, size)
-        num_tokens = len(prompt) + num_output_tokens
+        num_tokens = len(prompt) + num_output_tokens + self._num_extra_slots
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
         if needed >= self.num_blocks or num_tokens > self._longest:
             raise ConfigError(
@@ -260,12 +273,18 @@ class VLLMConnectorHarness:
             )
         if add.request_id in self._scheduler.requests:
             raise ConfigError(f"request {add.request_id!r} was aborted and still loads")
-        if any(add.request_id in step.requests for step in self._launched):
+        if any(add.request_id in step.chunks for step in self._launched):
             raise ConfigError(f"request {add.request_id!r} is in a step that is in flight")
         self.stats.requests += 1
         with named("add_request"):
             planned = PlannedRequest(
-                add.request_id, prompt, serial, num_output_tokens, add.stops_after, size
+                add.request_id,
+                prompt,
+                serial,
+                num_output_tokens,
+                add.stops_after,
+                size,
+                self._drafts,
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
@@ -350,7 +369,8 @@ class VLLMConnectorHarness:
             self._run(self._launched.popleft())
         with named("shutdown"):
             self._scheduler.shutdown()
-            self._worker.shutdown()
+            for worker in self._workers:
+                worker.shutdown()
         refs = {block_id: self.ref_count(block_id) for block_id in range(1, self.num_blocks)}
         return dict(Counter(refs) - self.engine_refs())
 
@@ -454,17 +474,16 @@ class VLLMConnectorHarness:
     def _launch(self) -> Any:
         """Schedule a step and launch it; the worker's report becomes a part of its output."""
         output = self._schedule()
-        starts, sampled = cpu_scheduler.computed_before(output), self._sample(output)
-        forward = self._compute.plan(
-            output.num_scheduled_tokens, starts, self._added, self._tables(output)
-        )
+        chunks = self._chunks(output)
+        forward = self._compute.plan(chunks, self._tables(output))
         self._uncomputed = forward.written
         runs_first = cpu_scheduler.loads_after_launch(output)
         with named("the worker's side"):
-            cpu_scheduler.bind_transfers(self._worker, output, output.kv_connector_metadata)
+            for worker in self._workers:
+                cpu_scheduler.bind_transfers(worker, output, output.kv_connector_metadata)
             self._poison()
             if not runs_first:
-                cpu_scheduler.start_transfers(self._worker)
+                self._start_transfers()
         self._compute.launch(forward)
         if self._stream is None:
             self._compute.run(forward)
@@ -472,18 +491,27 @@ class VLLMConnectorHarness:
             self._stream.launch()
         with named("the worker's side"):
             if runs_first:
-                cpu_scheduler.start_transfers(self._worker)
+                self._start_transfers()
             self._uncomputed = set()
-            transfers = cpu_scheduler.take_transfers(self._worker, output)
-            cpu_scheduler.end_transfers(self._worker)
-        answer = cpu_scheduler.make_model_output(output, sampled, transfers)
-        invalid = cpu_scheduler.invalid_blocks(transfers)
-        planned = {request_id: self._added[request_id] for request_id in sampled}
-        self._launched.append(LaunchedStep(output, answer, forward, invalid, planned))
+            transfers = [cpu_scheduler.take_transfers(one, output) for one in self._workers]
+            for worker in self._workers:
+                cpu_scheduler.end_transfers(worker)
+        sampled = {request_id: chunk.sampled for request_id, chunk in chunks.items()}
+        answers = [cpu_scheduler.make_model_output(output, sampled, one) for one in transfers]
+        answer, *others = answers
+        if others:
+            with named("merging the outputs of the ranks"):
+                answer = self._aggregator.aggregate(answers)
+        invalid = cpu_scheduler.invalid_blocks(answer.kv_connector_output)
+        self._launched.append(LaunchedStep(output, answer, forward, invalid, chunks))
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         if self._stream is None:
             self.stats.mismatches += forward.mismatches(invalid)
         return output
+
+    def _start_transfers(self) -> None:
+        for worker in self._workers:
+            cpu_scheduler.start_transfers(worker)
 
     def _schedule(self) -> Any:
         """Schedule a step, and count the requests that it preempts."""
@@ -520,15 +548,22 @@ class VLLMConnectorHarness:
         """The blocks of each request of a step, by group."""
         return {name: self._manager.get_block_ids(name) for name in output.num_scheduled_tokens}
 
-    def _sample(self, output: Any) -> dict[str, list[int]]:
-        """The tokens that a step samples."""
-        starts = cpu_scheduler.computed_before(output)
-        sampled: dict[str, list[int]] = {}
+    def _chunks(self, output: Any) -> dict[str, Chunk]:
+        """The tokens that a step computes and samples, by request."""
+        starts, drafts = cpu_scheduler.computed_before(output), output.scheduled_spec_decode_tokens
+        chunks: dict[str, Chunk] = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            planned, end = self._added[request_id], starts[request_id] + num_tokens
-            is_prefill = end < planned.request.num_tokens
-            sampled[request_id] = [] if is_prefill else [planned.token(end)]
-        return sampled
+            planned = self._added[request_id]
+            life = num_preemptions(planned.request)
+            # vLLM takes rejected drafts for computed until it gets the output.
+            start = starts[request_id] - sum(
+                chunk.num_rejected
+                for step in self._launched
+                if (chunk := step.chunks.get(request_id)) and chunk.life == life
+            )
+            num_drafts = len(drafts.get(request_id, ()))
+            chunks[request_id] = planned.chunk(life, start, start + num_tokens, num_drafts)
+        return chunks
 
     def _take_in(self) -> None:
         """Process the output of the oldest step, and the aborts before it."""
@@ -541,9 +576,20 @@ class VLLMConnectorHarness:
         with named("update_from_output"):
             self._scheduler.update_from_output(step.output, step.answer)
         self.stats.finished += num_unfinished - len(self.unfinished())
-        for planned in step.requests.values():
-            status = planned.request.status
-            planned.check(planned.request.is_finished() and status is not self._aborted)
+        for chunk in step.chunks.values():
+            request = chunk.planned.request
+            chunk.planned.check(request.is_finished() and request.status is not self._aborted)
+        self._propose_drafts(step)
+
+    def _propose_drafts(self, step: LaunchedStep) -> None:
+        """Draft the next tokens of the requests of a step; with steps in flight, a worker does."""
+        if not self._drafts or self._steps_in_flight > 1:
+            return
+        drafts = {
+            name: one.planned.next_drafts() for name, one in step.chunks.items() if one.sampled
+        }
+        with named("update_draft_token_ids"):
+            cpu_scheduler.propose_drafts(self._scheduler, drafts)
 
     def _run(self, step: LaunchedStep) -> None:
         """Compute a step, if it is not computed yet."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview.testing.connector.invariants import InvariantBroken
@@ -20,6 +21,32 @@ _TOKENS_OF_A_FAMILY = 1000
 _FIRST_SAMPLED_TOKEN = 1_000_000
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of one request that a step computes.
+
+    Args:
+        planned: The request.
+        life: Number of its preemptions so far.
+        start: First of the tokens.
+        kept: After the last token that is not a rejected draft.
+        end: After the last token.
+        sampled: The tokens that the step samples, accepted drafts first.
+    """
+
+    planned: PlannedRequest
+    life: int
+    start: int
+    kept: int
+    end: int
+    sampled: list[int]
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that are rejected."""
+        return self.end - self.kept
+
+
 class PlannedRequest:
     """A ``Request`` of vLLM, and the output that a sequential engine would give it.
 
@@ -30,6 +57,7 @@ class PlannedRequest:
         num_output_tokens: Requested tokens.
         stops_after: Tokens after which it ends early, which vLLM cannot foresee.
         hash_block_size: Tokens of a hash.
+        drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
     """
 
     kv_seed = 12345
@@ -43,7 +71,10 @@ class PlannedRequest:
         num_output_tokens: int,
         stops_after: int | None,
         hash_block_size: int,
+        drafts: Sequence[tuple[int, int]] = (),
     ) -> None:
+        self._drafts = drafts
+        self._num_decode_steps = 0
         self._prompt = prompt
         self._sampled = _FIRST_SAMPLED_TOKEN + serial  # a token that no other request has
         self._stops = stops_after is not None and 0 < stops_after < num_output_tokens
@@ -53,6 +84,23 @@ class PlannedRequest:
         self.request = cpu_scheduler.make_request(
             request_id, prompt, num_output_tokens, _block_hasher(hash_block_size)
         )
+
+    def next_drafts(self) -> list[int]:
+        """Draft tokens for the next step; a scheduler does not read them."""
+        number, _ = self._drafts[self._num_decode_steps % len(self._drafts)]
+        return [self._sampled] * number
+
+    def chunk(self, life: int, start: int, end: int, num_drafts: int) -> Chunk:
+        """The tokens of a step that is launched now, the last ``num_drafts`` of them drafts."""
+        first = kept = end - num_drafts
+        if num_drafts:
+            _, num_accepted = self._drafts[self._num_decode_steps % len(self._drafts)]
+            kept += min(num_accepted, num_drafts)
+        if first < self.request.num_tokens:
+            return Chunk(self, life, start, kept, end, [])
+        self._num_decode_steps += 1
+        sampled = [self.token(position) for position in range(first, kept + 1)]
+        return Chunk(self, life, start, kept, end, sampled)
 
     def token(self, position: int) -> int:
         """The token at a position; past the end, the token that a step in flight samples."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,8 @@ def make_vllm_config(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
     steps_in_flight: int = 1,
+    num_drafts: int = 0,
+    has_lookahead: bool = False,
 ) -> Any:
     """A ``VllmConfig`` for the CPU.
 
@@ -199,6 +201,9 @@ def make_vllm_config(
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is processed; with several, scheduling is asynchronous.
+        num_drafts: Most draft tokens of a step; 0 for no speculative decoding.
+        has_lookahead: Whether a step has slots for the drafts of the next one, as for a draft
+            model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
@@ -248,9 +253,33 @@ def make_vllm_config(
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
         set_concurrent_batches(vllm_config, steps_in_flight)
+    if num_drafts:
+        vllm_config.speculative_config = _make_speculative_config(
+            vllm_config, num_drafts, has_lookahead
+        )
     if num_groups > 1:
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return vllm_config
+
+
+def has_draft_models() -> bool:
+    """Whether this release has draft models, for which a step has slots beyond its tokens."""
+    return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
+
+
+def _make_speculative_config(vllm_config: Any, num_drafts: int, has_lookahead: bool) -> Any:
+    config = make_known(
+        vllm("config").SpeculativeConfig,
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_min=1,
+        prompt_lookup_max=2,
+        target_model_config=vllm_config.model_config,
+        target_parallel_config=vllm_config.parallel_config,
+    )
+    if has_lookahead:
+        config.method = "draft_model"  # set afterwards, because no such model exists
+    return config
 
 
 def make_kv_cache_config(
@@ -359,8 +388,9 @@ def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
     return bool(make_known(scheduler.reset_prefix_cache, **arguments))
 
 
-def make_worker_connector(vllm_config: Any, kv_cache_config: Any) -> Any:
-    """The worker's side of the configured connector."""
+def make_worker_connector(vllm_config: Any, kv_cache_config: Any, rank: int = 0) -> Any:
+    """The worker's side of the configured connector, on a rank."""
+    vllm_config.parallel_config.rank = rank
     return make_known(
         vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory.create_connector,
         config=vllm_config,
@@ -399,6 +429,12 @@ def computed_before(output: Any) -> dict[str, int]:
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return starts
+
+
+def propose_drafts(scheduler: Any, drafts: Mapping[str, list[int]]) -> None:
+    """Give requests draft tokens for their next step, as a model runner does after a step."""
+    kind = vllm("v1.outputs").DraftTokenIds
+    scheduler.update_draft_token_ids(kind(list(drafts), list(drafts.values())))
 
 
 def loads_after_launch(output: Any) -> bool:
@@ -442,6 +478,11 @@ def take_transfers(worker: Any, output: Any) -> Any:
         values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
     kind = vllm("v1.outputs").KVConnectorOutput
     return make_filled(kind, **known_arguments(kind, values))
+
+
+def make_aggregator(num_ranks: int) -> Any:
+    """VLLM's own join of the outputs of all ranks."""
+    return vllm("distributed.kv_transfer.kv_connector.utils").KVOutputAggregator(num_ranks)
 
 
 def _register_model() -> None:

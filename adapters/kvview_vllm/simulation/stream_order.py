@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvview import CacheGeometry, OffloadKey, make_offload_key
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview_vllm.pool import NULL_BLOCK_ID
-from kvview_vllm.simulation.requests import PlannedRequest
+from kvview_vllm.simulation.requests import Chunk, PlannedRequest
 
 _Blocks = tuple[list[int], list[OffloadKey]]
 
@@ -17,7 +17,7 @@ _Blocks = tuple[list[int], list[OffloadKey]]
 class Forward:
     """The effect of one step on the KV cache, with the block tables at its launch."""
 
-    begun: list[int] = field(default_factory=list)  # blocks that it writes but does not fill
+    begun: list[int] = field(default_factory=list)  # blocks that it does not fill with known tokens
     writes: list[_Blocks] = field(default_factory=list)
     reads: list[_Blocks] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)  # by other owners, after its end
@@ -64,28 +64,24 @@ class Compute:
 
     def plan(
         self,
-        scheduled: Mapping[str, int],
-        starts: Mapping[str, int],
-        requests: Mapping[str, PlannedRequest],
+        chunks: Mapping[str, Chunk],
         tables: Mapping[str, Sequence[Sequence[int]]],
     ) -> Forward:
         """Plan a step.
 
         Args:
-            scheduled: Tokens that it computes, by request.
-            starts: Tokens whose KV exists before it.
-            requests: The requests by id.
-            tables: Their blocks, by group.
+            chunks: Tokens that it computes, by request.
+            tables: Blocks of the requests, by group.
         """
         forward = Forward()
-        for request_id, num_tokens in scheduled.items():
-            start, end = starts[request_id], starts[request_id] + num_tokens
-            planned, blocks = requests[request_id], tables[request_id]
+        for request_id, chunk in chunks.items():
+            blocks = tables[request_id]
             for group, table in zip(self._geometry.groups, blocks, strict=True):
-                if end % group.block_size and table[end // group.block_size] != NULL_BLOCK_ID:
-                    forward.begun.append(table[end // group.block_size])
-            forward.writes += self._full_blocks(planned, blocks, start, end)
-            forward.reads += self._full_blocks(planned, blocks, None, start)
+                size = group.block_size
+                begun = table[chunk.kept // size : -(-chunk.end // size)]
+                forward.begun += [block for block in begun if block != NULL_BLOCK_ID]
+            forward.writes += self._full_blocks(chunk.planned, blocks, chunk.start, chunk.kept)
+            forward.reads += self._full_blocks(chunk.planned, blocks, None, chunk.start)
         return forward
 
     def launch(self, forward: Forward) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from kvview.connector.halves import SchedulerConnector, WorkerConnector
+from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Scenario
@@ -66,9 +67,39 @@ def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int
         )
 
 
-def is_end_of_third(rounds: int, place: int) -> bool:
-    """Whether memory is measured at the end of a round of a run of so many."""
-    return rounds >= FEWEST_ROUNDS and (place + 1) % (rounds // 3) == 0
+class Memory:
+    """Measures the memory of the halves at the end of each third of a long run.
+
+    In the last third of a run that confirms growth, allocations are traced.
+
+    Args:
+        connector_class: The connector.
+        rounds: Rounds of the run.
+    """
+
+    def __init__(self, connector_class: type, rounds: int) -> None:
+        self.sizes: list[int] = []
+        self.allocated_at = ""
+        """The line of the author that allocated most of the memory of the last third."""
+        self._connector_class = connector_class
+        self._rounds = rounds
+        self._traces = False
+
+    def end_round(self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector]) -> None:
+        """Measure at the end of a round, from 0, if it ends a third."""
+        if self._rounds < FEWEST_ROUNDS or (place + 1) % (self._rounds // 3):
+            return
+        self.sizes.append(_kept_bytes(halves))
+        if len(self.sizes) == 2 and self._rounds >= _ROUNDS_TO_CONFIRM:
+            self._traces = not tracemalloc.is_tracing()
+            tracemalloc.start()
+        elif len(self.sizes) == 3 and self._traces:
+            self.allocated_at = _line_of_allocations(self._connector_class)
+
+    def close(self) -> None:
+        """End the tracing of allocations."""
+        if self._traces:
+            tracemalloc.stop()
 
 
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
@@ -117,7 +148,7 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
         )
 
 
-def kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
+def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
     """Bytes of the objects that the halves refer to, without views and tensors."""
     found: dict[int, Any] = {}
     ahead: list[Any] = list(halves)
@@ -138,16 +169,11 @@ def _parts(one: Any) -> list[Any]:
     return gc.get_referents(one)
 
 
-def line_of_allocations(connector_class: type) -> str:
-    """The line of a connector's own files that allocated most of the memory in use.
-
-    Returns:
-        ``file:line``; empty if ``tracemalloc`` does not run or no line is known.
-    """
-    if not tracemalloc.is_tracing():
-        return ""
+def _line_of_allocations(connector_class: type) -> str:
+    """The line of the author's files that allocated most of the traced memory, or nothing."""
     modules = (sys.modules.get(one.__module__) for one in connector_class.__mro__)
     files = {file for module in modules if (file := getattr(module, "__file__", None))}
+    files.update(AuthorCode(connector_class).paths)
     snapshot = tracemalloc.take_snapshot()
     own = snapshot.filter_traces([tracemalloc.Filter(True, file) for file in sorted(files)])
     most = own.statistics("lineno")[:1]
@@ -193,10 +219,6 @@ def _compare_rounds(
     loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_rounds]
     check_conserved(result.loads_of_rounds, loads)
     if grows(result.kept_bytes, scenario.cpu_blocks):
-        tracemalloc.start()
-        try:
-            confirmed = play(longer(scenario))
-        finally:
-            tracemalloc.stop()
+        confirmed = play(longer(scenario))
         check_memory(confirmed.kept_bytes, confirmed.scenario, confirmed.allocated_at)
     return {"steady runs to compare": int(is_comparable(loads))}

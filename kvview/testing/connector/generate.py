@@ -21,6 +21,8 @@ from kvview import (
 from kvview.testing.connector.aging import FEWEST_ROUNDS
 from kvview.testing.connector.draw import Draw, dealt
 from kvview.testing.connector.scenario import (
+    NUM_LAYERS,
+    PAGE_BYTES,
     Abort,
     AbortLoading,
     Add,
@@ -52,11 +54,16 @@ STEPS_IN_FLIGHT = (1, 1, 2, 3)
 MAX_RUNNING = (1, 2, 3, 4, 4)
 CLOCK_JUMPS = (0.0, 0.0, 0.0, 1.0, 3600.0)
 PIN_BUDGETS = (0.1, 0.25, 0.5)
-PAGE_BYTES = (16, 64, 104, 200)
-LARGE_PAGE_BYTES = (2**16, 2**17)
+PAGE_SIZES = (16, 64, 104, 200)
+LARGE_PAGE_SIZES = (2**16, 2**17)
 SHARES_FAILED_AND_LOST = ((0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05))
 """Of the jobs of a run, by run."""
 
+DRAFTS = (1, 3, 5)
+"""Most draft tokens of a step."""
+
+SHARE_WITH_RANKS = 0.2
+SHARE_WITH_DRAFTS = 0.35
 SHARE_WITH_TWO_CONNECTORS = 0.2
 SHARE_ENDING_ABRUPTLY = 0.15
 SHARE_WITH_A_PIN_BUDGET = 0.1
@@ -68,6 +75,7 @@ SHARE_OF_EARLY_ENDS = 0.3
 SHARE_OF_USUAL_FATES = 0.4
 _MOST_LARGE_PAGES = 120  # blocks: all bytes are compared in every step
 _NUM_FATES = 60
+_NUM_DRAFTS = 7
 
 _GROUPS = ("full", "window", "chunked", "mamba")
 GEOMETRIES = [
@@ -120,9 +128,14 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
     most_tokens = longest + 3 * size
     blocks_of_longest = sum(-(-most_tokens // group.block_size) for group in geometry.groups)
     num_gpu_blocks = 2 + blocks_of_longest * draw.number(6, 14) // 5
+    drafts, lookahead_tokens = _generate_drafts(Draw(seed, "drafts"), geometry)
+    if drafts:
+        num_slots = max(STEPS_IN_FLIGHT) * max(drafts)[0] + lookahead_tokens
+        num_gpu_blocks += sum(-(-num_slots // group.block_size) for group in geometry.groups)
     if kind == "small pool":
         num_gpu_blocks, most_tokens = SMALL_POOL, (SMALL_POOL - 1) * size
         longest = min(longest, most_tokens - 2 * size)
+        drafts, lookahead_tokens = (), 0
     num_gpu_blocks = HUGE_POOLS.get(kind, num_gpu_blocks)
     scenes = Scenes(draw, longest, most_tokens, size, num_gpu_blocks)
     scenario = Scenario(
@@ -137,12 +150,15 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
         max_running=draw.one_of(MAX_RUNNING),
         max_tokens_per_step=max_tokens_per_step,
         decode_tokens=draw.number(size // 2, size),
+        drafts=drafts,
+        lookahead_tokens=lookahead_tokens,
         ends_abruptly=draw.chance(SHARE_ENDING_ABRUPTLY),
         worker_half=_generate_worker_half(Draw(seed, "worker half")),
         group_pages=_generate_pages(Draw(seed, "pages"), len(geometry.groups), num_gpu_blocks),
         pin_budget=_generate_pin_budget(Draw(seed, "pin budget")),
         clock_jump=Draw(seed, "clock").one_of(CLOCK_JUMPS),
     )
+    scenario = _over_ranks(Draw(seed, "ranks"), scenario)
     if scenario.ends_abruptly:
         scenario = replace(scenario, events=scenes.end_in_flight())
     return replace(scenario, cpu_blocks=0) if kind == "no tier" else scenario
@@ -161,6 +177,23 @@ def _without_shortage(scenario: Scenario) -> Scenario:
         group_pages=(),
         pin_budget=None,
     )
+
+
+def _over_ranks(draw: Draw, scenario: Scenario) -> Scenario:
+    """Draw ranks: with equal tensors as in tensor parallelism, or with the layers split over them.
+
+    Their numbers of blocks are equal, because vLLM gives each rank those of the smallest.
+    """
+    if not draw.chance(SHARE_WITH_RANKS):
+        return scenario
+    pages = scenario.group_pages or ((PAGE_BYTES,) * NUM_LAYERS,) * len(scenario.geometry.groups)
+    split = draw.number(1, max(1, len(pages[0]) - 1))
+    has_parts = all(any(used[:split]) and any(used[split:]) for used in pages)
+    if has_parts and draw.chance(0.5):
+        return replace(scenario, group_pages=pages, ranks=(split, len(pages[0]) - split))
+    number = draw.number(2, 3)
+    ranks = (len(pages[0]),) * number
+    return replace(scenario, group_pages=tuple(used * number for used in pages), ranks=ranks)
 
 
 def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:
@@ -199,6 +232,22 @@ def _generate_worker_half(draw: Draw) -> WorkerHalf:
     return "whole_plans" if draw.chance(SHARE_WHOLE_PLANS) else "job_by_job"
 
 
+def _generate_drafts(
+    draw: Draw, geometry: CacheGeometry
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Draft tokens and accepted ones by step, and slots for lookahead; usually none.
+
+    Mamba is left out, because a rejected draft needs a copy of the state before it.
+    """
+    has_states = any(isinstance(group, Mamba) for group in geometry.groups)
+    if has_states or not draw.chance(SHARE_WITH_DRAFTS):
+        return (), 0
+    most = draw.one_of(DRAFTS)
+    numbers = [most if draw.chance(0.8) else 0 for _ in range(_NUM_DRAFTS)]
+    lookahead_tokens = most if draw.chance(0.5) else 0
+    return tuple((number, draw.number(0, number)) for number in numbers), lookahead_tokens
+
+
 def _generate_pin_budget(draw: Draw) -> float | None:
     return draw.one_of(PIN_BUDGETS) if draw.chance(SHARE_WITH_A_PIN_BUDGET) else None
 
@@ -210,7 +259,7 @@ def _generate_pages(
     if draw.chance(0.6):
         return ()
     is_large = draw.chance(0.25) and num_gpu_blocks <= _MOST_LARGE_PAGES
-    sizes = LARGE_PAGE_BYTES if is_large else PAGE_BYTES
+    sizes = LARGE_PAGE_SIZES if is_large else PAGE_SIZES
     num_tensors = 1 if is_large else draw.number(1, 3)
     pages = []
     for group in range(num_groups):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,10 @@ class PlannedJob:
     gpu_blocks: list[int]
     block_keys: dict[int, tuple[OffloadKey, ...]] = field(default_factory=dict)
     mark: ComputeEvent | None = None
+    expected: Mapping[int, OffloadKey] = field(default_factory=dict)
+    """Key that a load must bring into each block; empty if no page numbers are compared."""
+    on_ranks: list[PlannedJob] = field(default_factory=list)
+    """The same job on each rank, this one included."""
     rows: list[torch.Tensor] = field(default_factory=list)
     """Bytes of the GPU blocks before the transfer, tensor by tensor, once they are computed."""
     age: int = 0
@@ -66,8 +70,18 @@ class PlannedJob:
         return {key for keys in self.block_keys.values() for key in keys}
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has a result on each rank."""
+        return all(job.result is not None for job in self.on_ranks)
+
+    @property
     def stored_keys(self) -> set[OffloadKey]:
-        """Keys that an ended store has brought: all, none, or those reported as moved."""
+        """Keys that an ended store has brought on each rank."""
+        return set.intersection(*(job._stored_keys for job in self.on_ranks))
+
+    @property
+    def _stored_keys(self) -> set[OffloadKey]:
+        """Keys that it has brought on its rank: all, none, or those reported as moved."""
         if self.result is None or self.result.success:
             return self.keys if self.result else set()
         moved = zip(self.gpu_blocks, self.result.moved or (), strict=False)

@@ -7,7 +7,7 @@ Plain dictionaries and copies of bytes that touch no implementation. Each compar
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -152,24 +152,20 @@ class TierPages:
             for page in job.transfer.dst.block_ids:
                 self._stores[page].append(job)
 
-    def check_load(self, job: PlannedJob, expected: Mapping[int, OffloadKey]) -> None:
+    def check_load(self, job: PlannedJob) -> None:
         """Compare the pages that a load reads with the keys that must come into its blocks.
-
-        Args:
-            job: The planned load.
-            expected: Key by GPU block.
 
         Raises:
             InvariantBroken: CONN-2, OFF-4, OFF-1 or CONN-6: the page holds no KV, the KV of a
                 failed store, of another key, or of no key.
         """
         source = job.transfer.src
-        if not isinstance(source, CPULoadStoreSpec):
+        if not isinstance(source, CPULoadStoreSpec) or not job.expected:
             return
         if len(source.block_ids) != len(job.gpu_blocks):
             return  # an offloaded block of several GPU blocks
         for page, block in zip(source.block_ids, job.gpu_blocks, strict=True):
-            self._check_page(job.job_id, page, expected[block])
+            self._check_page(job.job_id, page, job.expected[block])
 
     def _check_page(self, job_id: int, page: int, key: OffloadKey) -> None:
         stores = self._stores[page]
@@ -178,7 +174,7 @@ class TierPages:
             raise InvariantBroken("CONN-2", f"{reads}: nothing was ever stored there")
         last = stores[-1]
         if key in last.keys:
-            if last.result is not None and key not in last.stored_keys:
+            if last.has_ended and key not in last.stored_keys:
                 raise InvariantBroken("OFF-4", f"{reads}: the store into it failed")
             return
         if any(key in store.keys for store in stores):

@@ -66,7 +66,8 @@ class SimulationResult:
         coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
         loads_of_rounds: Tokens that requests were given to load, round by round.
         kept_bytes: Bytes that the halves refer to, at the end of each third of a long run.
-        allocated_at: The line that allocated most of them, where ``tracemalloc`` runs.
+        allocated_at: The line that allocated most memory of the last third, in a run that
+            confirms growth.
     """
 
     scenario: Scenario

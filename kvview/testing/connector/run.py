@@ -16,10 +16,8 @@ from kvview.testing import watchdog
 from kvview.testing.connector import drain
 from kvview.testing.connector.aging import (
     FEWEST_ROUNDS,
+    Memory,
     failure_at_the_end,
-    is_end_of_third,
-    kept_bytes,
-    line_of_allocations,
     with_rounds_compared,
 )
 from kvview.testing.connector.configure import configure, is_of_size
@@ -167,8 +165,7 @@ class Run:
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # tokens so far, at the end of each round
-        self._kept_bytes: list[int] = []
-        self._allocated_at = ""
+        self._memory = Memory(connector_class, self.scenario.rounds)
         self._configure(connector_class, options_of_each)
         self._threads = ThreadWatch()  # after halves that only show whether options are accepted
 
@@ -216,13 +213,13 @@ class Run:
             self._raise_ignored_budget(error)
             failure = self._failure(error)
         finally:
+            self._memory.close()
             self._stop_workers()
         return self._result(failure)
 
     def _play(self) -> None:
         for place in range(self.scenario.rounds):
             self._play_round(place)
-        self._allocated_at = line_of_allocations(self._connector_class)
         self.coverage["steady runs"] += self.scenario.rounds >= FEWEST_ROUNDS
         if not self.scenario.ends_abruptly:
             drain.drain(self.stage, self._raise_stuck)
@@ -239,14 +236,12 @@ class Run:
         is_last_round = place == scenario.rounds - 1
         for event_number, event in enumerate(scenario.events, 1):
             if scenario.ends_abruptly and is_last_round and event_number == len(scenario.events):
-                for worker in self.stage.workers:
-                    worker.hold()
+                for part in self.stage.parts:
+                    part.workers[-1].hold()  # of several ranks, one stops by itself
             self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
-        if is_end_of_third(scenario.rounds, place):
-            halves = (half for part in self.stage.parts for half in part.halves)
-            self._kept_bytes.append(kept_bytes(halves))
+        self._memory.end_round(place, (half for part in self.stage.parts for half in part.halves))
 
     def _raise_stuck(self) -> None:
         drain.raise_stuck(self.stage)
@@ -258,7 +253,8 @@ class Run:
         check_drained(self.stage.engine.shutdown(), "after shutdown")
         for part in self.stage.parts:  # callable twice
             part.scheduler.shutdown()
-            part.worker.shutdown()
+            for worker in part.workers:
+                worker.shutdown()
 
     def _stop_workers(self) -> None:
         """Free threads and memory, whatever has happened."""
@@ -308,8 +304,8 @@ class Run:
             tuple(self.stage.timeline),
             dict(self.coverage),
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
-            tuple(self._kept_bytes),
-            self._allocated_at,
+            tuple(self._memory.sizes),
+            self._memory.allocated_at,
         )
 
 
@@ -321,6 +317,8 @@ def _features(scenario: Scenario) -> Mapping[str, int]:
         "with an abrupt end": scenario.ends_abruptly,
         "with steps in flight": scenario.steps_in_flight > 1,
         "with lagging compute": scenario.compute_lags,
+        "with draft tokens": bool(scenario.drafts),
+        "with several ranks": bool(scenario.ranks),
         "with a pin budget": scenario.pin_budget is not None,
     }
     if scenario.worker_half != "job_by_job":

@@ -138,6 +138,10 @@ class Scenario:
         max_running: Requests computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
+        drafts: Speculative decoding: the draft tokens of a decode step, and the number of them
+            that are accepted, for the steps of a request in turn. Slots of rejected drafts have
+            KV of no request. Empty for none; ``decode_tokens`` then has no effect.
+        lookahead_tokens: Tokens for which a step has slots beyond those that it computes.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
         loads_may_fail: Whether loads have the outcomes of their fates; otherwise all succeed.
         loads_may_be_late: Whether loads take the steps of their fates; otherwise none.
@@ -151,6 +155,8 @@ class Scenario:
         group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
             for none; what another group uses beyond that is padding. Empty for two tensors
             of equal pages. An engine with a layout of its own keeps it.
+        ranks: Numbers of the tensors that each rank has, for an engine with a worker half per
+            rank; empty for one. A job ends when all ranks have reported it.
         rounds: How often the events are repeated. Each round has its own prompts and its own
             order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
@@ -171,6 +177,8 @@ class Scenario:
     max_running: int = 4
     max_tokens_per_step: int = 32
     decode_tokens: int = 4
+    drafts: tuple[tuple[int, int], ...] = ()
+    lookahead_tokens: int = 0
     ends_abruptly: bool = False
     loads_may_fail: bool = True
     loads_may_be_late: bool = True
@@ -179,6 +187,7 @@ class Scenario:
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"
     group_pages: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[int, ...] = ()
     rounds: int = 1
     pin_budget: float | None = None
     threads_yield_often: bool = False
@@ -203,6 +212,11 @@ class Scenario:
                 lengths[add.request_id] = max(length, lengths.get(add.request_id, 0))
                 num_blocks += sum(-(-length // g.block_size) for g in self.geometry.groups)
         return self.rounds * num_blocks
+
+    @property
+    def most_drafts(self) -> int:
+        """Most draft tokens of a step."""
+        return max((proposed for proposed, _ in self.drafts), default=0)
 
     @property
     def block_bytes(self) -> int:

@@ -137,13 +137,15 @@ def _simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
     geometry = scenario.geometry
     single = CacheGeometry.single(4)
     if geometry != single:
-        yield replace(scenario, geometry=single, group_pages=())
+        yield replace(scenario, geometry=single, group_pages=(), ranks=())
     for index in range(len(geometry.groups)):
         groups = geometry.groups[:index] + geometry.groups[index + 1 :]
         if groups:
             pages = scenario.group_pages[:index] + scenario.group_pages[index + 1 :]
             pages = pages if all(map(any, zip(*pages, strict=True))) else ()
-            yield replace(scenario, geometry=replace(geometry, groups=groups), group_pages=pages)
+            smaller = replace(geometry, groups=groups)
+            ranks = scenario.ranks if pages else ()
+            yield replace(scenario, geometry=smaller, group_pages=pages, ranks=ranks)
 
 
 def _simpler_fates(scenario: Scenario) -> Iterator[Scenario]:
@@ -193,6 +195,7 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
     for name in (
         "worker_half",
+        "ranks",
         "group_pages",
         "pin_budget",
         "threads_yield_often",
@@ -201,6 +204,8 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
         "max_running",
         "max_tokens_per_step",
         "decode_tokens",
+        "drafts",
+        "lookahead_tokens",
     ):
         if getattr(scenario, name) != getattr(usual, name):
             yield replace(scenario, **{name: getattr(usual, name)})

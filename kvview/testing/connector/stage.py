@@ -42,7 +42,7 @@ class Stage:
     @property
     def workers(self) -> list[WorkerHarness]:
         """The harnesses of the worker halves."""
-        return [part.worker for part in self.parts]
+        return [worker for part in self.parts for worker in part.workers]
 
     @property
     def num_in_flight(self) -> int:

@@ -78,9 +78,9 @@ class JobCounts:
         if job.is_load:
             if not success:
                 self._count("failed", job)
-            elif job.age > 1:
+            elif any(one.age > 1 for one in job.on_ranks):
                 self._count("late", job)
-            if job in self._left_alone and not job.may_fail:
+            if job in self._left_alone and not any(one.may_fail for one in job.on_ranks):
                 self.coverage[LOADS_LEFT_ALONE] += 1
                 self.coverage[FAILED_BY_THEMSELVES] += not success
             self._loading.discard(job)
@@ -123,23 +123,41 @@ class Record:
 
     Args:
         geometry: Block sizes of the engine.
+        num_ranks: Ranks, each of which reports each job.
     """
 
-    def __init__(self, geometry: CacheGeometry) -> None:
+    def __init__(self, geometry: CacheGeometry, num_ranks: int = 1) -> None:
         self.geometry = geometry
+        self._num_ranks = num_ranks
+        self._jobs: dict[int, list[PlannedJob]] = {}  # on the ranks that have started it
+        self._reported: Counter[int] = Counter()  # ranks that have reported a job
         self.keys = TierKeys(geometry)
         self.pages = TierPages()
         self.counts = JobCounts(geometry)
 
     def on_planned(self, job: PlannedJob) -> None:
-        """Add a planned job."""
+        """Add a planned job of a rank; it is checked on the first rank that gets it."""
+        job.on_ranks = self._jobs.setdefault(job.job_id, [])
+        job.on_ranks.append(job)
+        if len(job.on_ranks) > 1:
+            return
+        if job.is_load:
+            self.pages.check_load(job)
+        else:
+            self.pages.add_store(job)
         self.keys.on_planned(job)
         self.counts.on_planned(job)
 
-    def on_reported(self, job: PlannedJob, success: bool) -> None:
-        """Add the report of a job."""
-        self.keys.on_reported(job, success)
-        self.counts.on_reported(job, success)
+    def on_reported(self, job: PlannedJob) -> None:
+        """Add the report of a job on a rank; the last one ends the job."""
+        self._reported[job.job_id] += 1
+        if self._reported[job.job_id] < self._num_ranks:
+            return
+        del self._reported[job.job_id]
+        first, *_ = self._jobs.pop(job.job_id)
+        success = all(one.result and one.result.success for one in first.on_ranks)
+        self.keys.on_reported(first, success)
+        self.counts.on_reported(first, success)
 
 
 def _passed_on(name: str) -> Any:

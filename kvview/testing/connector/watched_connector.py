@@ -29,7 +29,9 @@ class WatchedConnector(Connector):
     def __init__(self, connector_class: type[Connector], config: bytes, shared: Shared) -> None:
         geometry = shared.scenario.geometry
         super().__init__(ConnectorConfig(geometry))
-        self.record = Record(geometry)
+        self.record = Record(geometry, max(1, len(shared.scenario.ranks)))
+        self.workers: list[WorkerHarness] = []
+        """A harness for each rank."""
         self.halves: list[SchedulerConnector | WorkerConnector] = []
         """The halves in this process."""
         self._connector_class = connector_class
@@ -54,5 +56,5 @@ class WatchedConnector(Connector):
         else:
             half = make_worker(self._connector_class, self._config)
             self.halves.append(half)
-        self.worker = WorkerHarness(half, self._shared, self.record)
-        return self.worker
+        self.workers.append(WorkerHarness(half, self._shared, self.record))
+        return self.workers[-1]

@@ -214,10 +214,9 @@ class WorkerHarness(WorkerConnector):
         if is_load:
             expected = check_load(job, self._engine())
             if is_plain(plan):  # the children of another plan may have pages of the same numbers
-                self._record.pages.check_load(job, expected)
+                job.expected = expected
         else:
             check_store(job, self._engine())
-            self._record.pages.add_store(job)
         self._note_rows_of(job)
         return job
 
@@ -457,5 +456,5 @@ class WorkerHarness(WorkerConnector):
         del self._jobs[job.job_id]
         self.num_reported += 1
         job.rows = []
-        self._record.on_reported(job, job.result.success)
+        self._record.on_reported(job)
         return job.result

@@ -71,6 +71,7 @@ class _Chunk:
     request: Request
     life: int  # of the request, which gets a new one when it is restarted
     start: int
+    kept: int  # the end of its tokens that no draft is rejected of
     end: int
     num_sampled: int
 
@@ -95,6 +96,9 @@ class Engine:
         max_running: Most requests computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
+        drafts: Draft tokens that a decode step verifies besides its own token, and the number of
+            them that are accepted, for the steps of a request in turn.
+        lookahead_tokens: Tokens for which a step has slots beyond those that it computes.
         steps_in_flight: Steps that may be launched before the output of the first is taken in.
         stream: Notified of launches and outputs; KV is then written and read when an output is
             taken in, and without a stream at the launch.
@@ -121,6 +125,8 @@ class Engine:
         max_running: int = 16,
         max_tokens_per_step: int | None = None,
         decode_tokens: int | None = None,
+        drafts: Sequence[tuple[int, int]] = (),
+        lookahead_tokens: int = 0,
         steps_in_flight: int = 1,
         stream: StepStream | None = None,
         verify_hits: bool = True,
@@ -160,6 +166,8 @@ class Engine:
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
         self.decode_tokens = decode_tokens or geometry.scheduler_block_size
+        self.drafts = drafts
+        self.lookahead_tokens = lookahead_tokens
         self.steps_in_flight = steps_in_flight
         self.verify_hits = verify_hits
         self.waiting: deque[Request] = deque()
@@ -186,7 +194,8 @@ class Engine:
                 num_gpu_blocks=num_gpu_blocks,
                 page_bytes=self.kv_bytes.group_bytes,
                 max_blocks_per_step=sum(
-                    self.max_tokens_per_step // group.block_size + max_running
+                    (self.max_tokens_per_step + max_running * lookahead_tokens) // group.block_size
+                    + max_running
                     for group in geometry.groups
                 ),
             )
@@ -200,7 +209,7 @@ class Engine:
         Raises:
             ConfigError: The request can never fit in the pool; it was not queued.
         """
-        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens + self._num_extra_slots
         needed = sum(self._most_blocks(group, num_tokens) for group in self.geometry.groups)
         available = self.kv_cache.pool.num_blocks - 1
         if needed > available:
@@ -377,7 +386,8 @@ class Engine:
                 index += 1
                 continue
             end = request.num_computed_tokens + num_tokens
-            while not self.kv_cache.allocate_slots(request.request_id, end):
+            slots = end + self.lookahead_tokens
+            while not self.kv_cache.allocate_slots(request.request_id, slots):
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
@@ -408,7 +418,9 @@ class Engine:
             check_promise(self.geometry, request.info(), num_hit, num_external)
             num_ready = num_hit + num_external
             num_tokens = min(request.num_tokens - num_ready, budget)
-            room = num_ready if num_external else num_ready + num_tokens
+            room = num_ready + self.lookahead_tokens
+            if not num_external:
+                room += num_tokens
             if not self.kv_cache.allocate_slots(
                 request.request_id, room, hit_blocks=hit_blocks, num_computed_tokens=num_ready
             ):
@@ -450,12 +462,18 @@ class Engine:
 
     def _num_wanted_tokens(self, request: Request) -> int:
         """Count the tokens to compute next; 0 if the outputs in flight complete the request."""
-        uncomputed = request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
+        uncomputed = request.num_tokens + request.num_pending_tokens - request.num_kept_tokens
         left = request.num_output_tokens - request.num_generated_tokens
         left -= request.num_pending_tokens
         if uncomputed > 1 or (left <= 0 and not request.num_pending_tokens):
             return uncomputed
+        if self.drafts:
+            return 1 + self._drafts_of(request)[0]
         return min(self.decode_tokens, left)
+
+    def _drafts_of(self, request: Request) -> tuple[int, int]:
+        """The drafts of the next decode step, and the number of them that are accepted."""
+        return self.drafts[request.num_decode_steps % len(self.drafts)]
 
     def _preempt(self, request: Request) -> None:
         self.stats.preemptions += 1
@@ -464,6 +482,7 @@ class Engine:
         self.scheduler_connector.on_request_preempted(_last_info(request), block_ids)
         self.kv_cache.free(request.request_id)
         request.num_computed_tokens = request.num_pending_tokens = 0
+        request.num_rejected_tokens = 0
         request.status = Status.WAITING
         self.waiting.appendleft(request)
         self._preempted.append(request.request_id)
@@ -471,29 +490,34 @@ class Engine:
     # --- compute and outputs ---
 
     def _begin(self, request: Request, num_tokens: int) -> _Chunk:
-        """Count launched tokens as computed (CONN-7)."""
-        start = request.num_computed_tokens
-        end = request.num_computed_tokens = start + num_tokens
+        """Count launched tokens as computed (CONN-7), rejected drafts included until the output."""
+        start = request.num_kept_tokens
+        end = kept = start + num_tokens
         # The token after the last computed one is known then: one after a prompt, several after
         # a decode step of several.
         expected = request.num_tokens + request.num_pending_tokens
         if expected - start > 1:
             self.stats.prefill_tokens += num_tokens
+        elif self.drafts:
+            kept = start + 1 + min(self._drafts_of(request)[1], num_tokens - 1)
+            request.num_decode_steps += 1
+        request.num_computed_tokens += num_tokens
+        request.num_rejected_tokens += end - kept
         left = request.num_output_tokens - (expected - request.num_prompt_tokens)
-        num_sampled = max(0, min(end + 1 - expected, left))
+        num_sampled = max(0, min(kept + 1 - expected, left))
         request.num_pending_tokens += num_sampled
-        return _Chunk(request, request.life, start, end, num_sampled)
+        return _Chunk(request, request.life, start, kept, end, num_sampled)
 
     def _compute(self, step: _Launched) -> None:
         """Write the blocks that a step fills, now or in stream order."""
         block_ids: list[int] = []
         keys: list[OffloadKey] = []
-        junk: list[int] = []  # blocks after an unforeseen end
+        junk: list[int] = []  # blocks of rejected drafts, or after an unforeseen end
         for chunk in step.chunks:
             request = chunk.request
             if not (blocks := self._full_blocks(request, chunk.start, chunk.end)):
                 continue
-            last = request.num_prompt_tokens + request.num_tokens_to_come
+            last = min(request.num_prompt_tokens + request.num_tokens_to_come, chunk.kept)
             for block in blocks:
                 if (block.number + 1) * self.geometry.groups[block.group_idx].block_size > last:
                     junk.append(block.block_id)
@@ -528,7 +552,7 @@ class Engine:
         self._run_kernels(step)
         for chunk in step.chunks:
             request = chunk.request
-            has_ended = request.is_finished and chunk.end >= request.num_prompt_tokens
+            has_ended = request.is_finished and chunk.kept >= request.num_prompt_tokens
             if chunk.life != request.life:
                 continue
             if request.status is Status.RUNNING:
@@ -545,6 +569,8 @@ class Engine:
             return
         if request.status is Status.RUNNING:
             request.num_pending_tokens -= chunk.num_sampled
+            request.num_computed_tokens -= chunk.end - chunk.kept
+            request.num_rejected_tokens -= chunk.end - chunk.kept
         elif request.status is not Status.WAITING:  # a preempted request keeps its tokens
             return
         request.generate(
@@ -611,6 +637,12 @@ class Engine:
 
     # --- blocks and bytes ---
 
+    @property
+    def _num_extra_slots(self) -> int:
+        """Bound the slots of a request beyond its tokens: drafts of each step, and lookahead."""
+        most = max((proposed for proposed, _ in self.drafts), default=0)
+        return self.steps_in_flight * most + self.lookahead_tokens
+
     def _most_blocks(self, group: CacheGroup, num_tokens: int) -> int:
         """Bound the blocks that a request of ``num_tokens`` has at once."""
         # Skipped blocks are released after compute, so a whole step must fit besides the blocks
@@ -619,6 +651,7 @@ class Engine:
         last_of_chunk = max(0, skipped - 1)
         reads = max(num_tokens - skipped, last_of_chunk - group.num_skipped_tokens(last_of_chunk))
         step = max(self.max_tokens_per_step, self.steps_in_flight * self.decode_tokens)
+        step += self._num_extra_slots
         at_once = -(-(reads + step) // group.block_size) + 1  # neither end is aligned
         return min(at_once, -(-num_tokens // group.block_size))
 

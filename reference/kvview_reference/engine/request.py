@@ -154,6 +154,8 @@ class Request:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # sampled by steps in flight
+    num_rejected_tokens: int = 0  # drafts that steps in flight compute and reject
+    num_decode_steps: int = 0
     life: int = 0  # times that the request got blocks
     use_connector: bool = True  # False after a failed load
     was_started: bool = False
@@ -193,6 +195,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known so far: the prompt and the generated ones."""
         return self._tokens.num_tokens
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Computed tokens without the drafts that steps in flight reject."""
+        return self.num_computed_tokens - self.num_rejected_tokens
 
     @property
     def num_generated_tokens(self) -> int:

@@ -67,6 +67,12 @@ class RawEngines:
         leave_out(
             scenario.steps_in_flight > most, f"{number} steps in flight", steps_in_flight=most
         )
+        leave_out(
+            bool(scenario.lookahead_tokens) and not cpu_scheduler.has_draft_models(),
+            "slots for lookahead",
+            lookahead_tokens=0,
+        )
+        leave_out(bool(scenario.ranks), "several ranks: they need vLLM's process groups", ranks=())
         leave_out(scenario.ends_abruptly, "an end with transfers in flight", ends_abruptly=False)
         events = tuple(event for event in scenario.events if not isinstance(event, Alias))
         leave_out(events != scenario.events, "a second hash of a block", events=events)

@@ -45,12 +45,16 @@ from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
 from kvview_vllm.simulation.raw.worker import RawStep, RawWorker, RemoteRawWorker
+from kvview_vllm.simulation.requests import Chunk
 from kvview_vllm.simulation.stream_order import Forward
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness
     from kvview.testing.connector.scenario import Scenario
     from kvview_vllm.simulation.raw.stand_ins import StandIns
+
+
+_REJECTED = 0x2DEAD  # the word of each rejected draft
 
 
 @reads_vllm
@@ -152,6 +156,8 @@ class RawHarness(VLLMConnectorHarness):
                 max_num_seqs=scenario.max_running,
                 max_num_batched_tokens=scenario.max_tokens_per_step,
                 steps_in_flight=scenario.steps_in_flight,
+                num_drafts=scenario.most_drafts,
+                has_lookahead=scenario.lookahead_tokens > 0,
             )
 
     @override
@@ -230,12 +236,12 @@ class RawHarness(VLLMConnectorHarness):
     @override
     def _launch(self) -> Any:
         output = self._schedule()
-        planned = {name: self._added[name] for name in output.num_scheduled_tokens}
-        step: RawStep | bytes = RawStep(output, self._batch(output), self._loads())
+        chunks = self._chunks(output)
+        step: RawStep | bytes = RawStep(output, self._batch(output, chunks), self._loads())
         if self._has_process:  # the message has its contents at this time, whenever it is read
             with hook("pickling what build_connector_meta returned", "CONN-3"):
                 step = pickle.dumps(step)
-        launched = _RawLaunched(output, None, Forward(), (), planned, step, self._sample(output))
+        launched = _RawLaunched(output, None, Forward(), (), chunks, step)
         self._launched.append(launched)
         if not self._lags:
             self._execute(launched)
@@ -252,9 +258,8 @@ class RawHarness(VLLMConnectorHarness):
         """Run a step in the worker, and take its answer."""
         answer = self.worker.execute(launched.step)
         transfers = answer.transfers
-        launched.answer = cpu_scheduler.make_model_output(
-            launched.output, launched.sampled, transfers
-        )
+        sampled = {request_id: chunk.sampled for request_id, chunk in launched.chunks.items()}
+        launched.answer = cpu_scheduler.make_model_output(launched.output, sampled, transfers)
         launched.invalid = cpu_scheduler.invalid_blocks(transfers)
         self._watch.seen.update(answer.seen)
         # A loaded byte was saved before: a connector's store is empty at the start.
@@ -265,19 +270,24 @@ class RawHarness(VLLMConnectorHarness):
             if one.block_id not in invalid:
                 self._raise_wrong(one)
 
-    def _batch(self, output: Any) -> list[RequestInStep]:
+    def _batch(self, output: Any, chunks: Mapping[str, Chunk]) -> list[RequestInStep]:
         """The compute of a step, with the block tables of this moment."""
-        starts, tables = cpu_scheduler.computed_before(output), self._tables(output)
+        tables = self._tables(output)
         return [
-            self._tokens_of(name, tables[name], starts[name], starts[name] + number)
-            for name, number in output.num_scheduled_tokens.items()
+            self._tokens_of(name, tables[name], chunk.start, chunk.kept, chunk.num_rejected)
+            for name, chunk in chunks.items()
         ]
 
     def _tokens_of(
-        self, request_id: str, tables: Sequence[Sequence[int]], start: int, end: int
+        self,
+        request_id: str,
+        tables: Sequence[Sequence[int]],
+        start: int,
+        end: int,
+        num_rejected: int = 0,
     ) -> RequestInStep:
-        words = self._words.words(self._added[request_id], end)
-        return RequestInStep(request_id, [*map(list, tables)], start, end, words)
+        words = self._words.words(self._added[request_id], end) + [_REJECTED] * num_rejected
+        return RequestInStep(request_id, [*map(list, tables)], start, end + num_rejected, words)
 
     def _loads(self) -> list[RequestInStep]:
         """The loads that the connector must start with this step."""
@@ -314,7 +324,6 @@ class RawHarness(VLLMConnectorHarness):
 @dataclass(eq=False)
 class _RawLaunched(LaunchedStep):
     step: Any  # a RawStep, or a pickled one
-    sampled: dict[str, list[int]]
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 import kvview
 
 
-class Novice(kvview.Connector):
+class Walker(kvview.Connector):
     def __init__(self, config: kvview.ConnectorConfig) -> None:
         super().__init__(config)
         self.size = config.options.get("cpu_blocks", 256)

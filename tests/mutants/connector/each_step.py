@@ -21,7 +21,7 @@ class Options(BaseModel):
     enable_events: bool = False
 
 
-class Novice(kvview.Connector):
+class EachStep(kvview.Connector):
     def __init__(self, config: kvview.ConnectorConfig) -> None:
         super().__init__(config)
         self.options = parse_options(Options, config.options)

@@ -1,0 +1,108 @@
+"""The examples of the laws page: an injected fault, and the shortest script that shows it.
+
+The scripts are in ``law_examples.toml``, and the faults in ``tests/mutants``.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import kvview
+
+ROOT = Path(__file__).parents[1]
+_DATA = Path(__file__).with_suffix(".toml")
+_FAULTS = ROOT / "tests/mutants"
+_MODULES = {
+    "FileStore": "kvview_reference.tier",
+    "Namespace": "kvview.tier",
+    "Path": "pathlib",
+    "ThreadPoolExecutor": "concurrent.futures",
+    "UncheckedPool": "kvview.testing.guard.unchecked",
+    "collect": "gc",
+    "copy": "copy",
+    "current_thread": "threading",
+    "getLogger": "logging",
+    "mkdtemp": "tempfile",
+    "raises": "pytest",
+    "replace": "dataclasses",
+    "sleep": "time",
+    "suppress": "contextlib",
+    **dict.fromkeys(kvview.__all__, "kvview"),
+}
+"""The module of each name that a script may use."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A wrong class, and a way to show its fault.
+
+    Args:
+        fault: Name of the class.
+        module: Module of the class.
+        source: Source of the class, without its decorators.
+        right: Target of the right class that takes the same calls; empty for a connector.
+        body: Calls that fail with the wrong class, and pass with the right one as ``Subject``;
+            empty for a connector.
+    """
+
+    fault: str
+    module: str
+    source: str
+    right: str = ""
+    body: str = ""
+
+    @property
+    def imports(self) -> str:
+        """The imports of the body."""
+        names = {n.id for n in ast.walk(ast.parse(self.body)) if isinstance(n, ast.Name)}
+        found: dict[str, list[str]] = {}
+        for name in sorted(names & _MODULES.keys()):
+            found.setdefault(_MODULES[name], []).append(name)
+        lines = [f"from {m} import {', '.join(names)}\n" for m, names in sorted(found.items())]
+        return "".join(sorted(lines, key=lambda line: "kvview" in line))
+
+    @property
+    def script(self) -> str:
+        """The whole script, or the command that checks a wrong connector."""
+        if not self.body:
+            return f"kvview check {self.module}:{self.fault}\n"
+        wrong = f"from {self.module} import {self.fault} as Subject  # not {self.right}"
+        return f"{self.imports}{wrong}\n\n{self.body}"
+
+
+def examples() -> Mapping[str, Example]:
+    """Return the example of each law that has one."""
+    data = tomllib.loads(_DATA.read_text("utf-8"))
+    families = data.pop("families")
+    found: dict[str, Example] = {}
+    for law, example in sorted(_faults(), key=lambda item: len(item[1].source)):
+        if law in data and data[law]["fault"] == example.fault:
+            row = families[law.partition("-")[0]] | data[law]
+            body = f"{row['start']}\n{row['script']}\n"
+            found[law] = replace(example, right=row["right"], body=body)
+        elif law.startswith("CONN-"):
+            found.setdefault(law, example)
+    return found
+
+
+def _faults() -> Iterator[tuple[str, Example]]:
+    for path in sorted(_FAULTS.glob("*.py")):
+        text = path.read_text("utf-8")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+                example = Example(node.name, f"tests.mutants.{path.stem}", source)
+                for decorator in node.decorator_list:
+                    yield first_argument(decorator), example
+
+
+def first_argument(decorator: ast.expr) -> str:
+    """Return the first argument of a decorator, empty unless it is a string."""
+    match decorator:
+        case ast.Call(args=[ast.Constant(value=str(text)), *_]):
+            return text
+    return ""

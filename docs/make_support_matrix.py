@@ -1,0 +1,188 @@
+"""Write ``docs/support-matrix.md``: the features of the adapter in each release of vLLM.
+
+    python docs/make_support_matrix.py
+
+Releases and differences come from ``kvview_vllm/releases``. A feature names the difference that it
+needs, so its first release is defined in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from kvview_vllm.releases import differences
+from kvview_vllm.releases.beyond import KNOWN
+from kvview_vllm.releases.release import Difference
+from kvview_vllm.releases.tiers import TierSeam
+from kvview_vllm.releases.versions import RELEASES, is_between
+
+PAGE = Path(__file__).parent / "support-matrix.md"
+
+DIFFERENCES: tuple[Difference, ...] = (*differences(), *TierSeam.differences())
+_SPANS = {each.name: (each.first_release, each.last_release) for each in DIFFERENCES}
+_SPANS |= {each.name: (each.since, None) for each, _ in KNOWN}
+
+_HEAD = f"""\
+# Support matrix
+
+<!-- Written by docs/make_support_matrix.py from kvview_vllm/releases; edit those instead. -->
+
+kvview supports all {len(RELEASES)} releases of vLLM from {RELEASES[0]} to {RELEASES[-1]}. The
+tables list the features that some releases lack, with the reason. ✓ means supported, – means not
+supported. CI runs the tests of the adapter on the last patch release of each minor
+(`.ci/vllm-lane`); `python tests/vllm/matrix.py --all` runs them on every release.
+Real inference needs a CPU build of vLLM. It ran on 0.27.1 to 0.32.0 (`.ci/inference-lane`).
+
+Any other release is refused at the start, unless `KVVIEW_ALLOW_UNTESTED_VLLM=1` is set.
+`kvview doctor` reports the features of the installed vLLM.
+"""
+
+_DIFFERENCES_HEAD = """\
+
+## Differences between releases
+
+The adapter finds each of these differences on the classes of the installed vLLM, not by its
+version. The table is made from `kvview_vllm/releases/release.py` and `tiers.py`.
+"""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of a table.
+
+    Args:
+        name: The feature, in Markdown.
+        needs: The difference or the feature of vLLM that it needs; empty if all releases have it.
+        reason: The reason for a dash, and the consequence.
+    """
+
+    name: str
+    needs: str = ""
+    reason: str = ""
+
+    def is_in(self, release: str) -> bool:
+        """Whether a release has the feature."""
+        return not self.needs or is_between(release, *_SPANS[self.needs])
+
+
+FEATURES = {
+    "Connectors": (
+        Feature("A connector in `KVViewConnector`"),
+        Feature("`kvview check --engine vllm`"),
+        Feature(
+            "Models with several KV-cache groups",
+            "several_groups",
+            "vLLM has no `SupportsHMA`, so a connector serves models with one group",
+        ),
+        Feature(
+            "A failed load is computed again, one group",
+            "failed_blocks",
+            "a worker cannot report the failure, so the engine ends (WORK-2)",
+        ),
+        Feature(
+            "A failed load is computed again, several groups",
+            "failed_requests",
+            "a worker cannot report requests, so the engine ends (WORK-2)",
+        ),
+        Feature(
+            "`reset_cache` of a connector",
+            "connector_reset",
+            "a reset of the prefix cache does not reach a connector",
+        ),
+        Feature(
+            "Loads between steps",
+            "worker_metadata",
+            "workers cannot send metadata, so a load runs within a step, which waits for the load",
+        ),
+    ),
+    "Access to the block pool": (
+        Feature(
+            "Without `--scheduler-cls`",
+            "optional_pool_hook",
+            "the scheduler binds no pool; add "
+            "`--scheduler-cls kvview_vllm.scheduler.ViewScheduler`",
+        ),
+        Feature(
+            "In a child of vLLM's `MultiConnector`, without `--scheduler-cls`",
+            "pool_hook",
+            "`MultiConnector` passes no pool on to its children; add the same option",
+        ),
+        Feature(
+            "`give_back_blocks` (POOL-12)",
+            "free_prepend",
+            "`free_blocks` cannot put blocks at the front of the free queue",
+        ),
+        Feature(
+            "`free_blocks_with_notice` (POOL-14)",
+            "reuse_watchers",
+            "the pool has no `unpin_blocks`",
+        ),
+    ),
+    "Offloading managers in vLLM's OffloadingConnector": (
+        Feature("A manager in `KVViewOffloadingSpec`"),
+        Feature("`lookup` may return `RETRY`", "lookup_retry", "`RETRY` counts as a miss"),
+        Feature("`reset_cache` of a manager", "cache_reset", "vLLM never resets a manager"),
+        Feature(
+            "Hooks of requests and steps",
+            "request_hooks",
+            "vLLM does not notify a manager of requests and steps",
+        ),
+        Feature(
+            "`has_pending_work`",
+            "manager_work",
+            "vLLM does not query it, so transfers wait for the next request",
+        ),
+    ),
+    "Tiers below the host": (
+        Feature("A tier store in `KVViewTier`", "TieringOffloadingSpec", "vLLM has no tiers"),
+        Feature("Metrics of a tier in `/metrics`", "tier_metrics", "vLLM reads no stats of a tier"),
+        Feature("KV events of a tier", "tier_events", "vLLM reads no events of a tier"),
+        Feature(
+            "Loads that succeed in part", "partial_loads", "all pages of a load count as failed"
+        ),
+        Feature(
+            "Several processes share a tier without `PYTHONHASHSEED`",
+            "fixed_hash_root",
+            "block hashes start at random; set `PYTHONHASHSEED` to the same number everywhere",
+        ),
+    ),
+}
+
+
+def _spans(features: Sequence[Feature]) -> Iterator[tuple[str, list[bool]]]:
+    """Yield ranges of releases with the same features, and whether they have each."""
+    for has, releases in groupby(RELEASES, lambda r: [feature.is_in(r) for feature in features]):
+        first, *others = releases
+        yield f"{first} – {others[-1]}" if others else first, has
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], marks: int = 0) -> list[str]:
+    ruler = f"|---|{':-:|' * marks}{'---|' * (len(head) - marks - 1)}"
+    return ["", f"| {' | '.join(head)} |", ruler, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def page() -> str:
+    """Return the text of ``docs/support-matrix.md``."""
+    lines = [_HEAD.rstrip()]
+    for title, features in FEATURES.items():
+        spans, columns = zip(*_spans(features), strict=True)
+        rows = [
+            [feature.name, *("✓" if has else "–" for has in row), feature.reason]
+            for feature, row in zip(features, zip(*columns, strict=True), strict=True)
+        ]
+        lines += ["", f"## {title}"]
+        lines += _table(["feature", *spans, "reason for –"], rows, len(spans))
+    lines += [_DIFFERENCES_HEAD.rstrip()]
+    differences_found = [
+        [d.seam, f"`{d.name}`", d.description, d.first_release, d.last_release or "", d.source]
+        for d in DIFFERENCES
+    ]
+    lines += _table(("seam", "flag", "description", "from", "to", "source"), differences_found)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

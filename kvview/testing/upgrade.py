@@ -1,0 +1,305 @@
+"""One connector in many releases of an engine, a process each: ``kvview check --vllm``.
+
+An engine provides its releases (:class:`Releases`) and is never imported here. ``kvview check``
+itself checks each release, in a process whose imports find that release first.
+
+1. A release is green if its process ended with 0, its report is clean, and the report names
+   that release for the runs.
+2. A release that could not be downloaded, imported or exercised is reported and not green.
+3. Releases run one after another, because a check uses all cores.
+4. Ctrl-C ends the process in order, and the findings so far are reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvview.errors import ConfigError, KVViewError, line_of
+
+ENTRY_POINTS = "kvview.releases"
+"""Group of the entry points that name a class of :class:`Releases`, by the name of the engine."""
+
+_PREFIX = "kvview: "  # of the line in which a command reports why it ends
+
+
+class Verdict(StrEnum):
+    """The outcome of a release, the worst first; only green is good."""
+
+    FAILED = "failed"
+    BUG = "a bug of kvview"
+    INTERRUPTED = "interrupted"
+    COULD_NOT_RUN = "could not run"
+    NOT_CHECKED = "not checked"
+    GREEN = "green"
+
+
+_CODES: Mapping[int, Verdict] = {
+    1: Verdict.FAILED,
+    3: Verdict.FAILED,
+    5: Verdict.BUG,
+    130: Verdict.INTERRUPTED,
+    2: Verdict.COULD_NOT_RUN,
+    4: Verdict.NOT_CHECKED,
+    0: Verdict.GREEN,
+}
+"""The verdict for each exit code of ``kvview check``, the worst first."""
+
+
+class Releases(Protocol):
+    """The releases of an engine; an entry point in :data:`ENTRY_POINTS` names its class."""
+
+    def resolve(self, names: Sequence[str], /) -> list[str]:
+        """Return the releases that the names match, each once, in order.
+
+        Raises:
+            KVViewError: One of them names none.
+        """
+
+    def fetch(self, release: str, on_progress: Callable[[str], None], /) -> Path:
+        """Return the folder that comes first on the import path in this release.
+
+        Raises:
+            KVViewError: It is not available; one line.
+        """
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the environment of a process that imports it, unless the user has set it."""
+
+
+def load_releases(engine: str) -> Releases:
+    """Return the releases of an engine, by the name of the engine.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    for point in entry_points(group=ENTRY_POINTS, name=engine):
+        releases: Releases = point.load()()
+        return releases
+    raise ConfigError(f"engine {engine!r} brings no releases to check in")
+
+
+@dataclass
+class ReleaseResult:
+    """The findings in one release.
+
+    Args:
+        release: Name of the release.
+        verdict: Its outcome.
+        reason: The first reason why it is not green; empty for green.
+        seconds: Its duration in seconds, without the download.
+        report: The report of the process, see ``docs/report.md``; None if it wrote none.
+    """
+
+    release: str
+    verdict: Verdict
+    reason: str = ""
+    seconds: float = 0.0
+    report: dict[str, Any] | None = None
+
+    @property
+    def left_out(self) -> list[str]:
+        """The scenarios that were skipped because the release cannot play them."""
+        coverage = ((self.report or {}).get("runs") or {}).get("coverage", {})
+        prefix = "left out: "
+        return [name.removeprefix(prefix) for name in coverage if name.startswith(prefix)]
+
+
+@dataclass
+class UpgradeReport:
+    """All releases, in the order in which they were named.
+
+    Args:
+        target: Name of the target.
+        engine: Name of the engine.
+        results: The findings, one per release.
+        seconds: Duration of everything.
+    """
+
+    target: str
+    engine: str
+    results: list[ReleaseResult] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every release is green."""
+        return bool(self.results) and all(r.verdict is Verdict.GREEN for r in self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all are green; otherwise that of the worst verdict."""
+        found = {result.verdict for result in self.results}
+        return next((code for code, verdict in _CODES.items() if verdict in found), 0)
+
+    def summary(self) -> str:
+        """Return the numbers of releases by verdict, in one line."""
+        found = [(v, sum(r.verdict is v for r in self.results)) for v in reversed(Verdict)]
+        counts = ", ".join(f"{number} {verdict}" for verdict, number in found if number)
+        return f"{self.target}: {counts} of {len(self.results)} releases, {self.seconds:.0f} s"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON, by :class:`~kvview.testing.schema.UpgradeModel`."""
+        from kvview.testing.schema import UpgradeModel
+
+        return UpgradeModel.model_validate(self).model_dump(mode="json")
+
+
+def check_releases(
+    target: str,
+    engine: str,
+    releases: Releases,
+    names: Sequence[str],
+    options: Sequence[str] = (),
+    *,
+    on_progress: Callable[[str], None] = lambda text: None,
+    on_result: Callable[[ReleaseResult], None] = lambda result: None,
+) -> UpgradeReport:
+    """Check a target in releases of an engine, a process each.
+
+    Args:
+        target: As for ``kvview check``.
+        engine: Name of the engine.
+        releases: Its releases.
+        names: The releases, as :meth:`Releases.resolve` returns them.
+        options: Further arguments of ``kvview check``.
+        on_progress: Called with the progress.
+        on_result: Called with each result.
+
+    Returns:
+        One result per release, in order; those that Ctrl-C ends or that come later are interrupted.
+    """
+    start = time.monotonic()
+    report = UpgradeReport(target, engine)
+    is_interrupted = False
+    for release in names:
+        result = ReleaseResult(release, Verdict.INTERRUPTED, "it was not started")
+        try:
+            if not is_interrupted:
+                on_progress(f"{engine} {release}")
+                folder = releases.fetch(release, on_progress)
+                command = [f"--engine={engine}", *options]
+                environment = _environment(releases, folder)
+                result, is_interrupted = _check_one(target, engine, release, command, environment)
+        except KVViewError as error:
+            result = ReleaseResult(release, Verdict.COULD_NOT_RUN, line_of(error))
+        except KeyboardInterrupt:
+            is_interrupted = True
+        on_result(result)
+        report.results.append(result)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _environment(releases: Releases, folder: Path) -> dict[str, str]:
+    """Return the environment in which imports find a release first."""
+    paths = [str(folder), *(path or os.getcwd() for path in sys.path)]
+    return {**releases.environment(), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _check_one(
+    target: str, engine: str, release: str, options: Sequence[str], environment: Mapping[str, str]
+) -> tuple[ReleaseResult, bool]:
+    """Return the findings in a release, and whether Ctrl-C ended its process."""
+    start = time.monotonic()
+    is_interrupted = False
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "report.json")
+        # -P: the import path is this process's own, behind the release.
+        command = [sys.executable, "-P", "-m", "kvview", "check", target, f"--json={file}"]
+        with subprocess.Popen(
+            [*command, *options],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C ends it once, so that it writes its report
+        ) as process:
+            try:
+                _, errors = process.communicate()
+            except KeyboardInterrupt:
+                is_interrupted = True
+                process.terminate()
+                _, errors = process.communicate()
+        text = file.read_text() if file.exists() else ""
+    code = process.returncode
+    if is_interrupted and code == -signal.SIGTERM:  # before it could end in order
+        code, errors = 130, "interrupted"
+    report: dict[str, Any] | None = json.loads(text) if text else None
+    verdict, reason = judge(release, code, errors, report, engine)
+    result = ReleaseResult(release, verdict, reason, time.monotonic() - start, report)
+    return result, is_interrupted
+
+
+def judge(
+    release: str, code: int, errors: str, report: dict[str, Any] | None, engine: str = ""
+) -> tuple[Verdict, str]:
+    """Return the findings of a process that checked a release.
+
+    Args:
+        release: Name of the release.
+        code: Exit code of the process; negative for a signal.
+        errors: Its stderr.
+        report: Its report, if it wrote one.
+        engine: Name of the engine.
+
+    Returns:
+        The verdict and the first reason, which is empty for green.
+    """
+    if code not in _CODES:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return Verdict.COULD_NOT_RUN, f"the process ended by {how}: {_last_line(errors)}"
+    verdict = _CODES[code]
+    if report is None and (missing := re.search(r"No module named '([\w.]+)'", errors)):
+        name, _, submodule = missing[1].partition(".")
+        if submodule and name == engine:
+            return verdict, f"{engine} {release} has no module {missing[1]}"
+        return verdict, f"importing it needs {name}: pip install {name} (docs/upgrade.md has all)"
+    if report is None:
+        if verdict in (Verdict.GREEN, Verdict.NOT_CHECKED):
+            return Verdict.COULD_NOT_RUN, "the process wrote no report"
+        return verdict, _last_line(errors)
+    engine = (report["runs"] or {}).get("engine", "no engine")
+    if release not in engine.replace("+", " ").split():
+        return Verdict.COULD_NOT_RUN, f"it ran in {engine}, not in {release}"
+    if verdict is Verdict.GREEN and not report["is_clean"]:
+        return Verdict.NOT_CHECKED, "its report is not clean"
+    return verdict, _first_reason(report, verdict)
+
+
+def _first_reason(report: dict[str, Any], verdict: Verdict) -> str:
+    bad = {
+        Verdict.FAILED: ("failed", "unexpected pass"),
+        Verdict.NOT_CHECKED: ("not checked",),
+    }.get(verdict, ())
+    found = next((check for check in report["checks"] if check["outcome"] in bad), None)
+    if found is None:
+        return "" if verdict is Verdict.GREEN else "it ended before its runs did"
+    failure = found["failure"]
+    if failure is None:
+        return line_of(f"{found['name']} passed, but is expected to fail: {found['reason']}")
+    if verdict is Verdict.NOT_CHECKED:
+        return line_of(failure["what"])
+    seeds = failure["seeds"]
+    many = f" ({len(seeds)} of {report['runs']['num_seeds']} seeds)" if seeds else ""
+    return line_of(f"{failure['law']}: {failure['what'].removeprefix(failure['law'] + ': ')}{many}")
+
+
+def _last_line(errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    reported = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
+    return line_of((reported or lines or ["it printed nothing"])[-1])

@@ -1,0 +1,118 @@
+"""Wrong connectors as a table: each is an edit of the text of a right connector.
+
+A file ``BASE.txt`` lists the mistakes in one right connector of :data:`BASES`. A wrong connector is
+a file of its own when it runs, like a user's. Its text is that of the right one after the edits.
+``unusual.txt`` has edits of the example that are right all the same. Notes beyond those of
+:mod:`edits`: ``in`` names the class if it is not that of the base, ``needs`` says how vLLM must run
+to show the mistake (``processes`` or ``async``).
+
+The injected faults (``MUTANTS``) are those with a law: one for each law of connectors, and those of
+public incidents. ``benchmarks/first_seeds.py`` counts the mistakes that the kit finds, and
+``tests/vllm/agreement.py`` serves with those of ``late.txt`` in vLLM.
+
+Eight harmless mistakes were removed when they survived, because none of them gives wrong bytes
+or events, leaks, hangs or loses a response in any engine:
+
+- "reuses a page that is being read" (host_cache), "evicts what is being loaded" (walker), "in
+  use is never counted up" (each_step): these workers copy in the order of the plans, loads
+  first, so the store over a page comes after the load that was planned before it (XFER-3).
+- "takes loads out of the plan when their request is aborted" (host_cache), "drops the jobs of
+  requests that were preempted" (walker): nothing is aborted or preempted between
+  ``on_blocks_allocated`` and the ``plan_step`` that takes its loads, so nothing is dropped.
+- "pending means loads" (walker): stores that are in flight when an idle engine stops are
+  reported in its next step; their blocks are held until then.
+- "one page too many", "one page too few, the last one" (each_step): a store that touches the
+  page that does not exist fails, and reports it; the request computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from kvview import Connector
+from kvview.testing import LawBroken, Mutant
+from kvview.testing.connector import check_connector
+from kvview.testing.connector.coverage import not_exercised
+from kvview.testing.connector.generate import STEADY_PLACES
+
+from ..edits import ROOT, Base, Variant, read_variants
+
+FOLDER = Path(__file__).parent
+_EXAMPLE = ROOT / "examples" / "host_cache.py"
+_MULTI = ROOT / "reference" / "kvview_reference" / "connector" / "multi.py"
+
+BASES = {
+    "host_cache": Base("HostCacheConnector", (_EXAMPLE,)),
+    "unusual": Base("HostCacheConnector", (_EXAMPLE,)),
+    "late": Base("Late", (_EXAMPLE, FOLDER / "late.py")),
+    "two": Base("Two", (_MULTI, FOLDER / "two.py")),
+    "walker": Base("Walker", (FOLDER / "walker.py",)),
+    "each_step": Base("EachStep", (FOLDER / "each_step.py",)),
+}
+"""The right connectors, by the name of the file that lists edits of them."""
+UNUSUAL = "unusual"
+
+NOT_EXERCISED = "coverage"
+"""In place of a law, for a connector that breaks none and does not do its work."""
+
+_SEEDS = range(100)
+_STEADY_SEEDS = [hundred + place for hundred in (0, 100) for place in STEADY_PLACES]
+
+
+def load_variants(base: str) -> Sequence[Variant]:
+    """Return the variants of one right connector."""
+    return read_variants(FOLDER / f"{base}.txt", BASES[base])
+
+
+def load_wrong() -> list[Variant]:
+    """Return all wrong connectors."""
+    return [variant for base in BASES if base != UNUSUAL for variant in load_variants(base)]
+
+
+def load_named(name: str) -> type[Connector]:
+    """Return the class of a connector that has a name."""
+    (found,) = (one for base in BASES for one in load_variants(base) if one.name == name)
+    connector: type[Connector] = found.load()
+    return connector
+
+
+@dataclass(frozen=True)
+class ConnectorMutant(Mutant):
+    """One injected fault; its factory is the class."""
+
+    def first_failure(self) -> LawBroken | None:
+        """Simulate it, seed after seed, until its law is broken; otherwise another broken law."""
+        connector = cast("type[Connector]", self.factory)
+        broken: LawBroken | None = None
+        coverage: Counter[str] = Counter()
+        steady = {"CONN-10": _STEADY_SEEDS, NOT_EXERCISED: range(8)}
+        for seed in steady.get(self.law, _SEEDS):
+            report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
+            coverage.update(report.coverage)
+            for failure in report.failures:
+                if broken is None or failure.law == self.law:
+                    broken = LawBroken(
+                        failure.law,
+                        self.what,
+                        got=failure.message,
+                        expected="no law broken in any seed",
+                        script=failure.script,
+                    )
+            if broken is not None and broken.law == self.law:
+                return broken
+        for gap in () if broken else not_exercised(coverage):
+            return LawBroken(
+                NOT_EXERCISED, self.what, got=str(gap), expected="it happens", script=""
+            )
+        return broken
+
+
+MUTANTS: list[Mutant] = [
+    ConnectorMutant(variant.load(), variant.law, f"{variant.what}.", variant.incident)
+    for variant in load_wrong()
+    if variant.law
+]
