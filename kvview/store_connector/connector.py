@@ -62,7 +62,9 @@ class StoreConnector(Connector):
     3. ``mode`` is the moment of a store. ``"victim"``: a block is stored when the GPU is about to
        evict it, and a page moves from memory to the store when memory is full. ``"exclusive"``: the
        same, and a page leaves memory once it is loaded. ``"eager"``: a block is stored in memory
-       and in the store once it is computed. ``"finish"``: the same, when its request ends.
+       and in the store while its request runs. ``"finish"``: the same, when its request ends. Where
+       the pool does not support :class:`~kvview.SupportsGiveBack`, the first two store at the end
+       of the request, too.
     4. A page that is missing or damaged fails its load, and the engine computes the blocks.
 
     Raises:

@@ -113,6 +113,6 @@ class GPUBlocks:
         victims.reverse()
         return [
             block
-            for block_id, keys in zip(victims, view.block_keys(victims), strict=True)
-            if (block := self._unsaved.pop(block_id)).key in keys
+            for block_id, key in zip(victims, view.primary_keys(victims), strict=True)
+            if (block := self._unsaved.pop(block_id)).key == key
         ]

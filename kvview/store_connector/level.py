@@ -40,43 +40,39 @@ class Level:
         self._size = size
         self._pins = pins
         self._records = records
-        self._held: dict[OffloadKey, int] = {}
+        self.held: dict[OffloadKey, int] = {}
+        """The size of each key that is held."""
         self._reserved: dict[OffloadKey, int] = {}
         self._used = 0
         self._events: list[OffloadingEvent] = []
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._held
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        return iter(self._held)
-
-    def reserve(self, key: OffloadKey) -> list[OffloadKey] | None:
-        """Make room for a key that is not held.
+    def reserve(self, keys: Sequence[OffloadKey]) -> tuple[Sequence[OffloadKey], list[OffloadKey]]:
+        """Make room for keys that are not held.
 
         Returns:
-            The keys that were evicted for it; None, and nothing was changed, if there is no room.
+            As many of the keys as there is room for, the first ones, and the evicted keys.
         """
-        size = self._size(key)
-        evicted = self._victims(self._used + size - self._budget)
-        if evicted is not None:
-            self.remove(evicted)
+        free, evictable = self._budget - self._used, self._evictable()
+        evicted: list[OffloadKey] = []
+        for number, key in enumerate(keys):
+            size = self._size(key)
+            while free < size and (victim := next(evictable, None)) is not None:
+                evicted.append(victim)
+                free += self.held[victim]
+            if free < size:
+                keys = keys[:number]
+                break
+            free -= size
             self._reserved[key] = size
             self._used += size
-        return evicted
+        return keys, self.remove(evicted)
 
-    def _victims(self, excess: int) -> list[OffloadKey] | None:
-        """Return keys to evict for so many blocks or bytes; None if there are not enough."""
-        if excess <= 0:
-            return []
-        found: dict[OffloadKey, None] = {}
+    def _evictable(self) -> Iterator[OffloadKey]:
+        seen: set[OffloadKey] = set()
         for key in self.policy.victims():
-            if key in self._held and key not in found and key not in self._pins:
-                found[key] = None
-                excess -= self._held[key]
-                if excess <= 0:
-                    return list(found)
-        return None
+            if key in self.held and key not in seen and key not in self._pins:
+                seen.add(key)
+                yield key
 
     def commit(self, keys: Sequence[OffloadKey], share: float = 1.0) -> None:
         """Hold reserved keys, whose pages are written.
@@ -87,7 +83,7 @@ class Level:
         """
         for key in keys:
             reserved = self._reserved.pop(key)
-            self._held[key] = size = int(reserved * share)
+            self.held[key] = size = int(reserved * share)
             self._used += size - reserved
             self.policy.added(key)
         self._record(keys, removed=False)
@@ -103,16 +99,16 @@ class Level:
 
     def use(self, keys: Iterable[OffloadKey]) -> None:
         """Count a use of those of the keys that are held."""
-        held, used = self._held, self.policy.used
+        held, used = self.held, self.policy.used
         for key in keys if held else ():
             if key in held:
                 used(key)
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Forget keys, and return those that were held."""
-        gone = [key for key in keys if key in self._held]
+        gone = [key for key in keys if key in self.held]
         for key in gone:
-            self._used -= self._held.pop(key)
+            self._used -= self.held.pop(key)
             self.policy.removed(key)
         self._record(gone, removed=True)
         return gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvview.tier import GuardedTier
 
 Mode = Literal["eager", "finish", "victim", "exclusive"]
 
+_LONGEST_WAIT = 0.001  # seconds in each step for lookups, which saves most of them a step
 _MAX_FAILED = 1 << 16  # keys that are remembered because a job of theirs failed
 
 
@@ -84,10 +86,15 @@ class PageIndex:
         in_memory = self._bytes_of if behaviour.is_in_bytes else _one_block
         self.memory = level(MEDIUM_CPU, behaviour.policy(), behaviour.memory, in_memory)
         self.store = level(MEDIUM_STORAGE, behaviour.policy(), behaviour.store, _one_block)
+        self._in_memory, self._in_store = self.memory.held, self.store.held
         self._storing: set[OffloadKey] = set()
         self._failed: dict[OffloadKey, None] = {}
         self._moved: dict[OffloadKey, None] = {}
         self._places: list[PagePlace] = []
+        self._answered = threading.Event()
+        self._has_waited = False  # in this step
+        if behaviour.shared is not None:
+            behaviour.shared.on_wake_up(self._answered.set)
 
     def start(self, page_bytes: Sequence[int]) -> None:
         """Receive the bytes of a page of each group, before any page is stored."""
@@ -107,26 +114,34 @@ class PageIndex:
     # --- lookups ---
 
     def __contains__(self, key: object) -> bool:
-        return key in self.memory or key in self.store
+        return key in self._in_memory or key in self._in_store
 
     def is_new(self, key: OffloadKey) -> bool:
         """Whether a key may be stored: no level holds it, and no job stores or loads it."""
-        is_failing = key in self._failed and key in self._pins
-        return not (key in self or key in self._storing or is_failing)
+        return not (
+            key in self._in_memory
+            or key in self._in_store
+            or key in self._storing
+            or (key in self._failed and key in self._pins)
+        )
 
     def look_up(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         """Bring the keys of a shared store up to date; returns the keys without a result yet."""
         shared = self._behaviour.shared
         if shared is None:
             return set()
-        asked = [key for key in keys if not (key in self.memory or key in self._failed)]
-        flags = shared.lookup(self.names(asked))
-        for key, flag in zip(asked, flags, strict=True):
-            if flag is False and key not in self._pins:
-                self.store.remove([key])
-            elif flag and self.is_new(key) and self._reserve_in_store(key):
-                self.store.commit([key])
-        return {key for key, flag in zip(asked, flags, strict=True) if flag is None}
+        asked = [key for key in keys if not (key in self._in_memory or key in self._failed)]
+        names = self.names(asked)
+        self._answered.clear()
+        flags = shared.lookup(names)
+        if None in flags and not self._has_waited:
+            self._has_waited = True
+            self._answered.wait(_LONGEST_WAIT)
+            flags = shared.lookup(names)
+        found = list(zip(asked, flags, strict=True))
+        self.store.remove(key for key, flag in found if flag is False and key not in self._pins)
+        self._commit_in_store([key for key, flag in found if flag and self.is_new(key)])
+        return {key for key, flag in found if flag is None}
 
     # --- pages that requests use ---
 
@@ -155,12 +170,12 @@ class PageIndex:
         behaviour = self._behaviour
         if not behaviour.memory or not behaviour.store:
             return
-        for key in keys:
-            if key not in self.memory and self._reserve_in_memory(key):
-                self.memory.commit([key])
-                self._moved[key] = None
-                if behaviour.mode == "exclusive" and behaviour.can_delete:
-                    self.store.remove([key])
+        absent = [key for key in dict.fromkeys(keys) if key not in self._in_memory]
+        fetched = self._reserve_in_memory(absent)
+        self.memory.commit(fetched)
+        self._moved.update(dict.fromkeys(fetched))
+        if behaviour.mode == "exclusive" and behaviour.can_delete:
+            self.store.remove(fetched)
 
     def leave_memory(self, keys: Iterable[OffloadKey]) -> None:
         """Forget pages in memory that were loaded, because the GPU has them."""
@@ -183,17 +198,16 @@ class PageIndex:
 
     # --- pages that are stored ---
 
-    def reserve(self, key: OffloadKey) -> bool:
-        """Reserve the places of a new page; False, and nothing is reserved, without room."""
+    def reserve(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Reserve the places of new pages; returns the first keys, as many as there is room for."""
         in_memory, in_store = self._targets
-        if in_memory and not self._reserve_in_memory(key):
-            return False
-        if in_store and not self._reserve_in_store(key):
+        fitting = self._reserve_in_memory(keys) if in_memory else keys
+        if in_store:
+            keys, fitting = fitting, self._reserve_in_store(fitting)
             if in_memory:
-                self.memory.cancel([key])
-            return False
-        self._storing.add(key)
-        return True
+                self.memory.cancel(keys[len(fitting) :])
+        self._storing.update(fitting)
+        return fitting
 
     def end_store(
         self, keys: Sequence[OffloadKey], moved: set[OffloadKey], num_bytes: int | None
@@ -224,39 +238,41 @@ class PageIndex:
         for key in kept if self._failed else ():
             self._failed.pop(key, None)
 
-    def _reserve_in_memory(self, key: OffloadKey) -> bool:
-        """Reserve a place in memory; the pages that it displaces move down, or are forgotten."""
-        victims = self.memory.reserve(key)
-        for victim in victims or ():
-            self._moved[victim] = None
-            moves_down = self._behaviour.store and victim not in self.store
-            if moves_down and self._reserve_in_store(victim):
-                self.store.commit([victim])
-        return victims is not None
+    def _reserve_in_memory(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Reserve places in memory; displaced pages move down, or are forgotten."""
+        fitting, displaced = self.memory.reserve(keys)
+        self._moved.update(dict.fromkeys(displaced))
+        if self._behaviour.store:
+            self._commit_in_store([key for key in displaced if key not in self._in_store])
+        return fitting
 
-    def _reserve_in_store(self, key: OffloadKey) -> bool:
-        victims = self.store.reserve(key)
-        self._moved.update(dict.fromkeys(victims or ()))
-        return victims is not None
+    def _commit_in_store(self, keys: Sequence[OffloadKey]) -> None:
+        self.store.commit(self._reserve_in_store(keys))
+
+    def _reserve_in_store(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        fitting, displaced = self.store.reserve(keys)
+        self._moved.update(dict.fromkeys(displaced))
+        return fitting
 
     # --- the rest ---
 
     def reset(self) -> None:
         """Forget everything."""
         for level in (self.memory, self.store):
-            self._moved.update(dict.fromkeys(level.remove(list(level))))
+            self._moved.update(dict.fromkeys(level.remove(list(level.held))))
         self._collect_places()
         self._failed.clear()
         self._epoch = os.urandom(EPOCH_BYTES)
 
     def take_places(self) -> list[PagePlace]:
         """Return the pages that changed their place since the last call, once in each step."""
+        self._has_waited = False
         self._collect_places()
         places, self._places = self._places, []
         return places
 
     def _collect_places(self) -> None:
-        memory, store = self.memory, self.store
+        memory, store = self._in_memory, self._in_store
         self._places += [
             PagePlace(name, key in memory, key in store)
             for key, name in zip(self._moved, self.names(self._moved), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.prefixes import blocks_to_load, keys_beyond, longest_prefix
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import GPULoadStoreSpec, TransferResult
+
+_MOST_WAITS = 64  # of a request for lookups, unless they take less than
+_LONGEST_WAIT = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class StoreScheduler(SchedulerConnector):
         self._view: GPUBlockPoolView | None = None
         self._gpu: GPUBlocks | None = None  # of a pool that was bound
         self._seen: dict[str, int] = {}  # by request: tokens whose blocks were considered
+        self._waiting: dict[str, tuple[float, int]] = {}  # by request: first wait, number of waits
         self._job_ids = count()
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -99,7 +104,7 @@ class StoreScheduler(SchedulerConnector):
         num_tokens = longest_prefix(*prefix, index.__contains__)
         if unknown:
             most = longest_prefix(*prefix, lambda key: key in index or key in unknown)
-            if most > num_tokens:
+            if most > num_tokens and self._may_wait(request.request_id):
                 return None
         if self._behaviour.prefetch:
             keys = blocks_to_load(*prefix, num_tokens)[1]
@@ -107,6 +112,12 @@ class StoreScheduler(SchedulerConnector):
             index.fetch(keys)
             index.unpin(keys)
         return num_tokens - num_computed_tokens
+
+    def _may_wait(self, request_id: str) -> bool:
+        """Whether a request waits for lookups, whose results may end before they are read."""
+        first, number = self._waiting.get(request_id, (time.monotonic(), 0))
+        self._waiting[request_id] = first, number + 1
+        return number < _MOST_WAITS or time.monotonic() - first < _LONGEST_WAIT
 
     @override
     def on_blocks_allocated(
@@ -117,6 +128,7 @@ class StoreScheduler(SchedulerConnector):
         num_external_tokens: int,
     ) -> None:
         num_tokens = num_computed_tokens + num_external_tokens
+        self._waiting.pop(request.request_id, None)
         self._seen[request.request_id] = num_tokens
         if self._gpu is not None:
             self._gpu.on_load(num_external_tokens)
@@ -179,8 +191,8 @@ class StoreScheduler(SchedulerConnector):
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
-        self._on_computed(request, block_ids)
-        self._seen.pop(request.request_id, None)
+        self._waiting.pop(request.request_id, None)
+        self.on_request_preempted(request, block_ids)
 
     def _on_computed(self, request: RequestInfo, block_ids: BlockIds) -> None:
         """Store the blocks that became full since the last call, or remember them as victims."""
@@ -211,12 +223,7 @@ class StoreScheduler(SchedulerConnector):
         new = {block.key: block for block in blocks if index.is_new(block.key)}
         if not new or gpu is None:
             return
-        room = gpu.room()
-        chosen: list[FullBlock] = []
-        for key, block in new.items():
-            if len(chosen) >= room or not index.reserve(key):
-                break
-            chosen.append(block)
+        chosen = [new[key] for key in index.reserve([*new][: max(0, gpu.room())])]
         self.num_skipped_blocks += len(new) - len(chosen)
         if not chosen:
             return
@@ -226,7 +233,7 @@ class StoreScheduler(SchedulerConnector):
         block_ids = [block.block_id for block in chosen]
         keys = [block.key for block in chosen]
         gpu.hold(block_ids)
-        sizes = Counter(block.group_idx for block in chosen)
+        sizes = Counter([block.group_idx for block in chosen])
         job = TransferJob(
             next(self._job_ids),
             GPULoadStoreSpec(block_ids, [sizes[group] for group in groups], [0] * len(groups)),

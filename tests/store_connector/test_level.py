@@ -16,10 +16,9 @@ def make_level(budget: int, pins: Counter[OffloadKey], *, size: int = 1) -> Leve
 
 
 def store(level: Level, key: OffloadKey) -> list[OffloadKey] | None:
-    evicted = level.reserve(key)
-    if evicted is not None:
-        level.commit([key])
-    return evicted
+    fitting, evicted = level.reserve([key])
+    level.commit(fitting)
+    return evicted if fitting else None
 
 
 def test_the_least_recently_used_key_makes_room() -> None:
@@ -27,7 +26,7 @@ def test_the_least_recently_used_key_makes_room() -> None:
     assert store(level, A) == store(level, B) == []
     level.use([A])
     assert store(level, C) == [B]
-    assert list(level) == [A, C]
+    assert list(level.held) == [A, C]
 
 
 def test_a_pinned_key_is_never_evicted() -> None:
@@ -38,22 +37,21 @@ def test_a_pinned_key_is_never_evicted() -> None:
     assert store(level, C) == [B]
     pins[C] += 1
     assert store(level, D) is None
-    assert list(level) == [A, C]
+    assert list(level.held) == [A, C]
 
 
 def test_reserved_room_counts_until_it_is_cancelled() -> None:
     level = make_level(1, Counter())
-    assert level.reserve(A) == []
-    assert A not in level
-    assert level.reserve(B) is None
+    assert level.reserve([A]) == ([A], [])
+    assert A not in level.held
+    assert level.reserve([B]) == ([], [])
     level.cancel([A])
-    assert level.reserve(B) == []
+    assert level.reserve([A, B]) == ([A], [])
 
 
 def test_a_page_that_became_smaller_leaves_room() -> None:
     level = make_level(200, Counter(), size=100)
-    level.reserve(A)
-    level.reserve(B)
+    level.reserve([A, B])
     level.commit([A, B], 0.5)
     assert store(level, C) == []
     assert store(level, D) == [A, B]
