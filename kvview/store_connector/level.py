@@ -85,7 +85,7 @@ class Level:
             reserved = self._reserved.pop(key)
             self.held[key] = size = int(reserved * share)
             self._used += size - reserved
-            self.policy.added(key)
+        self.policy.added(keys)
         self._record(keys, removed=False)
 
     def reserved(self, keys: Iterable[OffloadKey]) -> int:
@@ -99,17 +99,16 @@ class Level:
 
     def use(self, keys: Iterable[OffloadKey]) -> None:
         """Count a use of those of the keys that are held."""
-        held, used = self.held, self.policy.used
-        for key in keys if held else ():
-            if key in held:
-                used(key)
+        held = self.held
+        if held and (used := [key for key in keys if key in held]):
+            self.policy.used(used)
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Forget keys, and return those that were held."""
         gone = [key for key in keys if key in self.held]
         for key in gone:
             self._used -= self.held.pop(key)
-            self.policy.removed(key)
+        self.policy.removed(gone)
         self._record(gone, removed=True)
         return gone
 

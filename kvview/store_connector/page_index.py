@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -210,17 +210,16 @@ class PageIndex:
         return fitting
 
     def end_store(
-        self, keys: Sequence[OffloadKey], moved: set[OffloadKey], num_bytes: int | None
+        self, keys: Sequence[OffloadKey], lost: Collection[OffloadKey], num_bytes: int | None
     ) -> None:
         """End the store of reserved keys.
 
         Args:
             keys: All of them, in the order of their prefix.
-            moved: The keys that are held from now on.
+            lost: The keys whose pages were not written.
             num_bytes: Bytes of their pages in memory, if that is known.
         """
-        lost = [key for key in keys if key not in moved]
-        kept = [key for key in reversed(keys) if key in moved]
+        kept = [key for key in reversed(keys) if key not in lost]
         self._storing.difference_update(keys)
         self._moved.update(dict.fromkeys(lost))
         if self._behaviour.shared is not None:
@@ -272,11 +271,10 @@ class PageIndex:
         return places
 
     def _collect_places(self) -> None:
-        memory, store = self._in_memory, self._in_store
-        self._places += [
-            PagePlace(name, key in memory, key in store)
-            for key, name in zip(self._moved, self.names(self._moved), strict=True)
-        ]
+        moved = self._moved
+        in_memory = map(self._in_memory.__contains__, moved)
+        in_store = map(self._in_store.__contains__, moved)
+        self._places += zip(self.names(moved), in_memory, in_store, strict=True)
         self._moved.clear()
 
     def take_events(self) -> list[OffloadingEvent]:

@@ -123,7 +123,7 @@ class Pages:
                 page = self._pages[name] = _Page(is_stored=True)
             page.in_store = in_store
             self._keep(page, page.data, in_memory=in_memory)
-        self._settle(place.name for place in places)
+        self._settle(name for name, _, _ in places)
 
     def num_bytes(self, names: Iterable[bytes]) -> int:
         """Return the bytes that pages take in memory."""

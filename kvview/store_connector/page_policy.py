@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvview.connector.request import FullBlock, RequestInfo
 from kvview.keys import OffloadKey
@@ -11,7 +11,8 @@ from kvview.keys import OffloadKey
 class Policy:
     """Least recently used, everything admitted. Override the methods that should differ.
 
-    1. Each level has its own policy. ``added`` and ``removed`` alternate for each key.
+    1. Each level has its own policy. ``added`` and ``removed`` alternate for each key. A call has
+       each key once.
     2. All calls come from the scheduler's thread, so none may wait.
     """
 
@@ -22,18 +23,19 @@ class Policy:
         """Whether a computed block is stored; a block that is not must be computed again."""
         return True
 
-    def added(self, key: OffloadKey) -> None:
-        """Note a key that the level holds from now on."""
-        self._order[key] = None
+    def added(self, keys: Sequence[OffloadKey]) -> None:
+        """Note keys that the level holds from now on; the first one is the least important."""
+        self._order.update(dict.fromkeys(keys))
 
-    def used(self, key: OffloadKey) -> None:
-        """Note that a request computed or loads a key that the level holds."""
-        del self._order[key]
-        self._order[key] = None
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """Note keys of the level that a request computed or loads, in the same order."""
+        self.removed(keys)
+        self.added(keys)
 
-    def removed(self, key: OffloadKey) -> None:
-        """Note a key that the level no longer holds."""
-        del self._order[key]
+    def removed(self, keys: Sequence[OffloadKey]) -> None:
+        """Note keys that the level no longer holds."""
+        for key in keys:
+            del self._order[key]
 
     def victims(self) -> Iterator[OffloadKey]:
         """Return keys in the order of eviction; the caller skips those that are being read."""

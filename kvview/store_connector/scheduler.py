@@ -250,9 +250,10 @@ class StoreScheduler(SchedulerConnector):
             if load := self._loads.pop(result.job_id, None):
                 self._end_load(load, result.success)
             elif store := self._stores.pop(result.job_id, None):
-                flags = [True] * len(store.keys) if result.success else result.moved
-                moved = set(compress(store.keys, flags or ()))
-                self._index.end_store(store.keys, moved, result.transfer_size)
+                lost: set[OffloadKey] = set()
+                if not result.success:
+                    lost = set(store.keys) - set(compress(store.keys, result.moved or ()))
+                self._index.end_store(store.keys, lost, result.transfer_size)
                 self._release(store)
 
     def _end_load(self, load: _Load, success: bool) -> None:

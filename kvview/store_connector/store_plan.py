@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from kvview.connector.plan import StepPlan
 from kvview.keys import OffloadKey, get_offload_group_idx
@@ -18,18 +18,8 @@ def group_of(name: bytes) -> int:
     return get_offload_group_idx(OffloadKey(name[:-EPOCH_BYTES]))
 
 
-class PagePlace(NamedTuple):
-    """The levels that hold a page from now on.
-
-    Args:
-        name: Name of the page.
-        in_memory: Whether memory holds it.
-        in_store: Whether the store holds it.
-    """
-
-    name: bytes
-    in_memory: bool
-    in_store: bool
+PagePlace = tuple[bytes, bool, bool]
+"""The name of a page, and whether memory and the store hold it from now on."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import pytest
 
 from kvview import Transform, make_offload_key
 from kvview.store_connector.page_levels import Pages
-from kvview.store_connector.store_plan import EPOCH_BYTES, PagePlace, StoreSpec
+from kvview.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.store import require_tier_job
 
@@ -89,7 +89,7 @@ class Levels:
         return ended
 
     def place(self, *, in_memory: bool = False, in_store: bool = False) -> None:
-        self.pages.place([PagePlace(NAME, in_memory, in_store)])
+        self.pages.place([(NAME, in_memory, in_store)])
 
     def load(self) -> tuple[list[bool], bytes]:
         ended: list[bool] = []
