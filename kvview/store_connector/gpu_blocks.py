@@ -28,9 +28,17 @@ class GPUBlocks:
         geometry: Geometry of the engine.
         view: View of the pool.
         facts: Facts of the engine.
+        wants_victims: Whether blocks are stored when they are about to be evicted.
     """
 
-    def __init__(self, geometry: CacheGeometry, view: GPUBlockPoolView, facts: EngineFacts) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        view: GPUBlockPoolView,
+        facts: EngineFacts,
+        *,
+        wants_victims: bool,
+    ) -> None:
         self._geometry = geometry
         self._view = view
         self._lookahead = lookahead = _LOOKAHEAD_STEPS * facts.max_blocks_per_step
@@ -42,20 +50,14 @@ class GPUBlocks:
         if isinstance(view, SupportsPinBudget):
             self._limits.append(view.num_pinnable_blocks)
         self.null_block_id = view.null_block_id if isinstance(view, SupportsPoolSize) else 0
-        self.keeps_order = False
-        """Whether a released block returns to its place in the order of eviction."""
-        self._unsaved: dict[int, FullBlock] = {}  # by block id
-        self._num_ahead = 0  # next victims that are saved or were not added
-
-    @property
-    def can_find_victims(self) -> bool:
-        """Whether the view shows the order of eviction, and takes blocks back in that order."""
-        view = self._view
-        return (
+        self.finds_victims = wants_victims and (
             isinstance(view, SupportsGiveBack)
             and isinstance(view, SupportsFreeOrder)
             and isinstance(view, SupportsBlockKeys)
         )
+        """Whether the view shows the order of eviction, and takes blocks back in that order."""
+        self._unsaved: dict[int, FullBlock] = {}  # by block id
+        self._num_ahead = 0  # next victims that are saved or were not added
 
     def room(self) -> int:
         """Return the number of blocks that may be held now."""
@@ -67,7 +69,7 @@ class GPUBlocks:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Release each block once; the end of a prefix is evicted first."""
-        if self.keeps_order and isinstance(self._view, SupportsGiveBack):
+        if self.finds_victims and isinstance(self._view, SupportsGiveBack):
             self._view.give_back_blocks(block_ids[::-1])
         else:
             self._view.free_blocks(block_ids[::-1])

@@ -67,11 +67,10 @@ class StoreScheduler(SchedulerConnector):
         self._index = PageIndex(geometry, behaviour)
         self._policy = self._index.memory.policy
         self._admits_all = type(self._policy).admits is Policy.admits
+        mode = behaviour.mode
         has_windows = not all(isinstance(group, FullAttention) for group in geometry.groups)
         # A window may lose blocks while its request runs; all others stay until its end.
-        self._looks_early = behaviour.mode != "finish" and (
-            has_windows or behaviour.mode == "eager"
-        )
+        self._looks_early = mode == "eager" or (has_windows and mode != "finish")
         self._view: GPUBlockPoolView | None = None
         self._gpu: GPUBlocks | None = None  # of a pool that was bound
         self._seen: dict[str, int] = {}  # by request: tokens whose blocks were considered
@@ -91,9 +90,8 @@ class StoreScheduler(SchedulerConnector):
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._index.start(facts.page_bytes)
         if self._view is not None:
-            self._gpu = GPUBlocks(self._geometry, self._view, facts)
-            takes_victims = self._behaviour.mode in ("victim", "exclusive")
-            self._gpu.keeps_order = takes_victims and self._gpu.can_find_victims
+            wants_victims = self._behaviour.mode in ("victim", "exclusive")
+            self._gpu = GPUBlocks(self._geometry, self._view, facts, wants_victims=wants_victims)
 
     # --- loads ---
 
@@ -162,19 +160,19 @@ class StoreScheduler(SchedulerConnector):
     def _leaves_memory(self) -> bool:
         """Whether a page leaves memory once it is loaded."""
         is_exclusive = self._behaviour.mode == "exclusive"
-        return is_exclusive and self._gpu is not None and self._gpu.keeps_order
+        return is_exclusive and self._gpu is not None and self._gpu.finds_victims
 
     # --- stores ---
 
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
         gpu = self._gpu
-        if gpu is not None and (self._looks_early or gpu.keeps_order):
+        if gpu is not None and (self._looks_early or gpu.finds_victims):
             running = step.filling()
             if self._looks_early and gpu.room() > 0:
                 for one in running:
                     self._on_computed(one.request, one.block_ids)
-            if gpu.keeps_order:
+            if gpu.finds_victims:
                 gpu.on_step(running)
                 self._store(gpu.take_victims())
         loads, self._planned_loads = self._planned_loads, []
@@ -212,7 +210,7 @@ class StoreScheduler(SchedulerConnector):
         )
         if not self._admits_all:
             blocks = [block for block in blocks if self._policy.admits(block, request)]
-        if self._gpu.keeps_order:
+        if self._gpu.finds_victims:
             self._gpu.add(blocks)
         else:
             self._store(blocks)
