@@ -21,7 +21,14 @@ from kvview.store_connector.scheduler import StoreScheduler
 from kvview.store_connector.transform import Transform
 from kvview.store_connector.worker import StoreWorker
 from kvview.targets import load_target
-from kvview.tier import GuardedTier, Namespace, TierStore, is_tier_store
+from kvview.tier import (
+    AsyncStore,
+    GuardedTier,
+    Namespace,
+    Threaded,
+    TierStore,
+    is_tier_store,
+)
 
 _CPU_BLOCKS = 10_000
 _STORE_BLOCKS = 1_000_000
@@ -36,7 +43,8 @@ class StoreOptions(BaseModel):
         cpu_bytes: The same budget in bytes, counted after the transform.
         store_blocks: Blocks in the store; more are deleted, the least recently used first.
         weights: Model and revision of its weights. If given, pages are kept for later runs and
-            shared with other engines; if not, a store starts empty in each run.
+            shared with other engines; if not, a store starts empty in each run. Change the text
+            when the type of the KV cache or the parallelism changes, too.
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
         enable_events: Whether KV events are recorded.
@@ -99,6 +107,8 @@ class StoreConnector(Connector):
         has_budget, can_delete = options.store_blocks is not None, hasattr(make, "delete")
         if has_budget and not can_delete:
             raise ConfigError("store_blocks needs a store with the method delete(keys)")
+        if options.weights and make is not None and _never_finds(make):
+            raise ConfigError("weights needs a store with the method has(key), or find(key)")
         self._deletes = can_delete and (has_budget or not options.weights)
         self._open_store: Callable[[], GuardedTier] | None = None
         if make is not None:
@@ -143,6 +153,12 @@ class StoreConnector(Connector):
         pages = Pages(page_bytes, self._transform, store, rank)
         pages.deletes, pages.max_memory = self._deletes, self.options.cpu_bytes
         return pages
+
+
+def _never_finds(make: Any) -> bool:
+    """Whether a class of stores has the defaults that find no key."""
+    is_default = getattr(make, "has", None) is Threaded.has
+    return is_default or getattr(make, "find", None) is AsyncStore.find
 
 
 def _open_store(make: Any, namespace: Namespace, options: Mapping[str, Any]) -> GuardedTier:

@@ -18,6 +18,7 @@ from kvview_reference.replay.command import replay
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
+MEMORY = f"{EXAMPLES / 'host_memory.py'}:HostMemoryStore"
 
 
 def options(given: Sequence[str]) -> list[str]:
@@ -106,6 +107,7 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
         ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
         ({"store": FOLDER, "root": "r", "rot": 1}, "do not fit the store FolderStore"),
         ({"store": FOLDER, "root": "r", "store_blocks": 1}, "needs a store with the method delete"),
+        ({"store": MEMORY, "weights": "1"}, "needs a store with the method has"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, object], message: str) -> None:
