@@ -121,8 +121,8 @@ class Pages:
             page = self._pages.get(name)
             if page is None:
                 page = self._pages[name] = _Page(is_stored=True)
-            page.in_store = in_store
-            self._keep(page, page.data, in_memory=in_memory)
+            has_room = self._keep(page, page.data, in_memory=in_memory)
+            page.in_store = in_store or not has_room
         self._settle(name for name, _, _ in places)
 
     def num_bytes(self, names: Iterable[bytes]) -> int:
@@ -224,6 +224,7 @@ class Pages:
             if data is None and flag:
                 data = self._unpadded(row)
             if data is None or not self._keep(page, data, in_memory=page.in_memory):
+                page.in_store = page.in_store or page.in_memory  # it stays where it is
                 self._keep(page, None)
             for batch, index, target in self._readers.pop(name, ()):
                 batch.end_page(index, data is not None and self._decode(name, data, target))

@@ -201,3 +201,12 @@ def test_two_ranks_share_no_page() -> None:
     levels.pages = Pages([len(PAGE)], Transform(), levels.guard, rank=1)
     assert levels.load()[0] == [False]
     levels.pages.close()
+
+
+def test_a_page_that_memory_has_no_room_for_stays_below(levels: Levels) -> None:
+    levels.save(in_memory=False, in_store=True)
+    levels.pages.max_memory = len(PAGE) - 1
+    levels.place(in_memory=True)
+    levels.settle()
+    assert levels.load() == ([True], PAGE)
+    assert levels.store.pages
