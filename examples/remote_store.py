@@ -1,9 +1,9 @@
 """A complete connector: pages on a server that several engines share, through asyncio.
 
     python examples/page_server.py 9000 &
-    kvview check examples/remote_store.py:RemoteConnector --option port=9000
+    kvview check examples/remote_store.py:RemoteConnector --option port=9000 --option weights=1
 
-With the option ``weights`` the engines find the pages of each other.
+With the option ``weights``, engines find the pages of each other.
 """
 
 import asyncio

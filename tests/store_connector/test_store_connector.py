@@ -75,7 +75,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_server_over_asyncio_is_green(port: int) -> None:
-    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}")
+    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights=1")
 
 
 def blocks_loaded(folder: Path, *given: str) -> int:
