@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ from kvview.store_connector.prefixes import blocks_to_load, keys_beyond, longest
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import GPULoadStoreSpec, TransferResult
 
-_MOST_WAITS = 64  # of a request for lookups, unless they take less than
-_LONGEST_WAIT = 2.0  # seconds
+_MOST_WAITS = 64  # steps in which a request waits for lookups; then it is computed
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class StoreScheduler(SchedulerConnector):
         self._view: GPUBlockPoolView | None = None
         self._gpu: GPUBlocks | None = None  # of a pool that was bound
         self._seen: dict[str, int] = {}  # by request: tokens whose blocks were considered
-        self._waiting: dict[str, tuple[float, int]] = {}  # by request: first wait, number of waits
+        self._waits: Counter[str] = Counter()  # for lookups, by request
         self._job_ids = count()
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -112,10 +110,9 @@ class StoreScheduler(SchedulerConnector):
         return num_tokens - num_computed_tokens
 
     def _may_wait(self, request_id: str) -> bool:
-        """Whether a request waits for lookups, whose results may end before they are read."""
-        first, number = self._waiting.get(request_id, (time.monotonic(), 0))
-        self._waiting[request_id] = first, number + 1
-        return number < _MOST_WAITS or time.monotonic() - first < _LONGEST_WAIT
+        """Whether a request waits for lookups, whose results may expire before they are read."""
+        self._waits[request_id] += 1
+        return self._waits[request_id] <= _MOST_WAITS
 
     @override
     def on_blocks_allocated(
@@ -126,7 +123,7 @@ class StoreScheduler(SchedulerConnector):
         num_external_tokens: int,
     ) -> None:
         num_tokens = num_computed_tokens + num_external_tokens
-        self._waiting.pop(request.request_id, None)
+        self._waits.pop(request.request_id, None)
         self._seen[request.request_id] = num_tokens
         if self._gpu is not None:
             self._gpu.on_load(num_external_tokens)
@@ -189,7 +186,7 @@ class StoreScheduler(SchedulerConnector):
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
-        self._waiting.pop(request.request_id, None)
+        self._waits.pop(request.request_id, None)
         self.on_request_preempted(request, block_ids)
 
     def _on_computed(self, request: RequestInfo, block_ids: BlockIds) -> None:
