@@ -216,7 +216,7 @@ def _code(runs: ConnectorRuns) -> list[str]:
         (
             f"<code>{escape(one.place)}</code>",
             f"<code>{escape(one.source)}</code><br>in {escape(one.function)}",
-            "yes" if one.is_judged else "no: for errors, a GPU, logs, or without a caller",
+            "yes" if one.is_judged else "no: a branch, or for errors, a GPU, logs or no caller",
         )
         for one in runs.unrun
     ]

@@ -67,12 +67,12 @@ class UnrunModel(_Model):
 
     place: str = Field(description="file:line of the first of them.")
     function: str
-    num_statements: int
+    num_statements: int = Field(description="0 for a branch that never ran, of a line that did.")
     source: str
     condition: str = Field(description="The condition above them, or empty.")
     is_judged: bool = Field(
         description="Whether the check is incomplete without them; false for code that handles "
-        "errors, needs a GPU, logs or has no caller."
+        "errors, needs a GPU, logs or has no caller, and for a branch."
     )
 
 

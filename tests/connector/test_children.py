@@ -32,7 +32,7 @@ from tests.connector.unusual import Host
 
 CHILDREN = {
     "connectors": [
-        {"connector": "kvview.testing.connector.spy:SpyConnector"},
+        {"connector": "tests.connector.spy:SpyConnector"},
         {"connector": "examples.host_cache:HostCacheConnector", "options": {"cpu_blocks": 40}},
     ]
 }

@@ -22,6 +22,7 @@ from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, replay_seed, simulate
 from kvview.testing.connector.coverage import not_exercised
 from kvview_reference.connector import LazyOffloadConnector
+from kvview_vllm.releases.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
 from tests.mutants.leasing import (
@@ -61,7 +62,22 @@ def test_every_mutant_is_killed_with_its_law(engines: VLLMEngines, mutant: Mutan
             return
     if mutant.law == connectors.NOT_EXERCISED and seen == {None} and not_exercised(coverage):
         return
+    if "drafts" in mutant.what and not preemptions_drop_drafts():
+        pytest.skip("this release plays no drafts")
     pytest.fail(f"no seed showed {mutant.law}; seen: {seen}")
+
+
+def test_ranks_and_drafts_are_played(engines: VLLMEngines) -> None:
+    coverage: Counter[str] = Counter()
+    for seed in range(10):
+        scenario = generate_scenario(seed)
+        if scenario.ranks or scenario.drafts:
+            result = simulate(HostCacheConnector, scenario, engines=engines)
+            assert result.failure is None, result.failure
+            coverage.update(result.coverage)
+    assert coverage["with several ranks"] > 0
+    assert coverage["loads"] > 0
+    assert bool(coverage["with draft tokens"]) == preemptions_drop_drafts()
 
 
 @pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong, LazyOffloadConnector])

@@ -70,7 +70,7 @@ SUBJECTS = [
         _MULTI,
         {
             "connectors": [
-                {"connector": "kvview.testing.connector.spy:SpyConnector"},
+                {"connector": "tests.connector.spy:SpyConnector"},
                 {"connector": "examples.host_cache:HostCacheConnector", "options": _FEW_PAGES},
                 {"connector": _OFFLOAD, "options": {"enable_events": True}},
             ]

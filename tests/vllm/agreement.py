@@ -56,9 +56,9 @@ of vLLM {version} (conversations side by side, aborts, resets, the KV cache over
 between), and in the kit (`kvview check`, {seeds} seeds). The kit must find every connector
 that gives wrong tokens, loses a response, leaks blocks or ends the engine.
 
-{num_wrong} wrong connectors: {num_shown} show their mistake in vLLM, and the kit finds
-{num_found} of these. The kit finds
-{num_others_found} of the other {num_others}.
+The kit finds {num_found} of {num_wrong} wrong connectors:
+{num_shown_found} of the {num_shown} that show their mistake in vLLM, and
+{num_others_found} of the {num_others} that do not, for the reason in parentheses.
 
 | connector | mistake | in vLLM | in the kit |
 |---|---|---|---|"""
@@ -455,8 +455,9 @@ def page(rows: Sequence[Row], version: str) -> str:
             version=version,
             seeds=SEEDS,
             num_wrong=len(wrong),
+            num_found=sum(bool(row.verdict.law) for row in wrong),
             num_shown=len(shown),
-            num_found=len(red),
+            num_shown_found=len(red),
             num_others=len(wrong) - len(shown),
             num_others_found=sum(bool(row.verdict.law) for row in wrong if row not in shown),
         )

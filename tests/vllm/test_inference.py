@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ ARRANGEMENTS = (
     "tensor parallel 2",
     "a step ahead",
 )
+NUMBA = find_spec("numba")  # vLLM's n-grams need it
+if NUMBA is not None:
+    ARRANGEMENTS += ("speculative decoding",)
 # One arrangement shows each fault; one process for all faults imports vLLM once.
 ONE_GROUP = """
 import json, sys
@@ -101,6 +105,8 @@ def test_the_example_is_clean_in_every_arrangement(processes: list[Future[Any]])
     for name in ARRANGEMENTS[:2]:
         assert coverage[f"answers that an injected fault changed in {name}"] > 10
     assert coverage["steps launched ahead of an output"] > 100
+    if NUMBA is not None:
+        assert coverage["draft tokens rejected"] > 100
     for name in ("preemptions", "aborted while loading", "weights changed", "hits"):
         assert coverage[name] > 0, name
 

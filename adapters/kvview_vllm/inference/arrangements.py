@@ -14,6 +14,7 @@ from kvview import CacheGeometry
 from kvview.targets import is_engine_connector, target_of
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
+from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -22,6 +23,13 @@ from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 HOST_BLOCKS = 56
 """Blocks of a connector that takes ``cpu_blocks``: too few for everything."""
+
+_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,15 @@ class Arrangement:
         """Whether steps must be launched before the output of the last one."""
         return bool(self.more.get("async_scheduling"))
 
+    @property
+    def proof(self) -> tuple[str, str] | None:
+        """The event that must occur for the arrangement to count, and a message if it does not."""
+        if self.is_ahead:
+            return STEPS_AHEAD, "vLLM launched no step before the output of the last one"
+        if "speculative_config" in self.more:
+            return REJECTED_DRAFTS, "vLLM rejected no draft token"
+        return None
+
 
 ARRANGEMENTS = (
     Arrangement("one group", "llama"),
@@ -61,6 +78,7 @@ ARRANGEMENTS = (
         more={"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     ),
     Arrangement("a step ahead", "llama", more={"async_scheduling": True}),
+    Arrangement("speculative decoding", "llama", more={"speculative_config": _NGRAM}),
 )
 
 

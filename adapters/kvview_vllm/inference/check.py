@@ -21,7 +21,7 @@ from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
 from kvview_vllm.inference.serve import ServeJob, serve
 from kvview_vllm.inference.server import prepare, require_vllm
-from kvview_vllm.inference.traffic import STEPS_AHEAD, Served
+from kvview_vllm.inference.traffic import Served
 
 if TYPE_CHECKING:
     from kvview.testing.token_runs import TokenCheck
@@ -249,9 +249,9 @@ class _Check:
 
     def _count(self, arrangement: Arrangement, served: Served, control: Served | None) -> None:
         coverage, name = served.coverage, arrangement.name
-        if arrangement.is_ahead and not coverage[STEPS_AHEAD]:
-            why = f"vLLM launched no step before the output of the last one in {name}"
-            self.gaps.append(Gap(f"steps ahead in {name}", f"{why}: it is not counted"))
+        if arrangement.proof is not None and not coverage[arrangement.proof[0]]:
+            event, why = arrangement.proof
+            self.gaps.append(Gap(f"{event} in {name}", f"{why} in {name}: it is not counted"))
             return
         loads = coverage["loads between steps"] + coverage["loads within a step"]
         self.coverage.update(coverage)

@@ -15,7 +15,7 @@ from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.server import Server
-from kvview_vllm.inference.traffic import STEPS_AHEAD, SeededTraffic, Served
+from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD, SeededTraffic, Served
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
@@ -133,9 +133,10 @@ def _play(
 
 
 def _count_calls(server: Server, served: Served) -> None:
-    """Count preemptions, and steps that are launched while an earlier one is in flight."""
+    """Count preemptions, rejected drafts, and steps launched while an earlier one is in flight."""
     scheduler = server.scheduler
     preempt, schedule = scheduler._preempt_request, scheduler.schedule
+    update = scheduler.update_from_output
 
     def counted_preempt(*args: Any, **kwargs: Any) -> Any:
         served.coverage["preemptions"] += 1
@@ -148,7 +149,14 @@ def _count_calls(server: Server, served: Served) -> None:
             served.coverage[STEPS_AHEAD] += 1
         return output
 
+    def counted_update(output: Any, answer: Any) -> Any:
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            sampled = answer.sampled_token_ids[answer.req_id_to_index[name]]
+            served.coverage[REJECTED_DRAFTS] += len(drafts) + 1 - len(sampled)
+        return update(output, answer)
+
     scheduler._preempt_request, scheduler.schedule = counted_preempt, counted_schedule
+    scheduler.update_from_output = counted_update
 
 
 def _named(connector_class: type) -> dict[str, Any]:

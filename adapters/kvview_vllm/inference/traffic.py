@@ -16,6 +16,7 @@ NUM_TOKENS = 12
 """Tokens of an answer, unless it is long."""
 
 STEPS_AHEAD = "steps launched ahead of an output"
+REJECTED_DRAFTS = "draft tokens rejected"
 
 _PATIENCE = 20.0  # seconds without an output
 _FEWEST_STEPS = 400  # whatever their duration

@@ -339,6 +339,23 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
+def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
+    """Set the number of tokens of a hash, where it is configured (0.32)."""
+    if hasattr(vllm_config.cache_config, "prefix_match_unit"):
+        vllm_config.cache_config.prefix_match_unit = number
+
+
+def has_draft_models() -> bool:
+    """Whether a release has draft models, for which a step has slots beyond its tokens (0.18)."""
+    return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
+
+
+def preemptions_drop_drafts() -> bool:
+    """Whether a preempted request loses its draft tokens: 0.11 schedules them with its prompt."""
+    preempt = getattr(vllm(_SCHEDULER).Scheduler, "_preempt_request", None)
+    return preempt is not None and "spec_token_ids" in inspect.getsource(preempt)
+
+
 def states_take_loads() -> bool:
     """Whether a request with Mamba groups may load: 0.15.0 to 0.22.1 assert that it does not."""
     split = getattr(vllm(_SCHEDULER).Scheduler, "_mamba_block_aligned_split", None)

@@ -208,6 +208,7 @@ def make_request(
     lora: tuple[str, int] | None = None,
     block_hasher: Callable[[Any], list[Any]] | None = None,
     end_token: int | None = None,
+    transfer_params: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
     """A ``Request`` of vllm/v1/request.py with greedy sampling.
@@ -221,6 +222,7 @@ def make_request(
         block_hasher: Called with the request, returns the hashes of its new full blocks; vLLM's
             own by default.
         end_token: Token that ends the request early.
+        transfer_params: Its ``kv_transfer_params``.
         **more: Further arguments of ``Request``, which replace those above.
     """
     if block_hasher is None:
@@ -233,6 +235,7 @@ def make_request(
             temperature=0,
             ignore_eos=True,
             stop_token_ids=[] if end_token is None else [end_token],
+            extra_args=transfer_params and {"kv_transfer_params": transfer_params},
         ),
         "pooling_params": None,
         "eos_token_id": end_token,

@@ -246,6 +246,12 @@ def has_pending_work(connector: Any) -> bool:
     return query is not None and bool(query())
 
 
+def is_hook(name: str) -> bool:
+    """Whether ``KVConnectorBase_V1`` has a public method of a name."""
+    base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
+    return not name.startswith("_") and hasattr(base, name)
+
+
 def overridden(connector_class: type) -> set[str]:
     """Methods of a connector that are not those of ``KVConnectorBase_V1``."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1

@@ -30,7 +30,9 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
 from kvview_vllm.releases.calls import (
+    has_draft_models,
     make_block_pool,
+    preemptions_drop_drafts,
     states_are_hit_with_the_rest,
     states_take_loads,
 )
@@ -81,7 +83,8 @@ class VLLMEngines:
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
-        geometry = Configs(groups).geometry
+        hash_size = scenario.geometry.hash_block_size
+        geometry = Configs(groups, hash_block_size=hash_size).geometry
         ranks = (NUM_LAYERS,) * len(scenario.ranks)
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=(), ranks=ranks)
 
@@ -138,10 +141,14 @@ class VLLMEngines:
 
     def _fit_drafts(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
         """Leave out speculative decoding, or its slots for lookahead."""
-        if scenario.lookahead_tokens and not cpu_scheduler.has_draft_models():
+        if scenario.lookahead_tokens and not has_draft_models():
             leave_out("slots for lookahead", lookahead_tokens=0)
         steps, drafts = scenario.steps_in_flight, scenario.drafts
-        why = self._why_not(scenario, steps_in_flight=steps, drafts=drafts) if drafts else None
+        if not drafts:
+            return
+        why: str | None = "a preempted request keeps its own"
+        if preemptions_drop_drafts():
+            why = self._why_not(scenario, steps_in_flight=steps, drafts=drafts)
         if why:
             part = f"draft tokens with {steps} steps in flight and {several}: {why}"
             leave_out(part, drafts=(), lookahead_tokens=0)
@@ -200,11 +207,13 @@ class VLLMEngines:
         """
         plain: dict[str, Any] = {"num_connectors": 1, "steps_in_flight": 1, "drafts": ()}
         tried = replace(scenario, **plain | changes)
-        groups = tried.geometry.groups
         has_slots = bool(tried.drafts and tried.lookahead_tokens)
-        key = groups, tried.num_connectors, tried.steps_in_flight, tried.most_drafts, has_slots
+        key = (
+            *(tried.geometry.groups, tried.geometry.hash_block_size, tried.num_connectors),
+            *(tried.steps_in_flight, tried.most_drafts, has_slots),
+        )
         if key not in self._answers:
-            self._answers[key] = _known_problem(groups) or _try(tried)
+            self._answers[key] = _known_problem(tried.geometry.groups) or _try(tried)
         return self._answers[key]
 
 
@@ -233,7 +242,8 @@ def _try(scenario: Scenario) -> str | None:
     try:
         groups, steps_in_flight = scenario.geometry.groups, scenario.steps_in_flight
         with named("its configuration"):
-            geometry = Configs(groups).geometry
+            given = scenario.geometry.hash_block_size
+            geometry = Configs(groups, hash_block_size=given).geometry
         size = geometry.hash_block_size
         if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
             return "its blocks have several hashes, and vLLM copies states between blocks"

@@ -115,8 +115,12 @@ class Configs:
         groups: Sequence[CacheGroup],
         transfer_config: dict[str, Any] | None = None,
         num_blocks: int = 8,
+        hash_block_size: int | None = None,
         **sizes: Any,
     ) -> None:
+        has_states = any(isinstance(group, Mamba) for group in groups)
+        # Of Mamba blocks with several hashes vLLM copies states, whose bytes are not made up here.
+        may_be_finer = len(groups) > 1 and not has_states
         self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, NUM_LAYERS)
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
             self.vllm = cpu_scheduler.make_vllm_config(
@@ -125,7 +129,8 @@ class Configs:
                 block_size=math.gcd(*(group.block_size for group in groups)),
                 num_groups=len(groups),
                 num_blocks=num_blocks,
-                has_states=any(isinstance(group, Mamba) for group in groups),
+                has_states=has_states,
+                prefix_match_unit=hash_block_size if may_be_finer else None,
                 **sizes,
             )
         self.geometry = read_geometry(self.vllm, self.kv_cache)
@@ -219,12 +224,8 @@ class VLLMConnectorHarness:
         configs = Configs(
             self._geometry.groups,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
-            scenario.num_gpu_blocks,
-            max_num_seqs=scenario.max_running,
-            max_num_batched_tokens=scenario.max_tokens_per_step,
-            steps_in_flight=scenario.steps_in_flight,
-            num_drafts=scenario.most_drafts,
-            has_lookahead=scenario.lookahead_tokens > 0,
+            hash_block_size=self._geometry.hash_block_size,
+            **cpu_scheduler.sizes_of(scenario),
         )
         num_ranks = configs.vllm.parallel_config.world_size = max(1, len(scenario.ranks))
         with named("building the scheduler"):
@@ -285,6 +286,7 @@ class VLLMConnectorHarness:
                 add.stops_after,
                 size,
                 self._drafts,
+                _transfer_params(add),
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
@@ -605,6 +607,11 @@ class VLLMConnectorHarness:
             for table in self._manager.get_block_ids(request_id):
                 self._compute.overwrite(b for b in table if b and not self._look.block_keys([b])[0])
         self._loading = loading
+
+
+def _transfer_params(add: Add) -> Mapping[str, int] | None:
+    caps = {name: getattr(add, name) for name in ("max_load_tokens", "max_offload_tokens")}
+    return {name: cap for name, cap in caps.items() if cap is not None} or None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ need the key of the block at that time, and thus its tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class PlannedRequest:
         stops_after: Tokens after which it ends early, which vLLM cannot foresee.
         hash_block_size: Tokens of a hash.
         drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
+        transfer_params: Its ``kv_transfer_params``.
     """
 
     kv_seed = 12345
@@ -72,6 +73,7 @@ class PlannedRequest:
         stops_after: int | None,
         hash_block_size: int,
         drafts: Sequence[tuple[int, int]] = (),
+        transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         self._drafts = drafts
         self._num_decode_steps = 0
@@ -82,7 +84,11 @@ class PlannedRequest:
         self._hash_block_size = hash_block_size
         self._num_checked = 0
         self.request = cpu_scheduler.make_request(
-            request_id, prompt, num_output_tokens, _block_hasher(hash_block_size)
+            request_id,
+            prompt,
+            num_output_tokens,
+            _block_hasher(hash_block_size),
+            transfer_params=transfer_params,
         )
 
     def next_drafts(self) -> list[int]:

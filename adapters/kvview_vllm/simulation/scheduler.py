@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvview import (
     CacheGroup,
@@ -34,10 +34,14 @@ from kvview_vllm.releases.calls import (
     known_arguments,
     make_known,
     set_concurrent_batches,
+    set_prefix_match_unit,
 )
 from kvview_vllm.releases.samples import make_filled
 from kvview_vllm.releases.samples import make_model_output as make_model_output
 from kvview_vllm.releases.versions import vllm
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.scenario import Scenario
 
 MAX_TOKENS = 512
 """Longest request, prompt and output together."""
@@ -181,6 +185,7 @@ def make_vllm_config(
     num_groups: int,
     num_blocks: int,
     has_states: bool = False,
+    prefix_match_unit: int | None = None,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = MAX_TOKENS,
     steps_in_flight: int = 1,
@@ -197,6 +202,8 @@ def make_vllm_config(
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
         has_states: Whether there are Mamba groups, whose states are then cached.
+        prefix_match_unit: Tokens of a hash, where the release lets users choose it (0.32.0); by
+            default as few as the sizes of the groups require.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
@@ -249,6 +256,7 @@ def make_vllm_config(
     # Set afterwards, because old releases only accept some sizes.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
+    set_prefix_match_unit(vllm_config, prefix_match_unit)
     # Set afterwards, because the CPU platform switches it off.
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
@@ -262,9 +270,16 @@ def make_vllm_config(
     return vllm_config
 
 
-def has_draft_models() -> bool:
-    """Whether this release has draft models, for which a step has slots beyond its tokens."""
-    return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
+def sizes_of(scenario: Scenario) -> dict[str, Any]:
+    """The arguments of :func:`make_vllm_config` that a scenario gives."""
+    return {
+        "num_blocks": scenario.num_gpu_blocks,
+        "max_num_seqs": scenario.max_running,
+        "max_num_batched_tokens": scenario.max_tokens_per_step,
+        "steps_in_flight": scenario.steps_in_flight,
+        "num_drafts": scenario.most_drafts,
+        "has_lookahead": scenario.lookahead_tokens > 0,
+    }
 
 
 def _make_speculative_config(vllm_config: Any, num_drafts: int, has_lookahead: bool) -> Any:

@@ -222,7 +222,7 @@ class _Check:
                     return
 
     def _take(self, seed: int, played: Played) -> None:
-        self.code.add(played.lines)
+        self.code.add(played.branches)
         result = played.result
         if result is None:
             self.coverage["refused geometries"] += 1

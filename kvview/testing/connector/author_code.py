@@ -19,22 +19,11 @@ from types import ModuleType
 from typing import Any
 
 from kvview.connector.hooks import TARGET_PREFIX
-
-_FOR_PEOPLE = {"__repr__", "__str__"}
-_LOGS = re.compile(
-    r"(^|\.)_?(log|logger|logging|warnings)\.(debug|info|warn\w*|error|exception|critical|log)$|^print$",
-    re.IGNORECASE,
-)
-_NEEDS_A_DEVICE = re.compile(r"cuda|\bhip\b|\bxpu\b|sys\.platform|version_info", re.IGNORECASE)
-_NO_COVER = re.compile(r"#\s*pragma:\s*no\s*cover", re.IGNORECASE)
-_IN_NORMAL_USE = {  # exceptions by which Python code asks a question
-    *("KeyError", "IndexError", "LookupError", "AttributeError", "StopIteration"),
-    *("FileNotFoundError", "FileExistsError", "BlockingIOError", "Empty", "Full"),
-}
+from kvview.testing.connector.code_coverage import Branches, Region, lines_of, regions_of
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = _Function | ast.ClassDef
-_Ran = Mapping[str, Collection[int]]
+_DEFINITION = re.compile(r"\s*(async|def|class|from|import|@)")
 
 
 @dataclass(frozen=True)
@@ -44,11 +33,11 @@ class Unrun:
     Args:
         place: ``file:line`` of the first of them; the file is relative to the author's folder.
         function: Qualified name of the function that they are part of.
-        num_statements: Their number, those inside of them included.
+        num_statements: Their number; 0 for a branch that never ran, of a statement that did.
         source: The first of those lines.
-        condition: Source of the condition above them; empty for a whole function.
+        condition: The line that never led to them; empty for a whole function.
         is_judged: Whether a check without them is incomplete. Code for errors, for a GPU, for
-            a log, without an effect, or without a caller is listed only.
+            a log, without an effect, or without a caller is listed only, and so is a branch.
     """
 
     place: str
@@ -126,24 +115,24 @@ class AuthorCode:
         """The files that hold the code; empty when it is kvview's own or has no file."""
         return sorted({str(self._files[module].path) for module, _ in self._parts})
 
-    @cached_property
-    def num_statements(self) -> int:
+    def num_statements(self, ran: Branches) -> int:
         """Statements in the functions of the code."""
-        return sum(len(list(_statements(node.body))) for _, _, node in self._functions())
+        return sum(len(region.statements) for _, _, _, region in self._regions(ran))
 
-    def unrun(self, ran: _Ran) -> list[Unrun]:
+    def unrun(self, ran: Branches) -> list[Unrun]:
         """Statements that no run reached, in the order of the files.
 
         Args:
-            ran: Lines that ran, by file.
+            ran: Branches that ran, by file.
         """
-        called = self._hooks | self._used_names(ran)
+        regions = list(self._regions(ran))
+        called = self._hooks.union(
+            *(_names_used(file.lines, lines_of(ran.get(str(file.path), ()))) for file in self._own)
+        )
         return [
             one
-            for file, name, node in self._functions()
-            for one in self._unrun_in(
-                file, name, node, ran.get(str(file.path), ()), is_called=node.name in called
-            )
+            for file, name, node, region in regions
+            for one in self._unrun_in(file, name, node, region, is_called=node.name in called)
         ]
 
     def options(self) -> dict[str, object]:
@@ -226,44 +215,40 @@ class AuthorCode:
                     seen.add(place)
                     yield file, full_name, definition
 
-    # --- what did not run ---
+    # --- the statements that did not run ---
+
+    @property
+    def _own(self) -> list[_File]:
+        return [self._files[module] for module in sorted({module for module, _ in self._parts})]
+
+    def _regions(self, ran: Branches) -> Iterator[tuple[_File, str, _Function, Region]]:
+        """The functions of the code with their statements."""
+        found = regions_of(self.paths, ran)
+        for file, name, node in self._functions():
+            if region := found[str(file.path)].get(name.replace(".<locals>", "")):
+                yield file, name, node, region
 
     def _unrun_in(
-        self, file: _File, name: str, node: _Function, ran: Collection[int], *, is_called: bool
+        self, file: _File, name: str, node: _Function, region: Region, *, is_called: bool
     ) -> Iterator[Unrun]:
-        body = [one for one in node.body if not _is_docstring(one)]
-        is_listed_only = node.name in _FOR_PEOPLE or not (is_called or node.name.startswith("__"))
-        for found in _unrun(body, ran, _Above("", is_listed_only)):
-            first = found.statements[0]
-            line = first.lineno
-            is_whole = first is body[0]
-            if is_whole:
-                line = node.lineno
-            source = file.lines[line - 1].strip()
-            has_pragma = any(
-                _NO_COVER.search(file.lines[number - 1])
-                for number in (node.lineno, first.lineno, found.above.line or first.lineno)
-            )
-            is_judged = not (found.above.is_listed_only or has_pragma)
+        path = file.path.relative_to(self._folder or "/")
+        is_listed_only = not (is_called or node.name.startswith("__"))
+        for group in region.unrun():
+            line, lines = group[0], file.lines
+            is_whole = line == region.statements[0]
+            origin = region.origins.get(line)
+            is_an_error = lines[group[-1] - 1].lstrip().startswith("raise")
+            first = node.lineno if is_whole else line
             yield Unrun(
-                f"{file.path.relative_to(self._folder or '/')}:{line}",
+                f"{path}:{first}",
                 name,
-                len(list(_statements(found.statements))),
-                source,
-                found.above.condition,
-                is_judged and not _is_trivial(found.statements),
+                len(group),
+                lines[first - 1].strip(),
+                lines[origin - 1].strip() if origin and not is_whole else "",
+                bool(region.missing.intersection(group)) and not (is_listed_only or is_an_error),
             )
-
-    def _used_names(self, ran: _Ran) -> set[str]:
-        """Names that code uses that ran: what only other code uses did not run because of that."""
-        found: set[str] = set()
-        for file, _, function in self._functions():
-            found.update(_names_used(function.body, ran.get(str(file.path), ())))
-        for node in self._parts.values():
-            if isinstance(node, ast.ClassDef):
-                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                found.update(_names_used(node.body, lines))
-        return found
+        for line in region.partial:
+            yield Unrun(f"{path}:{line}", name, 0, file.lines[line - 1].strip(), "", False)
 
     @cached_property
     def _hooks(self) -> set[str]:
@@ -326,134 +311,9 @@ def _path_of(module: ModuleType | None) -> Path | None:
     return path if path is not None and path.suffix == ".py" and path.exists() else None
 
 
-@dataclass(frozen=True)
-class _Above:
-    """The branch that statements are part of."""
-
-    condition: str
-    is_listed_only: bool
-    line: int = 0
-
-
-@dataclass(frozen=True)
-class _Found:
-    statements: Sequence[ast.stmt]
-    above: _Above
-
-
-def _unrun(statements: Sequence[ast.stmt], ran: Collection[int], above: _Above) -> Iterator[_Found]:
-    """Maximal sequences of statements that did not run, branch by branch."""
-    pending: list[ast.stmt] = []
-    for statement in statements:
-        if not _has_run(statement, ran):
-            pending.append(statement)
-            continue
-        if pending:
-            yield _Found(pending, above)
-            pending = []
-        for suite, inner in _branches(statement, above):
-            yield from _unrun(suite, ran, inner)
-    if pending:
-        yield _Found(pending, above)
-
-
-def _branches(statement: ast.stmt, above: _Above) -> Iterator[tuple[Sequence[ast.stmt], _Above]]:
-    """The suites of a compound statement; those of nested functions are functions of their own."""
-    line, listed = statement.lineno, above.is_listed_only
-    match statement:
-        case ast.If(test=test) | ast.While(test=test):
-            condition = ast.unparse(test)
-            is_device = listed or bool(_NEEDS_A_DEVICE.search(condition))
-            is_static = "TYPE_CHECKING" in condition
-            yield statement.body, _Above(condition, is_device or is_static, line)
-            yield statement.orelse, _Above(condition, listed, line)
-        case ast.For() | ast.AsyncFor():
-            yield statement.body, _Above(ast.unparse(statement.iter), listed, line)
-            yield statement.orelse, above
-        case ast.With() | ast.AsyncWith():
-            yield statement.body, above
-        case ast.Try() | ast.TryStar():
-            yield statement.body, above
-            for handler in statement.handlers:
-                caught = ast.unparse(handler.type) if handler.type else "BaseException"
-                is_an_error = listed or not _IN_NORMAL_USE.intersection(re.findall(r"\w+", caught))
-                yield handler.body, _Above(f"except {caught}", is_an_error, handler.lineno)
-            yield statement.orelse, above
-            yield statement.finalbody, above
-        case ast.Match():
-            for case in statement.cases:
-                subject = ast.unparse(statement.subject)
-                yield case.body, _Above(subject, listed, case.pattern.lineno)
-
-
-def _has_run(statement: ast.stmt, ran: Collection[int]) -> bool:
-    if isinstance(statement, _Definition):
-        first = min([statement.lineno, *(one.lineno for one in statement.decorator_list)])
-        return any(line in ran for line in range(first, statement.body[0].lineno))
-    if _leaves_no_trace(statement):
-        return True
-    last = statement.end_lineno or statement.lineno
-    return any(line in ran for line in range(statement.lineno, last + 1))
-
-
-def _leaves_no_trace(statement: ast.stmt) -> bool:
-    """Whether the compiler makes nothing of a statement."""
-    is_declared = isinstance(statement, ast.AnnAssign) and statement.value is None
-    return (
-        is_declared or _is_docstring(statement) or isinstance(statement, ast.Global | ast.Nonlocal)
-    )
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a function, those of nested functions excluded."""
-    for statement in body:
-        if not _leaves_no_trace(statement):
-            yield statement
-        for suite, _ in _branches(statement, _Above("", False)):
-            yield from _statements(suite)
-
-
-def _is_trivial(statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements raise, log, or have no effect, so that their absence hides nothing."""
-    if isinstance(statements[-1], ast.Raise):
-        return True
-    return all(map(_has_no_effect, statements))
-
-
-def _has_no_effect(statement: ast.stmt) -> bool:
-    match statement:
-        case ast.Pass() | ast.Break() | ast.Continue() | ast.Import() | ast.ImportFrom():
-            return True
-        case ast.Return(value=value):
-            return value is None or _is_constant(value)
-        case ast.Expr(value=ast.Call(func=function)):
-            return bool(_LOGS.search(ast.unparse(function)))
-    return _leaves_no_trace(statement)
-
-
-def _is_constant(value: ast.expr) -> bool:
-    """Whether a value is written out: ``0``, ``None``, ``[]``."""
-    return not any(isinstance(one, ast.Name | ast.Call | ast.Attribute) for one in ast.walk(value))
-
-
-def _names_used(statements: Sequence[ast.stmt], ran: Collection[int]) -> Iterator[str]:
-    """Names and attributes in statements that ran, nested functions excluded."""
-    for statement in statements:
-        if isinstance(statement, _Definition) or not _has_run(statement, ran):
-            continue
-        suites = [suite for suite, _ in _branches(statement, _Above("", False))]
-        inner = {id(one) for suite in suites for one in suite}
-        todo: list[ast.AST] = [statement]
-        while todo:
-            node = todo.pop()
-            if isinstance(node, ast.Name):
-                yield node.id
-            elif isinstance(node, ast.Attribute):
-                yield node.attr
-            todo += [one for one in ast.iter_child_nodes(node) if id(one) not in inner]
-        for suite in suites:
-            yield from _names_used(suite, ran)
+def _names_used(lines: Sequence[str], ran: Collection[int]) -> set[str]:
+    """Words of lines that ran, definitions excluded: only these lines call a function."""
+    used = (lines[number - 1] for number in ran if number <= len(lines))
+    return {
+        word for line in used if not _DEFINITION.match(line) for word in re.findall(r"\w+", line)
+    }

@@ -1,29 +1,119 @@
-"""The lines of an author's code that simulated runs reach, in every process of them.
+"""The branches of an author's code that simulated runs take, in every process of them.
 
-The library ``coverage`` traces the author's files and no others. A worker half in a process of its
-own returns its lines to the process that plays the seed, which returns them with its results.
+The library ``coverage`` traces the author's files and no others, and finds the statements that no
+branch reached. A worker half in a process of its own returns its branches to the process that plays
+the seed, which returns them with its results.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-Lines = Mapping[str, Collection[int]]
-"""Numbers of lines, by file."""
+Branches = Mapping[str, Collection[tuple[int, int]]]
+"""Pairs of lines that ran one after the other, by file."""
 
-HAS_CHEAP_LINES = sys.version_info >= (3, 12)
-"""Whether a line costs nothing once it ran (``sys.monitoring``); else a traced run takes twice the
-CPU time."""
+ARE_CHEAP = sys.version_info >= (3, 14)
+"""Whether a branch costs nothing once it ran (``sys.monitoring``); else a traced run takes twice
+the CPU time."""
 
-_active: list[LineTracer] = []
+_NORMAL = "KeyError|IndexError|LookupError|AttributeError|StopIteration|FileNotFoundError"
+_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # by which Python code asks a question
+_CONSTANT = r"None|True|False|-?[\d.]+|\[\]|\{\}|\(\)|\"[^\"]*\"|'[^']*'"
+_LISTED_ONLY = (
+    r"^\s*raise\b",
+    rf"^\s*except\b(?!.*\b({_NORMAL})\b)",
+    r"(?i)^\s*([\w.]*\b_?(log|logger|logging|warnings)\.\w+|print)\(",
+    r"(?i)^\s*(el)?if\b.*(cuda|\bhip\b|\bxpu\b|sys\.platform|version_info|TYPE_CHECKING)",
+    r"^\s*def __(repr|str)__\b",
+    rf"^\s*return( ({_CONSTANT}))?\s*(#.*)?$",
+    r"^\s*(pass|break|continue|import|from)\b",
+)
+"""Code for errors, logs, devices and people, and code without an effect; patterns of lines, whose
+blocks are part of it."""
+
+_active: list[BranchTracer] = []
 
 
-class LineTracer:
-    """Measures the lines of some files that run in this process.
+@dataclass(frozen=True)
+class Region:
+    """The statements of a function.
+
+    Args:
+        statements: Their lines, in order.
+        executed: Those that ran.
+        missing: Those that did not run, without the statements that are listed only.
+        origins: Lines from which a branch to a line never ran, by that line.
+        partial: Lines that ran and of which one branch never did, to code that ran or to the end.
+    """
+
+    statements: list[int]
+    executed: set[int]
+    missing: set[int]
+    origins: Mapping[int, int]
+    partial: list[int]
+
+    def unrun(self) -> Iterator[list[int]]:
+        """Maximal sequences of statements that did not run."""
+        for has_run, group in groupby(self.statements, self.executed.__contains__):
+            if not has_run:
+                yield list(group)
+
+
+def regions_of(paths: Sequence[str], ran: Branches) -> Mapping[str, Mapping[str, Region]]:
+    """Find the statements of the functions of some files that ran, and those that did not.
+
+    Args:
+        paths: The files.
+        ran: Their branches that ran.
+
+    Returns:
+        The functions of each file, by qualified name.
+    """
+    cover = _make_coverage(paths)
+    cover.get_data().add_arcs({path: [(-1, 1), *ran.get(path, ())] for path in paths})
+    with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+        file = Path(folder, "report.json")
+        cover.json_report(outfile=str(file))
+        report = json.loads(file.read_text())["files"]
+    found = {os.path.realpath(path): one["functions"] for path, one in report.items()}
+    return {
+        path: {
+            name: _region(one, lines_of(ran.get(path, ())))
+            for name, one in found.get(os.path.realpath(path), {}).items()
+        }
+        for path in paths
+    }
+
+
+def lines_of(branches: Collection[tuple[int, int]]) -> set[int]:
+    """The lines of some branches."""
+    return {line for branch in branches for line in branch if line > 0}
+
+
+def _region(report: Mapping[str, Any], ran: Collection[int]) -> Region:
+    excluded = report["excluded_lines"]
+    executed = {*report["executed_lines"], *(line for line in excluded if line in ran)}
+    return Region(
+        sorted({*executed, *excluded, *report["missing_lines"]}),
+        executed,
+        set(report["missing_lines"]),
+        {to: origin for origin, to in report["missing_branches"]},
+        [a for a, b in report["missing_branches"] if a in executed and (b < 0 or b in executed)],
+    )
+
+
+class BranchTracer:
+    """Measures the branches of some files that run in this process.
 
     Args:
         paths: The files; without any, nothing is measured.
@@ -32,8 +122,8 @@ class LineTracer:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._coverage: Any = None
-        self._known: dict[str, set[int]] = {}
-        self._of_children: dict[str, set[int]] = {}
+        self._known: dict[str, set[tuple[int, int]]] = {}
+        self._of_children: dict[str, set[tuple[int, int]]] = {}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -55,24 +145,24 @@ class LineTracer:
             self._coverage.stop()
             _active.clear()
 
-    def take(self) -> Lines:
-        """Return the lines that ran since the last call, with those of child processes."""
+    def take(self) -> Branches:
+        """Return the branches that ran since the last call, with those of child processes."""
         ran = self._of_children
         if self._coverage is not None:
             data = self._coverage.get_data()
             for path in data.measured_files():
-                ran.setdefault(path, set()).update(data.lines(path) or ())
-        new = {path: lines - self._known.get(path, set()) for path, lines in ran.items()}
+                ran.setdefault(path, set()).update(data.arcs(path) or ())
+        new = {path: branches - self._known.get(path, set()) for path, branches in ran.items()}
         self._of_children, self._known = {}, _union(self._known, new)
-        return {path: lines for path, lines in new.items() if lines}
+        return {path: branches for path, branches in new.items() if branches}
 
-    def add(self, lines: Lines) -> None:
-        """Add the lines that ran in a child process."""
-        self._of_children = _union(self._of_children, lines)
+    def add(self, branches: Branches) -> None:
+        """Add the branches that ran in a child process."""
+        self._of_children = _union(self._of_children, branches)
 
 
 def why_not() -> str | None:
-    """The reason why lines cannot be measured; None if they can."""
+    """The reason why branches cannot be measured; None if they can."""
     if find_spec("coverage") is None:
         return "the package coverage is not installed (pip install 'kvview[testing]')"
     if sys.gettrace() is not None:
@@ -80,26 +170,27 @@ def why_not() -> str | None:
     return None
 
 
-def take_lines() -> Lines:
-    """Return the new lines of this process, which measures since it was forked."""
+def take_branches() -> Branches:
+    """Return the new branches of this process, which measures since it was forked."""
     return _active[0].take() if _active else {}
 
 
-def add_lines(lines: Lines) -> None:
-    """Add the lines of a child process to the measurement of this one."""
+def add_branches(branches: Branches) -> None:
+    """Add the branches of a child process to the measurement of this one."""
     if _active:
-        _active[0].add(lines)
+        _active[0].add(branches)
 
 
-def _union(lines: Lines, more: Lines) -> dict[str, set[int]]:
-    return {path: {*lines.get(path, ()), *more.get(path, ())} for path in {*lines, *more}}
+def _union(one: Branches, other: Branches) -> dict[str, set[tuple[int, int]]]:
+    return {path: {*one.get(path, ()), *other.get(path, ())} for path in {*one, *other}}
 
 
 def _make_coverage(paths: Sequence[str]) -> Any:
     import coverage
 
-    made = coverage.Coverage(data_file=None, include=list(paths), config_file=False)
+    made = coverage.Coverage(data_file=None, branch=True, include=list(paths), config_file=False)
     made.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
-    if HAS_CHEAP_LINES:
+    made.set_option("report:exclude_also", list(_LISTED_ONLY))
+    if ARE_CHEAP:
         made.set_option("run:core", "sysmon")
     return made

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from kvview.testing.connector.author_code import AuthorCode, Unrun
-from kvview.testing.connector.code_coverage import HAS_CHEAP_LINES, Lines, why_not
+from kvview.testing.connector.code_coverage import ARE_CHEAP, Branches, lines_of, why_not
 from kvview.testing.connector.coverage import Gap
 from kvview.testing.placeholders import is_sized
 
@@ -17,7 +17,7 @@ _SIZES = ("byte", "block", "page", "slot", "entr", "capacity", "size", "max", "l
 
 
 class CodeThatRan:
-    """Collects the lines that ran, seed after seed.
+    """Collects the branches that ran, seed after seed.
 
     Args:
         code: Of the author; None if the connector is of another kind.
@@ -27,7 +27,7 @@ class CodeThatRan:
     def __init__(self, code: AuthorCode | None, options: Mapping[str, Any]) -> None:
         self._code = code if code is not None and code.paths else None
         self._options = options
-        self._ran: dict[str, set[int]] = {}
+        self._ran: dict[str, set[tuple[int, int]]] = {}
         self._is_complete = self._code is None
         self._why_not = why_not()
 
@@ -38,20 +38,24 @@ class CodeThatRan:
             place: Of the seed among all seeds, from 0.
         """
         is_due = place < _MEASURED_FIRST or place % _MEASURED_EVERY == 0
-        return not self._is_complete and (is_due or HAS_CHEAP_LINES)
+        return not self._is_complete and (is_due or ARE_CHEAP)
 
-    def add(self, lines: Lines) -> None:
-        """Add the lines that ran first in a seed."""
-        if self._code is None or not lines:
+    def add(self, branches: Branches) -> None:
+        """Add the branches that ran first in a seed."""
+        if self._code is None:
             return
-        for path, numbers in lines.items():
-            self._ran.setdefault(path, set()).update(numbers)
-        self._is_complete = not any(one.is_judged for one in self._code.unrun(self._ran))
+        has_new_lines = False
+        for path, new in branches.items():
+            known = self._ran.setdefault(path, set())
+            has_new_lines |= not lines_of(new) <= lines_of(known)
+            known.update(new)
+        if has_new_lines:
+            self._is_complete = not any(one.is_judged for one in self._code.unrun(self._ran))
 
     @property
     def num_statements(self) -> int:
         """Statements in the functions of the code; 0 without a measurement."""
-        return self._code.num_statements if self._code and self._ran else 0
+        return self._code.num_statements(self._ran) if self._code and self._ran else 0
 
     @property
     def unrun(self) -> Sequence[Unrun]:
@@ -107,8 +111,4 @@ class CodeThatRan:
 
 
 def _words(condition: str) -> set[str]:
-    if not condition or condition.startswith("except "):
-        return set()
-    tree = ast.parse(condition)
-    names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
-    return names | {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}
+    return set(re.findall(r"\w+", condition.partition("#")[0]))

@@ -63,6 +63,9 @@ DRAFTS = (1, 3, 5)
 """Most draft tokens of a step."""
 
 SHARE_WITH_RANKS = 0.2
+SHARE_WITH_CAPS = 0.15
+SHARE_OF_CAPS = 0.5
+"""Of the requests of a run with caps, those that have one."""
 SHARE_WITH_DRAFTS = 0.35
 SHARE_WITH_TWO_CONNECTORS = 0.2
 SHARE_ENDING_ABRUPTLY = 0.15
@@ -159,6 +162,7 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
         clock_jump=Draw(seed, "clock").one_of(CLOCK_JUMPS),
     )
     scenario = _over_ranks(Draw(seed, "ranks"), scenario)
+    scenario = _with_caps(Draw(seed, "caps"), scenario)
     if scenario.ends_abruptly:
         scenario = replace(scenario, events=scenes.end_in_flight())
     return replace(scenario, cpu_blocks=0) if kind == "no tier" else scenario
@@ -194,6 +198,22 @@ def _over_ranks(draw: Draw, scenario: Scenario) -> Scenario:
     number = draw.number(2, 3)
     ranks = (len(pages[0]),) * number
     return replace(scenario, group_pages=tuple(used * number for used in pages), ranks=ranks)
+
+
+def _with_caps(draw: Draw, scenario: Scenario) -> Scenario:
+    """Draw requests with caps on the tokens to load and to store, which need not be aligned."""
+    if not draw.chance(SHARE_WITH_CAPS):
+        return scenario
+
+    def with_cap(event: Event) -> Event:
+        if not isinstance(event, Add) or not draw.chance(SHARE_OF_CAPS):
+            return event
+        cap = draw.number(0, event.num_prompt_tokens)
+        if draw.chance(0.5):
+            return replace(event, max_load_tokens=cap)
+        return replace(event, max_offload_tokens=cap)
+
+    return replace(scenario, events=tuple(map(with_cap, scenario.events)))
 
 
 def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
 
 from kvview.keys import OffloadKey
 
@@ -30,6 +34,11 @@ class InvariantBroken(AssertionError):
         self.message = message
         self.is_timeout = is_timeout
         self.is_hook_error = is_hook_error
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), is_timeout=self.is_timeout, is_hook_error=self.is_hook_error)
+        return make, (self.law, self.message)
 
 
 class EndedLoudly(InvariantBroken):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from kvview import ConfigError, Connector, TransferResult, WorkerConnector
+from kvview import ConfigError
 from kvview.errors import line_of
+from kvview.testing.connector.result import SimulationResult
 from kvview.testing.source_lines import with_source
 
 _IN_NORMAL_USE = (LookupError, AttributeError, StopIteration, GeneratorExit)
@@ -32,48 +33,23 @@ class _Error:
         return f"{self.kind.__name__}: {self.text}".removesuffix(": ") + f" at {self.place}"
 
 
-def first_load_error(
-    connector_class: type[Connector],
-    paths: Collection[str],
-    play: Callable[[type[Connector]], object],
-) -> str:
-    """Run a connector and return the exception behind its first failed transfer, in one line.
+def first_load_error(paths: Collection[str], play: Callable[[], SimulationResult]) -> str:
+    """Run a connector and return the exception behind its first failed load, in one line.
 
     Args:
-        connector_class: Of the author.
         paths: Files of the author.
-        play: Runs a connector class, in this process alone.
+        play: Runs the connector, in this process alone.
 
     Returns:
-        The exception with its place; without one, the error of the transfer's result.
+        The exception with its place; without one, the error of the load's result.
     """
     recorder = _Recorder(frozenset(paths))
-    texts: list[str] = []
-    recorder.run(lambda: play(_with_failures_noted(connector_class, texts)))
+    text = line_of(recorder.run(play).load_error)
     errors = recorder.errors
-    behind = (one for text in texts for one in errors if one.text and one.text in text)
+    behind = (one for one in errors if one.text and one.text in text)
     others = (one for one in errors if not issubclass(one.kind, _IN_NORMAL_USE))
     found = next(behind, None) or next(others, None) or next(iter(errors), None)
-    return str(found) if found else next(filter(None, texts), "")
-
-
-def _with_failures_noted(connector_class: type[Connector], texts: list[str]) -> type[Connector]:
-    """A connector whose failed results are noted."""
-
-    def make_worker(self: Connector) -> WorkerConnector:
-        half: Any = connector_class.make_worker(self)
-        get_finished: Callable[[], Sequence[TransferResult]] = half.get_finished
-
-        def noting() -> Sequence[TransferResult]:
-            results = get_finished()
-            texts.extend(line_of(result.error) for result in results if not result.success)
-            return results
-
-        half.get_finished = noting
-        made: WorkerConnector = half
-        return made
-
-    return type(connector_class.__name__, (connector_class,), {"make_worker": make_worker})
+    return str(found) if found else text
 
 
 class _Recorder:
@@ -83,12 +59,12 @@ class _Recorder:
         self.errors: list[_Error] = []
         self._paths = paths
 
-    def run(self, block: Callable[[], object]) -> None:
+    def run(self, block: Callable[[], SimulationResult]) -> SimulationResult:
         before, of_threads = sys.gettrace(), threading.gettrace()
         threading.settrace(self._enter)
         sys.settrace(self._enter)
         try:
-            block()
+            return block()
         finally:
             sys.settrace(before)
             threading.settrace(of_threads)

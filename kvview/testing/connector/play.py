@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from kvview import CacheGeometry, ConfigError, Connector, ConnectorConfig
+from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
 from kvview.targets import is_connector, is_engine_connector
 from kvview.testing.connector import repeat
 from kvview.testing.connector.author_code import AuthorCode
-from kvview.testing.connector.code_coverage import Lines, LineTracer
+from kvview.testing.connector.code_coverage import Branches, BranchTracer
 from kvview.testing.connector.configure import configure
 from kvview.testing.connector.coverage import EVENTS_WANTED
 from kvview.testing.connector.generate import generate_scenario
@@ -35,13 +35,13 @@ class Played:
         result: The result of its run; None if the connector refuses the geometry.
         is_repeatable: Whether two runs had the same result, if there were two.
         note: Remark for the reader, or empty.
-        lines: Lines of the author's code that ran first in this seed, where they are measured.
+        branches: Branches of the author's code that ran first in this seed, if they are measured.
     """
 
     result: SimulationResult | None
     is_repeatable: bool = True
     note: str = ""
-    lines: Lines = field(default_factory=dict)
+    branches: Branches = field(default_factory=dict)
 
     @property
     def may_shrink(self) -> bool:
@@ -74,7 +74,7 @@ class SeedPlayer:
         self._engines = engines
         self._steps = steps
         self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
-        self._tracer = LineTracer(self.code.paths if self.code else ())
+        self._tracer = BranchTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
         """Call a method, given its name and its arguments, and return its result."""
@@ -91,7 +91,7 @@ class SeedPlayer:
         Args:
             seed: Any.
             is_sample: Whether to run it twice even if it is green, is short and loads anything.
-            is_measured: Whether to measure the lines of the author's code that run.
+            is_measured: Whether to measure the branches of the author's code that run.
         """
         scenario = self.scenario(seed)
         # Threads that yield at each line have a tracer of their own.
@@ -99,7 +99,7 @@ class SeedPlayer:
             return self._seed(scenario, seed, is_sample)
         with self._tracer.measuring():
             played = self._seed(scenario, seed, is_sample)
-        return replace(played, lines=self._tracer.take())
+        return replace(played, branches=self._tracer.take())
 
     def _seed(self, scenario: Scenario, seed: int, is_sample: bool) -> Played:
         try:
@@ -129,11 +129,8 @@ class SeedPlayer:
         """The exception behind the first load that fails in a run, in one line."""
         assert self.code is not None, "only connectors of kvview have loads of their own"
         alone = replace(scenario, worker_half="job_by_job")
-
-        def play(connector_class: type[Connector]) -> SimulationResult:
-            return simulate(connector_class, alone, self._options, engines=self._engines)
-
-        return first_load_error(self._connector_class, self.code.paths, play)
+        run = partial(simulate, self._connector_class, alone, self._options, engines=self._engines)
+        return first_load_error(self.code.paths, run)
 
     def explain(self, result: SimulationResult) -> SimulationResult:
         """A run whose jobs do not end, with the exception that may be the cause.

@@ -37,7 +37,7 @@ from kvview.testing.connector.hook_calls import calling, hook, make_worker, requ
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.thread_errors import raise_thread_error
 
-_LINES = "lines that ran"  # in place of the name of a hook
+_BRANCHES = "branches that ran"  # in place of the name of a hook
 _PATIENCE = 60.0  # seconds until a call is reported as hanging
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
@@ -91,10 +91,7 @@ class Child:
                 f"the process of {self._what} died in {name}, exit code {self._process.exitcode}",
             ) from None
         if broken is not None:
-            if isinstance(broken, MissingLibraryError):
-                raise broken
-            law, message, is_timeout, is_hook_error = broken
-            raise InvariantBroken(law, message, is_timeout=is_timeout, is_hook_error=is_hook_error)
+            raise broken
         return answer
 
     def close(self) -> None:
@@ -120,14 +117,11 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
                     answer = serve(name, args)
                     with hook("pickling the results", "CONN-3"):
                         told = pickle.dumps((None, answer))
-                except InvariantBroken as error:
-                    how = error.is_timeout, error.is_hook_error
-                    told = pickle.dumps(((error.law, error.message, *how), None))
-                except MissingLibraryError as error:
+                except (InvariantBroken, MissingLibraryError) as error:
                     told = pickle.dumps((error, None))
                 except Exception as error:  # of what runs the hooks
                     message = f"{name} raised {type(error).__name__} {error} at {where(error)}"
-                    told = pickle.dumps((("ENGINE", message, False, False), None))
+                    told = pickle.dumps((InvariantBroken("ENGINE", message), None))
                 pipe.send_bytes(told)
     except (EOFError, OSError):
         pass
@@ -177,7 +171,7 @@ class RemoteWorker(WorkerConnector):
         try:
             self._call("shutdown")
             self._call("shutdown")
-            code_coverage.add_lines(self._call(_LINES))
+            code_coverage.add_branches(self._call(_BRANCHES))
         finally:
             self._child.close()
             self._child = None
@@ -194,8 +188,8 @@ def _make_half(
     shared = {"register_kv_caches": (kv_caches,)}  # not pickled
 
     def serve(name: str, args: tuple[Any, ...]) -> Any:
-        if name == _LINES:
-            return code_coverage.take_lines()
+        if name == _BRANCHES:
+            return code_coverage.take_branches()
         with calling(name):
             answer = getattr(half, name)(*args or shared.get(name, ()))
         if name != "get_finished":

@@ -68,6 +68,7 @@ class SimulationResult:
         kept_bytes: Bytes that the halves refer to, at the end of each third of a long run.
         allocated_at: The line that allocated most memory of the last third, in a run that
             confirms growth.
+        load_error: Error of the first load that failed without an injected failure.
     """
 
     scenario: Scenario
@@ -77,6 +78,7 @@ class SimulationResult:
     loads_of_rounds: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
     allocated_at: str = ""
+    load_error: str = ""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ class Add:
             steps in flight are then discarded. None: it ends after ``num_output_tokens``,
             which every engine foresees.
         num_shared_blocks: Hash blocks at its start that it shares with all other prompts.
+        max_load_tokens: Cap on the tokens to load that its client gives; only vLLM's own
+            connectors get it, with its ``kv_transfer_params``.
+        max_offload_tokens: Cap on the tokens to store, likewise.
     """
 
     request_id: str
@@ -42,6 +45,8 @@ class Add:
     continues: str | None = None
     stops_after: int | None = None
     num_shared_blocks: int = 2
+    max_load_tokens: int | None = None
+    max_offload_tokens: int | None = None
 
 
 @dataclass(frozen=True)

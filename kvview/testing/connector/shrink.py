@@ -172,6 +172,7 @@ def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
                 replace(event, num_output_tokens=0),
                 replace(event, family=1),
                 replace(event, continues=None),
+                replace(event, max_load_tokens=None, max_offload_tokens=None),
                 replace(event, num_shared_blocks=Add("", 1, 1).num_shared_blocks),
                 *(replace(event, num_prompt_tokens=n * size + 1) for n in (1, 2, 3)),
             ]
@@ -186,7 +187,9 @@ def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
 def _weight(add: Add) -> int:
     is_next_turn = add.continues is not None
     is_unusual = add.num_shared_blocks != Add("", 1, 1).num_shared_blocks
-    return add.num_prompt_tokens + add.num_output_tokens + add.family + is_next_turn + is_unusual
+    is_capped = (add.max_load_tokens, add.max_offload_tokens) != (None, None)
+    numbers = add.num_prompt_tokens + add.num_output_tokens + add.family
+    return numbers + is_next_turn + is_unusual + is_capped
 
 
 def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:

@@ -60,6 +60,8 @@ class JobCounts:
     def __init__(self, geometry: CacheGeometry) -> None:
         self.coverage: Counter[str] = Counter()
         self.num_tokens_to_load = 0
+        self.load_error = ""
+        """Error of the first load that failed without an injected failure."""
         self._rows = list(rows_of(geometry))
         self._loading: set[PlannedJob] = set()
         self._left_alone: set[PlannedJob] = set()  # loads that no reset or abort may have ended
@@ -83,6 +85,8 @@ class JobCounts:
             if job in self._left_alone and not any(one.may_fail for one in job.on_ranks):
                 self.coverage[LOADS_LEFT_ALONE] += 1
                 self.coverage[FAILED_BY_THEMSELVES] += not success
+                errors = (one.result.error for one in job.on_ranks if one.result)
+                self.load_error = self.load_error or next(filter(None, errors), "")
             self._loading.discard(job)
             self._left_alone.discard(job)
 

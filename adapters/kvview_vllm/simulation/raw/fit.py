@@ -7,7 +7,11 @@ from dataclasses import replace
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
 from kvview.testing.connector.scenario import Add, Alias, Event, Reset, Scenario, Squeeze
-from kvview_vllm.releases.calls import ended_requests_take_no_output
+from kvview_vllm.releases.calls import (
+    ended_requests_take_no_output,
+    has_draft_models,
+    preemptions_drop_drafts,
+)
 from kvview_vllm.releases.worker_caches import BLOCK_SIZE
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
@@ -68,8 +72,14 @@ class RawEngines:
             scenario.steps_in_flight > most, f"{number} steps in flight", steps_in_flight=most
         )
         leave_out(
-            bool(scenario.lookahead_tokens) and not cpu_scheduler.has_draft_models(),
+            bool(scenario.lookahead_tokens) and not has_draft_models(),
             "slots for lookahead",
+            lookahead_tokens=0,
+        )
+        leave_out(
+            bool(scenario.drafts) and not preemptions_drop_drafts(),
+            "draft tokens: a preempted request keeps its own",
+            drafts=(),
             lookahead_tokens=0,
         )
         leave_out(bool(scenario.ranks), "several ranks: they need vLLM's process groups", ranks=())

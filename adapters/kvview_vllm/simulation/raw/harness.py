@@ -152,12 +152,7 @@ class RawHarness(VLLMConnectorHarness):
                 transfer_config,
                 block_size=self._geometry.hash_block_size,
                 num_groups=len(self._geometry.groups),
-                num_blocks=scenario.num_gpu_blocks,
-                max_num_seqs=scenario.max_running,
-                max_num_batched_tokens=scenario.max_tokens_per_step,
-                steps_in_flight=scenario.steps_in_flight,
-                num_drafts=scenario.most_drafts,
-                has_lookahead=scenario.lookahead_tokens > 0,
+                **cpu_scheduler.sizes_of(scenario),
             )
 
     @override

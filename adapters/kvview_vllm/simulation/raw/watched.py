@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from inspect import isfunction
 from typing import Any
 
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.worker_caches import overridden
+from kvview_vllm.releases.worker_caches import is_hook, overridden
 
 _LAW_OF_METHOD = {
     "__init__": "CONN-1",
@@ -28,24 +29,7 @@ _LAW_OF_METHOD = {
     "reset_cache": "CONN-11",
     "shutdown": "CONN-4",
     "take_events": "EVENT-3",
-    "build_connector_meta": "CONN-3",
-    "update_connector_output": "CONN-3",
-    "has_pending_push_work": "CONN-3",
-    "has_pending_block_frees": "CONN-3",
-    "get_loaded_kv_cache_group_ids": "CONN-3",
-    "handle_preemptions": "CONN-3",
-    "bind_connector_metadata": "CONN-3",
-    "clear_connector_metadata": "CONN-3",
-    "start_load_kv": "CONN-3",
-    "wait_for_layer_load": "CONN-3",
-    "save_kv_layer": "CONN-3",
-    "wait_for_save": "CONN-3",
-    "get_finished": "CONN-3",
-    "get_transfer_results": "CONN-3",
-    "get_block_ids_with_load_errors": "CONN-3",
-    "build_connector_worker_meta": "CONN-3",
-    "get_kv_connector_stats": "CONN-3",
-}
+}  # the others: CONN-3
 
 
 class Watch:
@@ -73,7 +57,7 @@ class Watch:
         """Call a method of the connector."""
         self._inside.append(name)
         try:
-            with hook(name, _LAW_OF_METHOD[name]):
+            with hook(name, _LAW_OF_METHOD.get(name, "CONN-3")):
                 try:
                     answer = method(*args, **kwargs)
                 except NotImplementedError:
@@ -191,7 +175,11 @@ def make_watched(connector_class: type, watch: Watch) -> type:
         call.__wrapped__ = inner  # type: ignore[attr-defined] # vLLM reads its signature
         return call
 
-    members: dict[str, Any] = {name: watched(name) for name in _LAW_OF_METHOD if name in own}
+    members: dict[str, Any] = {
+        name: watched(name)
+        for name in own
+        if isfunction(getattr(connector_class, name)) and (is_hook(name) or name in _LAW_OF_METHOD)
+    }
     members["__module__"] = connector_class.__module__
     members["__qualname__"] = connector_class.__qualname__
     return type(connector_class.__name__, (connector_class,), members)

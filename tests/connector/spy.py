@@ -1,13 +1,9 @@
 """A child for multi-connectors that reports each call that is not passed on to it.
 
-A missing call shows in none of the multi-connector's own results. So add :class:`SpyConnector`
-to its children, besides others that store and load:
-
-    kvview check my_multi.py:MyMulti --option 'connectors=[{"connector": "kvview.testing.\
-connector.spy:SpyConnector"}, {"connector": "my_connector.py:MyConnector"}]'
-
-It stores nothing and promises nothing. It holds a block of each request that ends, under a
-lease that expires by the engine's clock, and its worker half keeps a thread until shutdown.
+A missing call shows in none of the multi-connector's own results. So :class:`SpyConnector` is one
+of its children, besides others that store and load. It stores nothing and promises nothing. It
+holds a block of each request that ends, under a lease that expires by the engine's clock, and its
+worker half keeps a thread until shutdown.
 """
 
 from __future__ import annotations
