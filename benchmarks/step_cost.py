@@ -78,7 +78,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
     """Name the connectors to compare."""
     here = f"{__file__}:"
     spec = {"spec_name": "KVViewOffloadingSpec", "spec_module_path": "kvview_vllm.offloading_spec"}
-    names = ("HostCacheConnector", "OffloadConnector", "LazyOffloadConnector")
+    names = ("HostCacheConnector", "StoreConnector", "OffloadConnector", "LazyOffloadConnector")
     return {
         "no connector": None,
         "does nothing": lane.connector_config(here + "IdleConnector"),
@@ -94,6 +94,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
 TARGETS = {
     "IdleConnector": None,
     "HostCacheConnector": lane.EXAMPLE_CONNECTOR,
+    "StoreConnector": "kvview:StoreConnector",
     "OffloadConnector": "kvview_reference.connector:OffloadConnector",
     "LazyOffloadConnector": "kvview_reference.connector:LazyOffloadConnector",
 }

@@ -1,9 +1,10 @@
-"""A tier in a folder, written once for every engine: one file for each key.
+"""A store in a folder, one file for each page, and a connector made of it.
 
     kvview check examples/folder_store.py:FolderStore --option root={tmp}
+    kvview check examples/folder_store.py:FolderConnector --option root={tmp} --option weights=1
 
-``Threaded`` adds threads, jobs and lookups that do not wait. The guard of every bridge adds
-checksums, deadlines and protection against a store that hangs.
+``Threaded`` adds threads, jobs and lookups that do not wait. The guard in front of every store
+adds checksums, deadlines and protection against a store that hangs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 from pathlib import Path
 
+from kvview import StoreConnector
 from kvview.tier import Namespace, Threaded
 
 
@@ -45,3 +47,9 @@ class FolderStore(Threaded):
 
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()
+
+
+class FolderConnector(StoreConnector):
+    """Options ``root``, ``threads`` and ``weights``."""
+
+    store = FolderStore

@@ -5,6 +5,8 @@ Importing it needs neither torch nor vLLM. Each contract is one module or packag
 ``tier``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from kvview.connector import (
     BlockIds,
     Connector,
@@ -125,6 +127,9 @@ from kvview.transfer import (
 )
 from kvview.version import CONTRACT_VERSION, __version__
 
+if TYPE_CHECKING:
+    from kvview.store_connector import Policy, StoreConnector, StoreOptions, Transform
+
 __all__ = [
     "CONTRACT_VERSION",
     "MEDIUM_CPU",
@@ -181,6 +186,7 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "PinBudgetExceeded",
+    "Policy",
     "PrepareStoreOutput",
     "ReqContext",
     "RequestContent",
@@ -191,6 +197,8 @@ __all__ = [
     "StaleBlockError",
     "StepInfo",
     "StepPlan",
+    "StoreConnector",
+    "StoreOptions",
     "SupportsBlockKeys",
     "SupportsClose",
     "SupportsFindCachedBlock",
@@ -217,6 +225,7 @@ __all__ = [
     "TransferSpec",
     "TransferSpecError",
     "TransferWorker",
+    "Transform",
     "UnknownBlockError",
     "UnsupportedContractError",
     "UnsupportedEngineError",
@@ -232,3 +241,12 @@ __all__ = [
     "make_offload_key",
     "require_offload_key",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need torch and pydantic, imported on demand."""
+    if name in ("Policy", "StoreConnector", "StoreOptions", "Transform"):
+        from kvview import store_connector
+
+        return getattr(store_connector, name)
+    raise AttributeError(f"module 'kvview' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """``kvview new``: a complete connector, its test, and a CI job, which pass unchanged.
 
-1. The connector is ``examples/host_cache.py``, or with ``--raw`` ``examples/raw_host_cache.py``,
-   under a new name; the package contains both.
+1. The connector is an example under a new name: ``host_memory.py``, with ``--hooks``
+   ``host_cache.py``, with ``--raw`` ``raw_host_cache.py``. The package contains all three.
 2. Nothing is overwritten: if one of the files exists, even as a dangling link, none is written.
 3. The name of a module that can be imported is refused, because FILE would hide that module.
 """
@@ -66,9 +66,10 @@ jobs:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The differences between a connector of kvview and one of vLLM."""
+    """The differences between the kinds of connectors."""
 
     template: str
+    class_prefix: str  # in the template
     arguments: str  # of the test
     install: str
     needs: str  # to run the commands here
@@ -76,20 +77,34 @@ class _Kind:
     taken: tuple[str, ...]  # names NAME whose class NAMEConnector the template imports
 
 
-_KVVIEW = _Kind(
-    "host_cache",
-    'options={"cpu_blocks": "{blocks}"}',
+_TORCH = (
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "torch comes with kvview[reference], pytest with kvview[testing]",
-    # A small GPU cache, because a large one has every block that is used again.
+)
+# A small GPU cache, because a large one has every block that is used again.
+_REPLAY = "kvview replay --connector {target} --gpu-blocks 500 "
+_STORE = _Kind(
+    "host_memory",
+    "HostMemory",
+    'options={"store_blocks": "{blocks}"}',
+    *_TORCH,
     (
-        "kvview replay --connector {target} --gpu-blocks 500 --cpu-blocks 5000",
-        "kvview check {target}",
+        _REPLAY + "--option store_blocks=5000",
+        "kvview check {target} --option store_blocks={{blocks}}",
     ),
+    ("Store",),
+)
+_HOOKS = _Kind(
+    "host_cache",
+    "HostCache",
+    'options={"cpu_blocks": "{blocks}"}',
+    *_TORCH,
+    (_REPLAY + "--cpu-blocks 5000", "kvview check {target}"),
     ("Scheduler", "Worker"),
 )
 _RAW = _Kind(
     "raw_host_cache",
+    "HostCache",
     'engine="vllm", options={"host_blocks": 64}',
     "pip install vllm",
     "in the environment of vLLM; pytest comes with kvview[testing]",
@@ -107,13 +122,17 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.ht
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--name", metavar="NAME", help="Prefix of the class names.  [default: from FILE]")
+@click.option("--hooks", is_flag=True, help="Write a connector from the hooks.")
 @click.option("--raw", is_flag=True, help="Write a connector of vLLM, without kvview.")
-def new(file: Path, name: str | None, raw: bool) -> None:
+def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     """Write a complete connector to FILE, its test, and a CI job.
 
-    The connector keeps the blocks of finished requests in host memory. It
-    passes "kvview check" and pytest unchanged; without --raw, "kvview replay" too.
+    The connector keeps blocks in host memory. It is a StoreConnector, unless
+    --hooks or --raw is given. It passes "kvview check" and pytest unchanged;
+    without --raw, "kvview replay" too.
     """
+    if hooks and raw:
+        raise ConfigError("--hooks and --raw are two kinds of connector; drop one of them")
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(f"{file}: not the name of a Python module; try my_connector.py")
@@ -124,7 +143,7 @@ def new(file: Path, name: str | None, raw: bool) -> None:
                 f"programs in its folder; try my_{stem}.py"
             )
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
-    kind = _RAW if raw else _KVVIEW
+    kind = _RAW if raw else _HOOKS if hooks else _STORE
     if not name.isidentifier() or name in kind.taken:
         raise ConfigError(f"--name {name!r}: not usable in a class name; try --name Mine")
     test = file.with_name(f"test_{file.name}")
@@ -188,7 +207,7 @@ def _connector(kind: _Kind, name: str, stem: str) -> str:
     text = path.read_text(encoding="utf-8").replace(f"examples/{kind.template}", stem)
     # The user has vLLM, with its types.
     text = text.replace(kind.template, stem).replace("  # type: ignore[misc]", "")
-    return text.replace("HostCache", name)
+    return text.replace(kind.class_prefix, name)
 
 
 def _workflow(kind: _Kind, target: str, test: str) -> str:

@@ -5,6 +5,7 @@ base of stores whose author writes blocking reads and writes, ``Polled`` the bas
 poll something. ``GuardedTier`` is a guard between any store and any engine.
 """
 
+from kvview.tier.async_store import AsyncStore
 from kvview.tier.guarded import GuardedTier, TierStats
 from kvview.tier.namespace import Namespace
 from kvview.tier.polled import Polled
@@ -24,6 +25,7 @@ from kvview.tier.threaded import Threaded
 from kvview.tier.tier_events import TierEvents
 
 __all__ = [
+    "AsyncStore",
     "GuardedTier",
     "Namespace",
     "Polled",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 _FOREVER = float("inf")
 
@@ -37,8 +38,10 @@ class LookupAnswers:
         self._patience = patience
         self._seconds = seconds
         self._max_keys = max_keys
-        self._known: dict[bytes, tuple[bool, float]] = {}
+        self._known: dict[bytes, tuple[bool, float]] = {}  # in the order of their ends
+        self._failed: dict[bytes, None] = {}
         self._asked: dict[bytes, float] = {}
+        self._is_asked = False
         self.num_unanswered = 0
         """Lookups that took longer than ``patience``, so far."""
 
@@ -47,9 +50,12 @@ class LookupAnswers:
         flags: list[bool | None] = []
         ask: list[bytes] = []
         now, known = self._clock(), self._known
+        self._is_asked = True
         for key in keys:
             found = known.get(key)
-            if found is not None and found[1] > now:
+            if key in self._failed:
+                flags.append(False)
+            elif found is not None and found[1] > now:
                 flags.append(found[0])
             elif key not in self._asked:
                 self._asked[key] = now
@@ -74,17 +80,28 @@ class LookupAnswers:
             self._answer(key, flag)
 
     def stored(self, key: bytes) -> None:
-        """Record a put that succeeded."""
-        self._answer(key, True)
+        """Record a put that succeeded, unless no lookup was made yet: a worker makes none."""
+        if self._is_asked or key in self._failed:
+            self._answer(key, True)
 
     def failed(self, key: bytes) -> None:
-        """Record a get that failed, or a deletion."""
-        self._answer(key, False, _FOREVER)
+        """Record a get that failed, or the deletion of a key that the store cannot delete."""
+        self._asked.pop(key, None)
+        self._failed[key] = None
+        if len(self._failed) > self._max_keys:
+            del self._failed[next(iter(self._failed))]
 
-    def _answer(self, key: bytes, flag: bool, seconds: float | None = None) -> None:
+    def deleted(self, key: bytes) -> None:
+        """Record that the store deletes a key; its lookups are right from then on."""
+        self._answer(key, False)
+
+    def _answer(self, key: bytes, flag: bool) -> None:
         self._asked.pop(key, None)
         self._known.pop(key, None)
-        until = self._clock() + self._seconds if seconds is None else seconds
-        self._known[key] = (flag, until)
-        if len(self._known) > self._max_keys:
-            del self._known[next(iter(self._known))]
+        self._failed.pop(key, None)
+        now = self._clock()
+        self._known[key] = flag, now + self._seconds
+        # Two for each new result, so that old results do not stay.
+        for oldest in [*islice(self._known, 2)]:
+            if len(self._known) > self._max_keys or self._known[oldest][1] <= now:
+                del self._known[oldest]

@@ -154,6 +154,7 @@ class GuardedTier:
         self._next_number = 0
         self._is_closed = False
         self._wakes = isinstance(store, SupportsWakeUp)
+        self._can_delete = isinstance(store, SupportsDelete)
         self._wake_up: Callable[[], None] = lambda: None
         self._awake = threading.Event()
         self._lane = threading.Thread(target=self._run, name="kvview-tier", daemon=True)
@@ -235,9 +236,10 @@ class GuardedTier:
 
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Make keys a miss; keys that the store cannot drop stay hidden."""
+        hide = self._answers.deleted if self._can_delete else self._answers.failed
         with self._changed:
             for key in keys:
-                self._answers.failed(key)
+                hide(key)
             for entry in self._jobs.values():
                 entry.deleted.update(keys)
         self._run_soon(partial(self._drop, [*keys]))

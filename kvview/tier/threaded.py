@@ -69,9 +69,13 @@ class Threaded(ABC):
         for thread in self._threads:
             thread.start()
 
-    @abstractmethod
     def has(self, key: bytes, /) -> bool:
-        """Whether a key is stored whole."""
+        """Whether a key is stored whole.
+
+        The default finds no key. That is enough for a store of a :class:`~kvview.StoreConnector`
+        whose pages end with the run, because no lookup is made then.
+        """
+        return False
 
     @abstractmethod
     def read_into(self, key: bytes, page: memoryview, /) -> bool:

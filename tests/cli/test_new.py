@@ -42,18 +42,21 @@ def refusal(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_files_pass_unchanged(tmp_path: Path) -> None:
-    *_, replay, check, test = run(tmp_path, "kvview", "new", "warm_store.py").splitlines()
+@pytest.mark.parametrize(
+    ("kind", "option"), [([], ["--option", "store_blocks={blocks}"]), (["--hooks"], [])]
+)
+def test_the_files_pass_unchanged(kind: list[str], option: list[str], tmp_path: Path) -> None:
+    *_, replay, check, test = run(tmp_path, "kvview", "new", "warm_store.py", *kind).splitlines()
     assert test.split() == ["python", "-m", "pytest", "test_warm_store.py"]
     target = "warm_store.py:WarmStoreConnector"
-    assert check.split() == ["kvview", "check", target]  # the test file runs the same check
+    assert check.split() == ["kvview", "check", target, *option]  # as the test file does
     run(tmp_path, *replay.split(), "--json", "replay.json")
     assert json.loads((tmp_path / "replay.json").read_text())["cpu_hit_rate"] > 0.05
     run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "test_warm_store.py")
     run(tmp_path, "mypy", "--strict", "warm_store.py", "test_warm_store.py")
 
 
-@pytest.mark.parametrize("options", [[], ["--raw"]])
+@pytest.mark.parametrize("options", [[], ["--hooks"], ["--raw"]])
 def test_the_files_have_the_given_name(tmp_path: Path, options: list[str]) -> None:
     # tests/vllm/test_raw.py runs the raw connector.
     result = CliRunner().invoke(new, [str(tmp_path / "warm_store.py"), *options])
@@ -63,13 +66,14 @@ def test_the_files_have_the_given_name(tmp_path: Path, options: list[str]) -> No
     connector, test = tmp_path / "warm_store.py", tmp_path / "test_warm_store.py"
     assert sorted(files) == sorted([connector, test, workflow])
     for path in files:
-        assert not re.search("host_?cache", path.read_text(), re.IGNORECASE)
+        assert not re.search("host_?(cache|memory)", path.read_text(), re.IGNORECASE)
     compile(connector.read_text(), "warm_store.py", "exec")
-    engine = " --engine vllm" if options else ""
+    is_raw = options == ["--raw"]
+    engine = " --engine vllm" if is_raw else ""
     assert f"kvview check warm_store.py:WarmStoreConnector{engine}" in workflow.read_text()
-    assert ("kvview replay" in workflow.read_text()) == (not options)
-    assert ('engine="vllm"' in test.read_text()) == bool(options)
-    if options:
+    assert ("kvview replay" in workflow.read_text()) == (not is_raw)
+    assert ('engine="vllm"' in test.read_text()) == is_raw
+    if is_raw:
         assert '"kv_connector_module_path": "warm_store"' in connector.read_text()
         assert "import kvview" not in connector.read_text()
     assert CliRunner().invoke(new, [str(tmp_path / "other.py"), *options]).exit_code == 0
@@ -103,7 +107,9 @@ def test_no_file_is_written_through_a_dangling_link(tmp_path: Path, existing: st
         ("mine.py --name a-b", "not usable in a class name"),
         ("mine.py --name=", "not usable in a class name"),
         ("connector.py", "not usable in a class name"),  # the class would be Connector
-        ("worker.py", "not usable in a class name"),
+        ("worker.py --hooks", "not usable in a class name"),
+        ("store.py", "not usable in a class name"),
+        ("mine.py --hooks --raw", "are two kinds of connector"),
         ("kvview.py", "'kvview' is the name of the module at "),
         ("torch.py", "'torch' is the name of the module at "),
         ("json.py", "'json' is the name of a module of Python"),

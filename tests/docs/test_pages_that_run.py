@@ -74,7 +74,9 @@ def missing(shown: str, printed: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("page", "wanted"), [("first-connector.md", 6), ("kit.md", 4)])
+@pytest.mark.parametrize(
+    ("page", "wanted"), [("first-connector.md", 3), ("first-hooks.md", 6), ("kit.md", 4)]
+)
 def test_the_page_does_what_it_says(page: str, wanted: int, tmp_path: Path) -> None:
     done: subprocess.CompletedProcess[str] | None = None
     num_commands = 0

@@ -29,6 +29,7 @@ CONTRACT_ORDER = (
     "tier",
     "options",
     "targets",
+    "store_connector",
     "bridge",
     "config",
     "web_page",
@@ -39,6 +40,7 @@ CONTRACT_ORDER = (
 # The modules that may import a heavy package at their own import.
 ALLOWED_AT_IMPORT = {
     "torch": (
+        "kvview.store_connector",
         "kvview.testing.connector",
         "kvview_reference.transfer",
         "kvview_reference.connector",
@@ -57,6 +59,7 @@ ALLOWED_AT_IMPORT = {
     "sglang": ("kvview_sglang",),
     "pydantic": (
         "kvview.bridge",
+        "kvview.store_connector",
         "kvview.options",
         "kvview.testing.schema",
         "kvview_reference",

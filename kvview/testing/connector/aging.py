@@ -30,7 +30,7 @@ _FEWEST_TOKENS = 100  # loaded in the compared rounds
 _BYTES_PER_PAGE = 250  # that a connector may keep for each page of a tier that is filling
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
 _A_DAY = 24 * 3600.0
-_OF_KVVIEW = ("kvview.guard", "kvview.testing")
+_OF_KVVIEW = ("kvview.guard", "kvview.testing", "kvview.tier.answers")  # the last expires
 _NOT_KEPT = (type, ModuleType, torch.Tensor)
 
 

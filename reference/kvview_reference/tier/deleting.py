@@ -101,7 +101,7 @@ class DeletingStore(Threaded):
         self._deleted.update(keys)
         with self._changed:
             for key in keys:
-                self._answers.failed(key)
+                self._answers.deleted(key)
             puts = [entry for entry in self._jobs.values() if not entry.is_get]
             under_way = [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
         self._later(partial(self._delete, [*keys], under_way))
@@ -126,5 +126,5 @@ class DeletingStore(Threaded):
                 if key in self._hidden:
                     self.remove(key)
                     with self._changed:
-                        self._answers.failed(key)  # even if a put has ended meanwhile
+                        self._answers.deleted(key)  # even if a put has ended meanwhile
                     self._hidden.discard(key)

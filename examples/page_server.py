@@ -1,0 +1,46 @@
+"""A server that keeps pages by key in memory, for ``examples/remote_store.py``.
+
+    python examples/page_server.py 9000
+
+A request is an operation (H: has, G: get, P: put), the lengths of key and page, and both. An
+answer is a length and so many bytes: a page, or "+" for yes and nothing for no.
+"""
+
+import asyncio
+import sys
+
+
+async def serve(port: int) -> asyncio.Server:
+    """Start a server; port 0 takes any."""
+    pages: dict[bytes, bytes] = {}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while operation := await reader.read(1):
+                key_length = int.from_bytes(await reader.readexactly(2), "big")
+                page_length = int.from_bytes(await reader.readexactly(4), "big")
+                key = await reader.readexactly(key_length)
+                page = await reader.readexactly(page_length)
+                if operation == b"P":
+                    pages[key] = page
+                found = pages.get(key, b"")
+                if operation != b"G":
+                    found = found and b"+"
+                writer.write(len(found).to_bytes(4, "big") + found)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client has gone
+        finally:
+            writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", port)
+
+
+async def main() -> None:
+    """Serve until the process is stopped."""
+    server = await serve(int(sys.argv[1]))
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

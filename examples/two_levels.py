@@ -1,0 +1,34 @@
+r"""A complete connector: compressed pages in host memory, in front of files.
+
+    kvview check examples/two_levels.py:TwoLevelConnector \
+        --option root={tmp} --option 'cpu_blocks={blocks}'
+
+Pages that memory has no room for move to files. They move back to memory when a request needs
+them, while it still waits for blocks.
+"""
+
+import zlib
+
+from kvview import StoreConnector, Transform
+from kvview_reference.tier import FileStore
+
+
+class Zlib(Transform):
+    """Compresses pages."""
+
+    def max_bytes(self, page_bytes: int) -> int:
+        return page_bytes + page_bytes // 1000 + 64
+
+    def encode(self, key: bytes, page: memoryview) -> bytes:
+        return zlib.compress(page, 1)
+
+    def decode(self, key: bytes, data: memoryview, page: memoryview) -> None:
+        page[:] = zlib.decompress(data)
+
+
+class TwoLevelConnector(StoreConnector):
+    """Options ``root``, ``cpu_bytes`` or ``cpu_blocks``, ``store_blocks`` and ``weights``."""
+
+    store = FileStore
+    transform = Zlib
+    defaults = {"prefetch": True}  # noqa: RUF012

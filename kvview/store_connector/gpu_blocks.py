@@ -1,0 +1,120 @@
+"""The GPU blocks that are stored now, and those that the GPU evicts next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from kvview.connector import EngineFacts, FullBlock, RequestStep
+from kvview.geometry import CacheGeometry
+from kvview.pool import (
+    GPUBlockPoolView,
+    SupportsBlockKeys,
+    SupportsFreeCount,
+    SupportsFreeOrder,
+    SupportsGiveBack,
+    SupportsPinBudget,
+    SupportsPoolSize,
+)
+
+_LOOKAHEAD_STEPS = 4  # a store takes about two, and blocks are allocated meanwhile
+_SMALLEST_SHARE = 16  # of the pool is left to the engine: a small pool is all lookahead
+
+
+class GPUBlocks:
+    """Holds blocks while they are stored, and finds computed blocks that are about to be evicted.
+
+    Args:
+        geometry: Geometry of the engine.
+        view: View of the pool.
+        facts: Facts of the engine.
+        wants_victims: Whether blocks are stored when they are about to be evicted.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        view: GPUBlockPoolView,
+        facts: EngineFacts,
+        *,
+        wants_victims: bool,
+    ) -> None:
+        self._geometry = geometry
+        self._view = view
+        self._lookahead = lookahead = _LOOKAHEAD_STEPS * facts.max_blocks_per_step
+        reserved = min(lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
+        self._limits: list[Callable[[], int]] = []
+        if isinstance(view, SupportsFreeCount):
+            num_free_blocks = view.num_free_blocks
+            self._limits.append(lambda: num_free_blocks() - reserved)
+        if isinstance(view, SupportsPinBudget):
+            self._limits.append(view.num_pinnable_blocks)
+        self.null_block_id = view.null_block_id if isinstance(view, SupportsPoolSize) else 0
+        self.finds_victims = wants_victims and (
+            isinstance(view, SupportsGiveBack)
+            and isinstance(view, SupportsFreeOrder)
+            and isinstance(view, SupportsBlockKeys)
+        )
+        """Whether the view shows the order of eviction, and takes blocks back in that order."""
+        self._unsaved: dict[int, FullBlock] = {}  # by block id
+        self._num_ahead = 0  # next victims that are saved or were not added
+
+    def room(self) -> int:
+        """Return the number of blocks that may be held now."""
+        return min((limit() for limit in self._limits), default=1 << 30)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Hold each block once."""
+        self._view.touch_blocks(block_ids)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Release each block once; the end of a prefix is evicted first."""
+        if self.finds_victims and isinstance(self._view, SupportsGiveBack):
+            self._view.give_back_blocks(block_ids[::-1])
+        else:
+            self._view.free_blocks(block_ids[::-1])
+
+    def add(self, blocks: Iterable[FullBlock]) -> None:
+        """Remember computed or loaded blocks, which are to be stored before they are evicted."""
+        self._unsaved.update((block.block_id, block) for block in blocks)
+
+    def clear(self) -> None:
+        """Forget the blocks that were added."""
+        self._unsaved.clear()
+
+    def on_load(self, num_tokens: int) -> None:
+        """Note that the engine has allocated blocks for a request, and for a load."""
+        for group in self._geometry.groups:
+            self._num_ahead -= 1 + -(-num_tokens // group.block_size)
+
+    def on_step(self, running: Iterable[RequestStep]) -> None:
+        """Note that the engine has allocated a block for each one that becomes full in a step."""
+        for group in self._geometry.groups:
+            size = group.block_size
+            self._num_ahead -= sum(
+                (one.num_computed_tokens % size + one.num_scheduled_tokens) // size
+                for one in running
+            )
+
+    def take_victims(self) -> list[FullBlock]:
+        """Return the next victims that were added, as many as may be held; the last one first."""
+        room = self.room() if self._num_ahead <= self._lookahead // 2 else 0
+        if room <= 0:
+            return []
+        view = self._view
+        assert isinstance(view, SupportsFreeOrder)
+        assert isinstance(view, SupportsBlockKeys)
+        victims: list[int] = []
+        self._num_ahead = 0
+        for block_id in islice(view.iter_free_block_ids(), self._lookahead):
+            if block_id in self._unsaved:
+                if len(victims) == room:
+                    break
+                victims.append(block_id)
+            self._num_ahead += 1
+        victims.reverse()
+        return [
+            block
+            for block_id, key in zip(victims, view.primary_keys(victims), strict=True)
+            if (block := self._unsaved.pop(block_id)).key == key
+        ]

@@ -1,0 +1,291 @@
+"""The place of each page, in memory or in the store, and the changes for the worker half."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvview.events import MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
+from kvview.geometry import CacheGeometry
+from kvview.keys import OffloadKey, get_offload_group_idx
+from kvview.store_connector.level import Level
+from kvview.store_connector.page_policy import Policy
+from kvview.store_connector.store_plan import EPOCH_BYTES, PagePlace
+from kvview.tier import GuardedTier
+
+Mode = Literal["eager", "finish", "victim", "exclusive"]
+
+_LONGEST_WAIT = 0.001  # seconds in each step for lookups, which saves most of them a step
+_MAX_FAILED = 1 << 16  # keys that are remembered because a job of theirs failed
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """The choices of one connector.
+
+    Args:
+        mode: The moment at which blocks are stored.
+        prefetch: Whether pages go from the store to memory when they are promised.
+        memory: Budget of memory; 0 for no such level.
+        is_in_bytes: Whether the budget of memory is in bytes, not blocks.
+        store: Budget of the store in blocks; 0 for no store.
+        can_delete: Whether pages are deleted from the store.
+        policy: Makes the policy of a level.
+        max_bytes: Returns the most bytes that a page of so many bytes needs.
+        shared: Store of other runs as well, for lookups; None for a store of this run alone.
+        events: Whether events are recorded.
+    """
+
+    mode: Mode
+    prefetch: bool
+    memory: int
+    is_in_bytes: bool
+    store: int
+    can_delete: bool
+    policy: Callable[[], Policy]
+    max_bytes: Callable[[int], int]
+    shared: GuardedTier | None
+    events: bool
+
+    @property
+    def targets(self) -> tuple[bool, bool]:
+        """Whether a block is stored in memory, and in the store."""
+        writes_through = self.mode in ("eager", "finish")
+        in_memory = self.memory > 0 or not self.store
+        return in_memory, self.store > 0 and (writes_through or not in_memory)
+
+
+class PageIndex:
+    """The keys of both levels.
+
+    1. A page has a name: its key and an epoch. Each run and each reset has an epoch of its own, so
+       that pages of other weights are never read.
+    2. Places change here at once; the worker half follows with the next plan.
+    3. A page that is being loaded keeps its place. If a load failed, the page is a miss at once,
+       and loses its place with the end of its last load.
+
+    Args:
+        geometry: Geometry of the engine.
+        behaviour: Choices of the author and the user.
+    """
+
+    def __init__(self, geometry: CacheGeometry, behaviour: Behaviour) -> None:
+        self._geometry = geometry
+        self._behaviour = behaviour
+        self._targets = behaviour.targets
+        self._page_bytes: Sequence[int] = ()
+        self._epoch = os.urandom(EPOCH_BYTES)
+        self._pins: Counter[OffloadKey] = Counter()
+        level = partial(Level, pins=self._pins, records=behaviour.events)
+        in_memory = self._bytes_of if behaviour.is_in_bytes else _one_block
+        self.memory = level(MEDIUM_CPU, behaviour.policy(), behaviour.memory, in_memory)
+        self.store = level(MEDIUM_STORAGE, behaviour.policy(), behaviour.store, _one_block)
+        self._in_memory, self._in_store = self.memory.held, self.store.held
+        self._storing: set[OffloadKey] = set()
+        self._failed: dict[OffloadKey, None] = {}
+        self._moved: dict[OffloadKey, None] = {}
+        self._places: list[PagePlace] = []
+        self._answered = threading.Event()
+        self._has_waited = False  # in this step
+        if behaviour.shared is not None:
+            behaviour.shared.on_wake_up(self._answered.set)
+
+    def start(self, page_bytes: Sequence[int]) -> None:
+        """Receive the bytes of a page of each group, before any page is stored."""
+        self._page_bytes = page_bytes
+        if self._behaviour.shared is not None:
+            layout = repr((self._geometry, tuple(page_bytes)))
+            self._epoch = hashlib.blake2b(layout.encode(), digest_size=EPOCH_BYTES).digest()
+
+    def names(self, keys: Iterable[OffloadKey]) -> list[bytes]:
+        """Return the current names of pages."""
+        epoch = self._epoch
+        return [key + epoch for key in keys]
+
+    def _bytes_of(self, key: OffloadKey) -> int:
+        return self._behaviour.max_bytes(self._page_bytes[get_offload_group_idx(key)])
+
+    # --- lookups ---
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._in_memory or key in self._in_store
+
+    def is_new(self, key: OffloadKey) -> bool:
+        """Whether a key may be stored: no level holds it, and no job stores or loads it."""
+        return not (
+            key in self._in_memory
+            or key in self._in_store
+            or key in self._storing
+            or (key in self._failed and key in self._pins)
+        )
+
+    def look_up(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """Bring the keys of a shared store up to date; returns the keys without a result yet."""
+        shared = self._behaviour.shared
+        if shared is None:
+            return set()
+        asked = [key for key in keys if not (key in self._in_memory or key in self._failed)]
+        names = self.names(asked)
+        self._answered.clear()
+        flags = shared.lookup(names)
+        if None in flags and not self._has_waited:
+            self._has_waited = True
+            self._answered.wait(_LONGEST_WAIT)
+            flags = shared.lookup(names)
+        found = list(zip(asked, flags, strict=True))
+        self.store.remove(key for key, flag in found if flag is False and key not in self._pins)
+        self._commit_in_store([key for key, flag in found if flag and self.is_new(key)])
+        return {key for key, flag in found if flag is None}
+
+    # --- pages that requests use ---
+
+    def use(self, keys: Sequence[OffloadKey]) -> None:
+        """Count a use of a prefix; its head is the most recent, because chains lose their tail."""
+        for level in (self.memory, self.store):
+            level.use(reversed(keys))
+
+    def pin(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep pages from being evicted, once for each call."""
+        self._pins.update(keys)
+
+    def unpin(self, keys: Iterable[OffloadKey]) -> None:
+        """End one :meth:`pin` of the keys."""
+        for key in keys:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+                if key in self._failed:
+                    self._moved[key] = None
+                    if self._behaviour.shared is None:
+                        del self._failed[key]
+
+    def fetch(self, keys: Iterable[OffloadKey]) -> None:
+        """PagePlace pinned pages of the store in memory, as far as there is room for them."""
+        behaviour = self._behaviour
+        if not behaviour.memory or not behaviour.store:
+            return
+        absent = [key for key in dict.fromkeys(keys) if key not in self._in_memory]
+        fetched = self._reserve_in_memory(absent)
+        self.memory.commit(fetched)
+        self._moved.update(dict.fromkeys(fetched))
+        if behaviour.mode == "exclusive" and behaviour.can_delete:
+            self.store.remove(fetched)
+
+    def leave_memory(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget pages in memory that were loaded, because the GPU has them."""
+        self._moved.update(
+            dict.fromkeys(self.memory.remove(key for key in keys if key not in self._pins))
+        )
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Make pinned keys a miss until they are stored again, because a page did not load."""
+        keys = dict.fromkeys(keys)
+        self.memory.remove(keys)
+        self.store.remove(keys)
+        self._fail(keys)
+
+    def _fail(self, keys: Iterable[OffloadKey]) -> None:
+        """Make the keys of a shared store a miss, although the store may have their pages."""
+        self._failed.update(dict.fromkeys(keys))
+        while len(self._failed) > _MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    # --- pages that are stored ---
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Reserve the places of new pages; returns the first keys, as many as there is room for."""
+        in_memory, in_store = self._targets
+        fitting = self._reserve_in_memory(keys) if in_memory else keys
+        if in_store:
+            keys, fitting = fitting, self._reserve_in_store(fitting)
+            if in_memory:
+                self.memory.cancel(keys[len(fitting) :])
+        self._storing.update(fitting)
+        return fitting
+
+    def end_store(
+        self, keys: Sequence[OffloadKey], lost: Collection[OffloadKey], num_bytes: int | None
+    ) -> None:
+        """End the store of reserved keys.
+
+        Args:
+            keys: All of them, in the order of their prefix.
+            lost: The keys whose pages were not written.
+            num_bytes: Bytes of their pages in memory, if that is known.
+        """
+        kept = [key for key in reversed(keys) if key not in lost]
+        self._storing.difference_update(keys)
+        self._moved.update(dict.fromkeys(lost))
+        if self._behaviour.shared is not None:
+            self._fail(lost)
+        in_memory, in_store = self._targets
+        if in_memory:
+            share = 1.0
+            if self._behaviour.is_in_bytes and num_bytes is not None and kept:
+                share = num_bytes / self.memory.reserved(kept)
+            self.memory.commit(kept, share)
+            self.memory.cancel(lost)
+        if in_store:
+            self.store.commit(kept)
+            self.store.cancel(lost)
+        for key in kept if self._failed else ():
+            self._failed.pop(key, None)
+
+    def _reserve_in_memory(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Reserve places in memory; displaced pages move down, or are forgotten."""
+        fitting, displaced = self.memory.reserve(keys)
+        self._moved.update(dict.fromkeys(displaced))
+        if self._behaviour.store:
+            self._commit_in_store([key for key in displaced if key not in self._in_store])
+        return fitting
+
+    def _commit_in_store(self, keys: Sequence[OffloadKey]) -> None:
+        self.store.commit(self._reserve_in_store(keys))
+
+    def _reserve_in_store(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        fitting, displaced = self.store.reserve(keys)
+        self._moved.update(dict.fromkeys(displaced))
+        return fitting
+
+    # --- the rest ---
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for level in (self.memory, self.store):
+            self._moved.update(dict.fromkeys(level.remove(list(level.held))))
+        self._collect_places()
+        self._failed.clear()
+        self._epoch = os.urandom(EPOCH_BYTES)
+
+    def take_places(self) -> list[PagePlace]:
+        """Return the pages that changed their place since the last call, once in each step."""
+        self._has_waited = False
+        self._collect_places()
+        places, self._places = self._places, []
+        return places
+
+    def _collect_places(self) -> None:
+        moved = self._moved
+        in_memory = map(self._in_memory.__contains__, moved)
+        in_store = map(self._in_store.__contains__, moved)
+        self._places += zip(self.names(moved), in_memory, in_store, strict=True)
+        self._moved.clear()
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the changes since the last call, if they are recorded."""
+        return self.memory.take_events() + self.store.take_events()
+
+    def close(self) -> None:
+        """Close the store that lookups use."""
+        if self._behaviour.shared is not None:
+            self._behaviour.shared.close()
+
+
+def _one_block(key: OffloadKey) -> int:
+    return 1

@@ -1,0 +1,290 @@
+"""The scheduler half of a :class:`~kvview.StoreConnector`: plans jobs, and holds their blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress, count
+
+from typing_extensions import override
+
+from kvview.connector import (
+    BlockIds,
+    EngineFacts,
+    FinishReason,
+    FullBlock,
+    RequestInfo,
+    SchedulerConnector,
+    StepInfo,
+    StepPlan,
+    TransferJob,
+    full_blocks,
+)
+from kvview.events import OffloadingEvent
+from kvview.geometry import CacheGeometry, FullAttention
+from kvview.keys import OffloadKey, get_offload_group_idx
+from kvview.pool import GPUBlockPoolView
+from kvview.store_connector.gpu_blocks import GPUBlocks
+from kvview.store_connector.page_index import Behaviour, PageIndex
+from kvview.store_connector.page_policy import Policy
+from kvview.store_connector.prefixes import blocks_to_load, keys_beyond, longest_prefix
+from kvview.store_connector.store_plan import StorePlan, StoreSpec
+from kvview.transfer import GPULoadStoreSpec, TransferResult
+
+_MOST_WAITS = 64  # steps in which a request waits for lookups; then it is computed
+
+
+@dataclass(frozen=True)
+class _Load:
+    keys: Sequence[OffloadKey]
+    request_id: str
+    num_computed_tokens: int  # before the load
+
+
+@dataclass(frozen=True)
+class _Store:
+    keys: Sequence[OffloadKey]
+    block_ids: Sequence[int]  # held
+
+
+class StoreScheduler(SchedulerConnector):
+    """Loads the pages that the index holds, and stores blocks at the moment of the mode.
+
+    1. A block is considered once, in a step that starts after its KV was computed. So a load that
+       failed cannot make the bytes of a store invalid.
+
+    Args:
+        geometry: Geometry of the engine.
+        behaviour: Choices of the author and the user.
+    """
+
+    def __init__(self, geometry: CacheGeometry, behaviour: Behaviour) -> None:
+        self._geometry = geometry
+        self._behaviour = behaviour
+        self._index = PageIndex(geometry, behaviour)
+        self._policy = self._index.memory.policy
+        self._admits_all = type(self._policy).admits is Policy.admits
+        mode = behaviour.mode
+        has_windows = not all(isinstance(group, FullAttention) for group in geometry.groups)
+        # A window may lose blocks while its request runs; all others stay until its end.
+        self._looks_early = mode == "eager" or (has_windows and mode != "finish")
+        self._view: GPUBlockPoolView | None = None
+        self._gpu: GPUBlocks | None = None  # of a pool that was bound
+        self._seen: dict[str, int] = {}  # by request: tokens whose blocks were considered
+        self._waits: Counter[str] = Counter()  # for lookups, by request
+        self._job_ids = count()
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, _Store] = {}
+        self._planned_loads: list[TransferJob] = []
+        self._planned_stores: list[TransferJob] = []
+        self.num_skipped_blocks = 0
+
+    @override
+    def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
+        self._view = view
+
+    @override
+    def on_engine_ready(self, facts: EngineFacts) -> None:
+        self._index.start(facts.page_bytes)
+        if self._view is not None:
+            wants_victims = self._behaviour.mode in ("victim", "exclusive")
+            self._gpu = GPUBlocks(self._geometry, self._view, facts, wants_victims=wants_victims)
+
+    # --- loads ---
+
+    @override
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        index, prefix = self._index, (self._geometry, request, num_computed_tokens)
+        unknown = index.look_up(keys_beyond(*prefix))
+        num_tokens = longest_prefix(*prefix, index.__contains__)
+        if unknown:
+            most = longest_prefix(*prefix, lambda key: key in index or key in unknown)
+            if most > num_tokens and self._may_wait(request.request_id):
+                return None
+        if self._behaviour.prefetch:
+            keys = blocks_to_load(*prefix, num_tokens)[1]
+            index.pin(keys)  # so that room for one page is not made by evicting another
+            index.fetch(keys)
+            index.unpin(keys)
+        return num_tokens - num_computed_tokens
+
+    def _may_wait(self, request_id: str) -> bool:
+        """Whether a request waits for lookups, whose results may expire before they are read."""
+        self._waits[request_id] += 1
+        return self._waits[request_id] <= _MOST_WAITS
+
+    @override
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        num_tokens = num_computed_tokens + num_external_tokens
+        self._waits.pop(request.request_id, None)
+        self._seen[request.request_id] = num_tokens
+        if self._gpu is not None:
+            self._gpu.on_load(num_external_tokens)
+        if num_tokens:
+            self._index.use(blocks_to_load(self._geometry, request, 0, num_tokens)[1])
+        if not num_external_tokens:
+            return
+        needed, keys = blocks_to_load(self._geometry, request, num_computed_tokens, num_tokens)
+        blocks = [
+            table[number]
+            for table, numbers in zip(block_ids, needed, strict=True)
+            for number in numbers
+        ]
+        self._index.pin(keys)
+        self._index.fetch(keys)
+        job = TransferJob(
+            next(self._job_ids),
+            StoreSpec(self._index.names(keys)),
+            GPULoadStoreSpec(blocks, list(map(len, needed)), [part.start for part in needed]),
+            request.request_id,
+        )
+        self._loads[job.job_id] = _Load(keys, request.request_id, num_computed_tokens)
+        self._planned_loads.append(job)
+        if self._gpu is not None and self._leaves_memory:
+            self._gpu.add(
+                FullBlock(get_offload_group_idx(key), 0, block_id, key)
+                for block_id, key in zip(blocks, keys, strict=True)
+            )
+
+    @property
+    def _leaves_memory(self) -> bool:
+        """Whether a page leaves memory once it is loaded."""
+        is_exclusive = self._behaviour.mode == "exclusive"
+        return is_exclusive and self._gpu is not None and self._gpu.finds_victims
+
+    # --- stores ---
+
+    @override
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        gpu = self._gpu
+        if gpu is not None and (self._looks_early or gpu.finds_victims):
+            running = step.filling()
+            if self._looks_early and gpu.room() > 0:
+                for one in running:
+                    self._on_computed(one.request, one.block_ids)
+            if gpu.finds_victims:
+                gpu.on_step(running)
+                self._store(gpu.take_victims())
+        loads, self._planned_loads = self._planned_loads, []
+        stores, self._planned_stores = self._planned_stores, []
+        places = self._index.take_places()
+        return StorePlan(loads, stores, places) if places else StepPlan(loads, stores)
+
+    @override
+    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        self._on_computed(request, block_ids)
+        self._seen.pop(request.request_id, None)
+
+    @override
+    def on_request_finished(
+        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
+    ) -> None:
+        self._waits.pop(request.request_id, None)
+        self.on_request_preempted(request, block_ids)
+
+    def _on_computed(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        """Store the blocks that became full since the last call, or remember them as victims."""
+        first = self._seen.get(request.request_id)
+        if first is None or self._gpu is None:
+            return  # it never had blocks
+        hashed = len(request.block_hashes) * self._geometry.hash_block_size
+        self._seen[request.request_id] = end = min(request.num_computed_tokens, hashed)
+        if end <= first:
+            return
+        blocks: Iterable[FullBlock] = full_blocks(
+            self._geometry,
+            request,
+            block_ids,
+            null_block_id=self._gpu.null_block_id,
+            first_token=first,
+        )
+        if not self._admits_all:
+            blocks = [block for block in blocks if self._policy.admits(block, request)]
+        if self._gpu.finds_victims:
+            self._gpu.add(blocks)
+        else:
+            self._store(blocks)
+
+    def _store(self, blocks: Iterable[FullBlock]) -> None:
+        """Hold blocks and plan their store, as far as there is room for them."""
+        index, gpu = self._index, self._gpu
+        new = {block.key: block for block in blocks if index.is_new(block.key)}
+        if not new or gpu is None:
+            return
+        chosen = [new[key] for key in index.reserve([*new][: max(0, gpu.room())])]
+        self.num_skipped_blocks += len(new) - len(chosen)
+        if not chosen:
+            return
+        groups = range(len(self._geometry.groups))
+        if len(groups) > 1:
+            chosen.sort(key=lambda block: block.group_idx)
+        block_ids = [block.block_id for block in chosen]
+        keys = [block.key for block in chosen]
+        gpu.hold(block_ids)
+        sizes = Counter([block.group_idx for block in chosen])
+        job = TransferJob(
+            next(self._job_ids),
+            GPULoadStoreSpec(block_ids, [sizes[group] for group in groups], [0] * len(groups)),
+            StoreSpec(index.names(keys), *self._behaviour.targets),
+        )
+        self._stores[job.job_id] = _Store(keys, block_ids)
+        self._planned_stores.append(job)
+
+    # --- the ends of jobs ---
+
+    @override
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        for result in results:
+            if load := self._loads.pop(result.job_id, None):
+                self._end_load(load, result.success)
+            elif store := self._stores.pop(result.job_id, None):
+                lost: set[OffloadKey] = set()
+                if not result.success:
+                    lost = set(store.keys) - set(compress(store.keys, result.moved or ()))
+                self._index.end_store(store.keys, lost, result.transfer_size)
+                self._release(store)
+
+    def _end_load(self, load: _Load, success: bool) -> None:
+        if not success:
+            self._index.forget(load.keys)
+            if load.request_id in self._seen:
+                self._seen[load.request_id] = load.num_computed_tokens
+        self._index.unpin(load.keys)
+        if success and self._leaves_memory:
+            self._index.leave_memory(load.keys)
+
+    @override
+    def take_events(self) -> list[OffloadingEvent]:
+        return self._index.take_events()
+
+    @override
+    def has_pending_work(self) -> bool:
+        return bool(self._loads or self._stores)
+
+    @override
+    def reset_cache(self) -> bool:
+        if self.has_pending_work():
+            return False
+        self._index.reset()
+        if self._gpu is not None:
+            self._gpu.clear()
+        return True
+
+    @override
+    def shutdown(self) -> None:
+        for store in self._stores.values():
+            self._release(store)
+        self._stores.clear()
+        self._gpu = None
+        self._index.close()
+
+    def _release(self, store: _Store) -> None:
+        if self._gpu is not None:
+            self._gpu.release(store.block_ids)

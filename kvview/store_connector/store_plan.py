@@ -1,0 +1,50 @@
+"""The messages from the scheduler half to the worker half of a :class:`~kvview.StoreConnector`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvview.connector.plan import StepPlan
+from kvview.keys import OffloadKey, get_offload_group_idx
+
+EPOCH_BYTES = 8
+"""At the end of a page's name, after its key: they separate runs and resets."""
+
+
+def group_of(name: bytes) -> int:
+    """Return the KV-cache group of a page."""
+    return get_offload_group_idx(OffloadKey(name[:-EPOCH_BYTES]))
+
+
+PagePlace = tuple[bytes, bool, bool]
+"""The name of a page, and whether memory and the store hold it from now on."""
+
+
+@dataclass(slots=True)
+class StoreSpec:
+    """Pages by name, in the order of the GPU blocks that they pair with.
+
+    Args:
+        names: Names of the pages.
+        in_memory: Whether a store job keeps them in memory.
+        in_store: Whether a store job writes them to the store.
+    """
+
+    medium: ClassVar[str] = "STORE"
+
+    names: Sequence[bytes]
+    in_memory: bool = False
+    in_store: bool = False
+
+
+@dataclass(frozen=True)
+class StorePlan(StepPlan):
+    """The jobs of a step, and the pages that change their place before them.
+
+    Args:
+        places: New places, at most one of each page.
+    """
+
+    places: Sequence[PagePlace] = ()

@@ -1,0 +1,26 @@
+"""Pages on their way to a level and back: compression, encryption, quantisation."""
+
+from __future__ import annotations
+
+
+class Transform:
+    """Bytes in, bytes out; the default changes nothing.
+
+    1. Both methods run on the worker's thread, on pages of one block each.
+    2. If one of them raises, the page fails, and the engine computes the block again.
+    3. In memory a page takes the bytes that ``encode`` returned. In a store every page is padded
+       to ``max_bytes``, because the pages of a store have one size. To save space there, compress
+       in the ``write`` of the store.
+    """
+
+    def max_bytes(self, page_bytes: int) -> int:
+        """Return the most bytes that ``encode`` returns for a page."""
+        return page_bytes
+
+    def encode(self, key: bytes, page: memoryview) -> bytes | bytearray | memoryview:
+        """Return the bytes to keep of a page; ``page`` is valid during the call only."""
+        return page
+
+    def decode(self, key: bytes, data: memoryview, page: memoryview) -> None:
+        """Fill a page from the bytes that ``encode`` returned."""
+        page[:] = data

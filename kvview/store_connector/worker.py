@@ -1,0 +1,164 @@
+"""The worker half of a :class:`~kvview.StoreConnector`.
+
+One thread moves everything in the order of the plans, so that no page is overwritten while it is
+read (XFER-3), and no copy comes before the compute that it depends on (XFER-6). Only the store
+works at the same time, on pages that belong to its jobs alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from kvview.connector import StepPlan, TransferJob, WorkerConnector
+from kvview.errors import one_line
+from kvview.store_connector.gpu_rows import GPURows
+from kvview.store_connector.page_levels import Pages
+from kvview.store_connector.store_plan import StorePlan, StoreSpec
+from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
+
+_LONGEST_SLEEP = 0.05  # seconds; the deadline of a store's job passes without a wake-up
+_BETWEEN_LOOKS = 0.0005  # seconds, at a mark that compute has not reached
+
+MakePages = Callable[[Sequence[int], int, Callable[[], None]], Pages]
+"""Makes the pages of a worker from the bytes of a page, its rank, and a call that wakes it."""
+
+
+class StoreWorker(WorkerConnector):
+    """Runs the plans of a :class:`~kvview.store_connector.scheduler.StoreScheduler`.
+
+    Args:
+        make_pages: Makes the pages, and opens the store.
+    """
+
+    def __init__(self, make_pages: MakePages) -> None:
+        self._make_pages = make_pages
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._plans: deque[tuple[ComputeEvent | None, StepPlan]] = deque()
+        self._awake = threading.Event()
+        self._changed = threading.Condition()
+        self._open_jobs: set[int] = set()
+        self._finished: list[TransferResult] = []
+
+    # --- the engine's thread ---
+
+    @override
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        self._gpu = GPURows(kv_caches)
+        self._compute = kv_caches.compute_stream
+        self._is_cuda = any(cache.tensor.is_cuda for cache in kv_caches.tensors)
+        self._pages = self._make_pages(self._gpu.page_bytes, kv_caches.rank, self._awake.set)
+        self._thread = threading.Thread(target=self._run, name="kvview-store", daemon=True)
+        self._thread.start()
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        mark: ComputeEvent | None = None
+        if self._compute is not None:
+            mark = self._compute.record_event()
+        elif self._is_cuda:
+            mark = torch.cuda.current_stream().record_event()
+        with self._changed:
+            self._open_jobs.update(job.job_id for job in (*plan.loads, *plan.stores))
+        self._plans.append((mark, plan))
+        self._awake.set()
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        with self._changed:
+            finished, self._finished = self._finished, []
+        return finished
+
+    @override
+    def wait(self, job_ids: Sequence[int]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._open_jobs.isdisjoint(job_ids))
+
+    @override
+    def shutdown(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._is_closed = True
+            self._awake.set()
+            thread.join()
+            self._pages.close()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._awake.wait(_BETWEEN_LOOKS if self._plans else _LONGEST_SLEEP)
+            self._awake.clear()
+            self._pages.poll()
+            while self._plans:
+                mark, plan = self._plans[0]
+                error: Exception | None = None
+                try:
+                    if mark is not None and not mark.query():
+                        break
+                except Exception as raised:  # of compute: the bytes of the pages are unknown
+                    error = raised
+                self._plans.popleft()
+                self._start(plan, error)
+
+    def _start(self, plan: StepPlan, error: Exception | None) -> None:
+        if isinstance(plan, StorePlan):
+            try:
+                self._pages.place(plan.places)
+            except Exception as raised:
+                error = raised
+        for job in (*plan.loads, *plan.stores):
+            try:
+                if error is not None:
+                    raise error
+                if isinstance(job.src, StoreSpec):
+                    self._load(job)
+                else:
+                    self._save(job)
+            except Exception as raised:
+                self._report(TransferResult(job.job_id, success=False, error=one_line(raised)))
+
+    def _report(self, result: TransferResult) -> None:
+        with self._changed:
+            self._finished.append(result)
+            self._open_jobs.discard(result.job_id)
+            self._changed.notify_all()
+
+    def _load(self, job: TransferJob) -> None:
+        assert isinstance(job.src, StoreSpec)
+        assert isinstance(job.dst, GPULoadStoreSpec)
+        gpu, (arrays, rows) = job.dst, self._gpu.allocate(job.dst)
+
+        def end(flags: list[bool]) -> None:
+            error = None
+            if not all(flags):
+                error = f"{flags.count(False)} of {len(flags)} pages were missing or damaged"
+            else:
+                try:
+                    self._gpu.write(gpu, arrays)
+                except Exception as raised:
+                    error = one_line(raised)
+            self._report(TransferResult(job.job_id, error is None, error=error))
+
+        self._pages.load(job.src.names, rows, end)
+
+    def _save(self, job: TransferJob) -> None:
+        assert isinstance(job.src, GPULoadStoreSpec)
+        assert isinstance(job.dst, StoreSpec)
+        spec, (arrays, rows) = job.dst, self._gpu.allocate(job.src)
+        self._gpu.read(job.src, arrays)
+
+        def end(flags: list[bool]) -> None:
+            if all(flags):
+                self._report(TransferResult(job.job_id, True, self._pages.num_bytes(spec.names)))
+                return
+            error = f"{flags.count(False)} of {len(flags)} pages were not stored"
+            self._report(TransferResult(job.job_id, False, error=error, moved=flags))
+
+        self._pages.save(spec, rows, end)

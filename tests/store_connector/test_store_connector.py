@@ -1,0 +1,122 @@
+"""The base class: its options, the examples in simulated runs, and pages that outlive a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
+from kvview.targets import load_connector, load_target
+from kvview.testing.command import check
+from kvview_reference.replay.command import replay
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
+MEMORY = f"{EXAMPLES / 'host_memory.py'}:HostMemoryStore"
+
+
+def options(given: Sequence[str]) -> list[str]:
+    return [part for option in given for part in ("--option", option)]
+
+
+def assert_green(target: str, *given: str) -> None:
+    result = CliRunner().invoke(check, [target, "--seeds", "8", *options(given)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("example", "given"),
+    [
+        ("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
+        ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1"]),
+        ("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
+        ("two_levels.py:TwoLevelConnector", ["root={tmp}", "cpu_blocks={blocks}"]),
+    ],
+)
+def test_examples_are_green(example: str, given: list[str]) -> None:
+    assert_green(str(EXAMPLES / example), *given)
+
+
+@pytest.mark.parametrize("mode", ["eager", "finish", "victim", "exclusive"])
+def test_each_mode_is_green(mode: str) -> None:
+    assert_green(
+        "kvview:StoreConnector", "cpu_blocks={blocks}", f"mode={mode}", "enable_events=true"
+    )
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a running page server."""
+    serve = load_target(f"{EXAMPLES / 'page_server.py'}:serve")
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(serve(0), loop).result()
+    yield server.sockets[0].getsockname()[1]
+
+    async def stop() -> None:
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports of these tasks close in the next round
+
+    asyncio.run_coroutine_threadsafe(stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_server_over_asyncio_is_green(port: int) -> None:
+    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights=1")
+
+
+def blocks_loaded(folder: Path, *given: str) -> int:
+    report = folder / "replay.json"
+    arguments = ["--connector", "kvview:StoreConnector", "--requests", "60", "--json", str(report)]
+    given = (f"store={FOLDER}", f"root={folder}", "mode=finish", *given)
+    result = CliRunner().invoke(replay, [*arguments, *options(given)])
+    assert result.exit_code == 0, result.output
+    loaded: int = json.loads(report.read_text())["loaded_blocks"]
+    return loaded
+
+
+def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> None:
+    first = blocks_loaded(tmp_path, "weights=1")
+    again = blocks_loaded(tmp_path, "weights=1")
+    assert again > first
+    assert blocks_loaded(tmp_path, "weights=2") < again
+    assert blocks_loaded(tmp_path) < again
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cpu_block": 5}, r"unknown options \['cpu_block'\]: there is no store"),
+        ({"cpu_blocks": -1}, "cpu_blocks: Input should be greater than or equal to 0"),
+        ({"cpu_blocks": 1, "cpu_bytes": 1}, "are one budget"),
+        ({"mode": "lazy"}, "mode: Input should be 'eager', 'finish', 'victim' or 'exclusive'"),
+        ({"store": "kvview:Lease"}, "is not a class of tier stores"),
+        ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
+        ({"store": FOLDER, "root": "r", "rot": 1}, "do not fit the store FolderStore"),
+        ({"store": FOLDER, "root": "r", "store_blocks": 1}, "needs a store with the method delete"),
+        ({"store": MEMORY, "weights": "1"}, "needs a store with the method has"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StoreConnector(ConnectorConfig(CacheGeometry.single(4), given))
+
+
+def test_the_class_gives_defaults_and_the_user_changes_them() -> None:
+    kind = load_connector(f"{EXAMPLES / 'host_memory.py'}:HostMemoryConnector")
+    geometry = CacheGeometry.single(4)
+    made = [kind(ConnectorConfig(geometry, given)) for given in ({}, {"store_blocks": 7})]
+    assert [one.options.store_blocks for one in made] == [10_000, 7]  # type: ignore[attr-defined]

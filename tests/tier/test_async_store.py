@@ -1,0 +1,57 @@
+"""A store of coroutines: all of them end with the store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from typing_extensions import override
+
+from kvview.tier import AsyncStore, Namespace
+from kvview.tier.trial import try_store
+
+
+class SlowDictionary(AsyncStore):
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        self.seconds = seconds
+        self.is_connected = True
+        super().__init__(Namespace("m", weights="1"))
+
+    @override
+    async def find(self, key: bytes, /) -> bool:
+        await asyncio.sleep(self.seconds)
+        return key in self.pages
+
+    @override
+    async def fetch(self, key: bytes, page: memoryview, /) -> bool:
+        await asyncio.sleep(self.seconds)
+        page[:] = self.pages[key]
+        return True
+
+    @override
+    async def send(self, key: bytes, page: memoryview, /) -> bool:
+        await asyncio.sleep(self.seconds)
+        self.pages[key] = bytes(page)
+        return True
+
+    @override
+    async def disconnect(self) -> None:
+        self.is_connected = False
+
+
+def test_pages_come_back() -> None:
+    store = SlowDictionary()
+    assert try_store(store) == ""
+    store.close()
+    store.close()
+
+
+def test_close_ends_coroutines_that_never_end() -> None:
+    before = threading.active_count()
+    store = SlowDictionary(seconds=1e6)
+    store.put(1, [b"key"], [memoryview(bytearray(8))])
+    store.close()
+    assert store.poll() == [(1, [False])]
+    assert not store.is_connected
+    assert threading.active_count() == before
