@@ -49,7 +49,7 @@ class Example:
         source: The class, or its difference from the right one, as a Markdown block.
         right: Target of the right class that takes the same calls; empty for a connector.
         body: Calls that fail with the wrong class, and pass with the right one as ``Subject``;
-            empty for a connector.
+            empty for a connector or one of its halves.
     """
 
     fault: str
@@ -72,7 +72,9 @@ class Example:
     def script(self) -> str:
         """The whole script, or the command that checks a wrong connector."""
         if not self.body:
-            return f"kvview check {self.module}:{self.fault}\n"
+            is_half = self.module == "tests.mutants.handoff"
+            suffix, option = ("Connector", " --pd") if is_half else ("", "")
+            return f"kvview check {self.module}:{self.fault}{suffix}{option}\n"
         wrong = f"from {self.module} import {self.fault} as Subject  # not {self.right}"
         return f"{self.imports}{wrong}\n\n{self.body}"
 
@@ -87,7 +89,7 @@ def examples() -> Mapping[str, Example]:
             row = families[law.partition("-")[0]] | data[law]
             body = f"{row['start']}\n{row['script']}\n"
             found[law] = replace(example, right=row["right"], body=body)
-        elif law.startswith("CONN-"):
+        elif law.startswith(("CONN-", "HAND-")):
             found.setdefault(law, example)
     return found
 

@@ -5,6 +5,7 @@ block that the connector passes to its spec. Expected: all of them in every layo
 """
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -29,7 +30,7 @@ for layout in KVCacheLayout:
     config = KVCacheConfig(NUM_BLOCKS, [place], [KVCacheGroupSpec(LAYERS, SPEC)])
     kv_caches = allocate_kv_cache(config, torch.device("cpu"), layout)
 
-    passed = []
+    passed: list[Any] = []
     spec = SimpleNamespace(replicated_layout=False, get_worker=passed.append)
     with patch.object(worker, "derive_canonical_mappings", lambda *_: {}):
         connector = worker.OffloadingConnectorWorker(spec, None, config)

@@ -23,7 +23,7 @@ SUMMARIES = {
     "doctor": "Report which vLLM is installed, and whether kvview fits it.",
     "events": "Receive, record, validate and replay KV events.",
     "new": "Write a complete connector, its test and a CI job.",
-    "partition": "Check that requests get exactly their own KV, in every memory layout.",
+    "partition": "Check the keys and the memory layouts of a connector.",
     "replay": "Run a request trace through the reference engine.",
     "size": "Compute the hits and costs of a host tier at every size.",
     "tier": "Check and measure tiers below the host.",

@@ -80,7 +80,7 @@ SIZES = ["", "x", "-1", "nan%", "inf%", "1.5", "1 parsec", "64GiB"]
 GROUPS = ["", "x", "full,,", "window", "window:0", "window:-1", "window:x", "mamba@0", "full:1"]
 TEXTS = {
     **dict.fromkeys(("target", "store", "--connector"), TARGETS),
-    **dict.fromkeys(("--engine", "--policy", "--dtype"), NAMES),
+    **dict.fromkeys(("--engine", "--policy", "--dtype", "--only"), NAMES),
     **dict.fromkeys(("--consumer", "--format"), NAMES),
     **dict.fromkeys(("--replay-from", "--replay-to", "--publish", "--publish-replay"), ENDPOINTS),
     "--option": ["", " ", "x", "=", "=1", "no_such_option=1"],

@@ -35,7 +35,7 @@ from kvview_reference.handoff.pull import (
     Fetch,
     KeptKV,
     Message,
-    Pages,
+    PagesReply,
     PullConnector,
     PullScheduler,
     PullWorker,
@@ -62,6 +62,7 @@ def wrong(law: str, incident: str | None = None) -> Any:
 
         Wrong.__name__ = Wrong.__qualname__ = half.__name__
         fault = (half.__doc__ or "").strip().partition("\n")[0]
+        globals()[f"{half.__name__}Connector"] = Wrong  # for ``kvview check``
         MUTANTS.append(Mutant(PDFactory(Wrong), law, fault, incident))
         return half
 
@@ -457,7 +458,7 @@ class SuccessOfFailed(PullWorker):
 class SuccessOfCut(PullWorker):
     """The pages that arrived are written, and the others are ignored."""
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
             write(self.pages(self.fetches[reply.reader].job.dst), frames)
             self.end_fetch(reply.reader)
@@ -467,10 +468,10 @@ class SuccessOfCut(PullWorker):
 class AnyReplyCounts(PullWorker):
     """Pages are written into the oldest load that waits, whatever they reply to."""
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.fetches:
             reader, fetch = next(iter(self.fetches.items()))
-            super().on_pages(Pages(fetch.handoff, reader, reply.checksum), frames)
+            super().on_pages(PagesReply(fetch.handoff, reader, reply.checksum), frames)
 
 
 @wrong("HAND-8", "sglang#24527")
@@ -485,7 +486,7 @@ class WritesLatePages(PullWorker):
         self.past[reader] = self.fetches[reader]
         super().end_fetch(reader, error)
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if reply.reader in self.past:
             write(self.pages(self.past[reply.reader].job.dst), frames)
         super().on_pages(reply, frames)
@@ -585,7 +586,7 @@ class StartsAtTheFirstPage(PullWorker):
 class RepliesByRequest(PullWorker):
     """Replies are matched by the request id, which may be in use again."""
 
-    def is_for(self, reply: Pages | Refused) -> bool:
+    def is_for(self, reply: PagesReply | Refused) -> bool:
         return reply.reader in self.fetches
 
     def reader_of(self, job: TransferJob) -> str:
@@ -629,7 +630,7 @@ class ReportsTwice(PullWorker):
         self.past[reader] = self.fetches[reader].job.job_id
         super().end_fetch(reader, error)
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if reply.reader in self.past:
             self.results.append(TransferResult(self.past[reply.reader], True))
         super().on_pages(reply, frames)
@@ -639,7 +640,7 @@ class ReportsTwice(PullWorker):
 class OneGroupIsEnough(PullWorker):
     """Only the pages of the first group are written: the load is a success."""
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
             spec: Any = self.fetches[reply.reader].job.dst
             first = spec.group_sizes[0]
@@ -652,7 +653,7 @@ class OneGroupIsEnough(PullWorker):
 class WritesToTheNextBlock(PullWorker):
     """Pages are written to the block after the right one."""
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
             fetch = self.fetches[reply.reader]
             spec: Any = fetch.job.dst
@@ -667,7 +668,7 @@ class WritesToTheNextBlock(PullWorker):
 class TrustsBytes(PullWorker):
     """The checksum of the pages is not compared."""
 
-    def on_pages(self, reply: Pages, frames: Sequence[Any]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
             pages = self.pages(self.fetches[reply.reader].job.dst)
             if [len(page) for page in pages] == [len(frame) for frame in frames]:

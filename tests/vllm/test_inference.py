@@ -22,7 +22,7 @@ except metadata.PackageNotFoundError:
 
 ROOT = Path(__file__).parents[2]
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-ARRANGEMENTS = (
+ARRANGEMENTS: tuple[str, ...] = (
     "one group",
     "sliding windows",
     "two under MultiConnector",

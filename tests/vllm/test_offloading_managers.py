@@ -23,7 +23,7 @@ from kvview import (
     UnsupportedEngineError,
     make_offload_key,
 )
-from kvview.testing import PROFILES, ManagerPlayer
+from kvview.testing import Effort, ManagerPlayer
 from kvview.testing.search import search
 from kvview_vllm.offloading import TranslatedManager
 from kvview_vllm.releases import NEWEST_TESTED
@@ -76,10 +76,10 @@ def keys(*numbers: int) -> list[Any]:
 def test_a_bare_manager_breaks_the_known_laws_only(policy: str) -> None:  # VOFF-1
     tier = BareTier if policy == "lru" else BareARCTier
     broken = broken_laws(policy)
-    of_connector = search(ConnectorPlayer, tier, PROFILES["ci"]).failures
+    of_connector = search(ConnectorPlayer, tier, Effort()).failures
     assert of_connector.keys() <= broken, of_connector
     assert bool(of_connector) is bool(broken)
-    of_any_caller = search(ManagerPlayer, tier, PROFILES["ci"]).failures
+    of_any_caller = search(ManagerPlayer, tier, Effort()).failures
     assert of_any_caller.keys() & {"OFF-2", "OFF-9"}
     assert of_any_caller.keys() <= broken | ANY_CALLER, of_any_caller
 

@@ -108,7 +108,7 @@ def _spec(
 
 
 class _Layer:
-    """An attention layer without weights: all that it does not have is None."""
+    """An attention layer without weights: each attribute that it lacks reads as None."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)

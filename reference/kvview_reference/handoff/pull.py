@@ -79,7 +79,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
     num_blocks: list[int]
 
 
-class Pages(msgspec.Struct, tag=True, frozen=True):
+class PagesReply(msgspec.Struct, tag=True, frozen=True):
     """The pages, one per frame after this one."""
 
     handoff: Handoff
@@ -102,7 +102,7 @@ class Close(msgspec.Struct, tag=True, frozen=True):
     reader: str
 
 
-Message = Read | Pages | Refused | Close
+Message = Read | PagesReply | Refused | Close
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -365,7 +365,7 @@ class PullWorker(HandoffWorker):
         match message:
             case Read():
                 self.on_read(message)
-            case Pages():
+            case PagesReply():
                 self.on_pages(message, frames[2:])
             case Refused(reader=reader):
                 if self.is_for(message):
@@ -400,15 +400,15 @@ class PullWorker(HandoffWorker):
         if job is None:
             return  # the reader asks again
         pages = self.pages(_part(job.src, read.first_blocks, read.num_blocks))
-        reply = Pages(read.handoff, read.reader, _checksum(pages))
+        reply = PagesReply(read.handoff, read.reader, _checksum(pages))
         self.sends[self.send(read.reply_to, reply, pages)] = read.handoff
 
-    def is_for(self, reply: Pages | Refused) -> bool:
+    def is_for(self, reply: PagesReply | Refused) -> bool:
         """Whether a reply is for a load that still waits (HAND-7, HAND-8)."""
         fetch = self.fetches.get(reply.reader)
         return fetch is not None and fetch.handoff == reply.handoff
 
-    def on_pages(self, reply: Pages, frames: Sequence[Frame]) -> None:
+    def on_pages(self, reply: PagesReply, frames: Sequence[Frame]) -> None:
         """Consumer: write the pages if all of them are complete; otherwise ask again later."""
         if not self.is_for(reply):
             return
