@@ -296,26 +296,6 @@ def test_a_cache_that_requires_delivery_hangs_in_some_releases(engines: VLLMEngi
         assert "['one', 'two'] preempt each other forever" in failure.message
 
 
-def test_caps_of_a_client_reach_the_connector(engines: VLLMEngines) -> None:
-    """OffloadingConnector takes them from 0.33 on (PR 55885)."""
-    scheduler = import_module(f"{V1}.offloading.scheduler")
-    takes_caps = "max_load_tokens" in Path(scheduler.__file__).read_text()
-    prompt = Add("first", 1, 65)
-    again = replace(prompt, request_id="again")
-
-    def promised(*adds: Add) -> int:
-        events = [event for add in adds for event in (add, Step(12), *EVICTED)]
-        scenario = Scenario(CacheGeometry.single(16), 20, tuple(events), max_tokens_per_step=128)
-        result = simulate(OFFLOADING, scenario, OFFLOADING_OPTIONS, engines=engines)
-        assert result.failure is None
-        return result.coverage["tokens promised"]
-
-    assert promised(prompt, again) == 64
-    capped = 32 if takes_caps else 64
-    assert promised(prompt, replace(again, max_load_tokens=40)) == capped
-    assert promised(replace(prompt, max_offload_tokens=40), again) == capped
-
-
 def test_late_stores_of_preempted_requests_corrupt_releases_up_to_0_13(
     engines: VLLMEngines,
 ) -> None:
