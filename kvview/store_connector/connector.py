@@ -37,7 +37,7 @@ _STORE_BLOCKS = 1_000_000
 class StoreOptions(BaseModel):
     """Settings of :class:`StoreConnector`; all others are passed to the store.
 
-    Args:
+    Attributes:
         store: Target of the store, instead of the class's own.
         cpu_blocks: Blocks in host memory; 0 for none. 10,000 without a store, else 0.
         cpu_bytes: The same budget in bytes, counted after the transform.

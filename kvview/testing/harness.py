@@ -66,7 +66,7 @@ def needs_of(*texts: str) -> tuple[Need, ...]:
 class Capability(StrEnum):
     """A feature of an implementation beyond the core; declared, never guessed.
 
-    Args:
+    Attributes:
         value: Name by which a harness declares it.
         contracts: The contracts that have it.
         needs: The methods and attributes that it requires.
