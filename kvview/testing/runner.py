@@ -29,7 +29,7 @@ from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.offloading.policy import as_factory
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
-from kvview.testing.search import NUM_RUNS
+from kvview.testing.search import runs_of
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
@@ -155,7 +155,7 @@ def run_checks(
         name,
         contract,
         effort.seed,
-        effort.seeds or NUM_RUNS,
+        runs_of(contract, effort),
         results,
         len(planned),
         is_interrupted,

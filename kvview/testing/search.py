@@ -24,9 +24,6 @@ from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
 from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
 
-NUM_RUNS = 100
-"""Runs of a search, by default."""
-
 _NUM_MOVES = 40  # of the longest run, by default
 _CALL_SECONDS = 10.0  # CPU seconds that one call may take; without CPU time, four times as long
 _MAX_FAILING_RUNS = 8
@@ -257,10 +254,15 @@ class SearchResult:
     num_runs: int = 0
 
 
+def runs_of(contract: Contract, effort: Effort) -> int:
+    """Return the number of runs of a search; by default 100, and 200 of two engines."""
+    return effort.seeds or (200 if contract == "handoff" else 100)
+
+
 def search(player_class: type[Player], factory: Factory, effort: Effort) -> SearchResult:
     """Play runs of consecutive seeds, and shrink the first failure of each law."""
     result = SearchResult()
-    for seed in range(effort.seed, effort.seed + (effort.seeds or NUM_RUNS)):
+    for seed in range(effort.seed, effort.seed + runs_of(player_class.contract, effort)):
         result.num_runs += 1
         broken, plan, compared = _drawn(player_class, factory, seed, effort.steps or _NUM_MOVES)
         result.compared.update(compared)
