@@ -60,9 +60,10 @@ def wrong(law: str, incident: str | None = None) -> Any:
             def make_worker(self) -> PullWorker:
                 return half() if issubclass(half, PullWorker) else super().make_worker()
 
-        Wrong.__name__ = Wrong.__qualname__ = half.__name__
+        Wrong.__name__ = half.__name__
+        Wrong.__qualname__ = f"{half.__name__}Connector"  # its name in this module
         fault = (half.__doc__ or "").strip().partition("\n")[0]
-        globals()[f"{half.__name__}Connector"] = Wrong  # for ``kvview check``
+        globals()[Wrong.__qualname__] = Wrong
         MUTANTS.append(Mutant(PDFactory(Wrong), law, fault, incident))
         return half
 

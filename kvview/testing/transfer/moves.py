@@ -247,6 +247,10 @@ class TransferMoves(Player):
                 self.true(is_kept, promise, result, "the promise", law)
         return [result.job_id for result in results]
 
+    def pass_a_moment(self) -> None:
+        """Let a worker that does not wait continue; longer in a script, which plays only once."""
+        time.sleep(0.1 if self.is_recording else 0.001)
+
     def finish_all(self) -> None:
         """Wait for every job, each of which is reported then."""
         self.resume_all()
@@ -260,8 +264,8 @@ class TransferMoves(Player):
         """Resume everything that was held back, sometimes after a comparison of the bytes."""
         if not self.model.held_by:
             return
-        if self.rng.random() < 0.7:  # a worker that continues by itself needs a moment
-            time.sleep(0.001)
+        if self.rng.random() < 0.7:
+            self.pass_a_moment()
             self.take_reports()
             self.gpu_bytes()
         self.let_go()

@@ -201,6 +201,7 @@ class TransferPlayer(TransferMoves):
                 blocks = list(dict.fromkeys(written))[: len(part.blocks)]
                 parts[group] = replace(part, blocks=blocks)
         self.submit(is_store, parts)
+        self.pass_a_moment()
         self.take_reports()
 
     # --- failures and refusals ---
