@@ -46,7 +46,7 @@ class CachedBlocks:
         return block if block >= start else None
 
     def last_cached(self, num_blocks: int, step: int) -> int:
-        """Return the first of ``num_blocks``, ``num_blocks - step``, ... with a cached last block."""
+        """Return the first of ``num_blocks``, ``num_blocks - step``, ... that ends cached."""
         while num_blocks > 0 and not self._is_cached(num_blocks - 1):
             num_blocks -= step
         self._run = num_blocks - 1
