@@ -273,7 +273,7 @@ def _raises() -> None:
     ("factory", "message"),
     [
         (_raises, "factory _raises raises RuntimeError: no GPU"),
-        (list, "returns list, not a harness: it needs 'view' for pool"),
+        (list, "returns list, which is not a harness; a harness needs 'view' for pool"),
         (3, "3 is not a factory, because it cannot be called"),
         (lambda needed: needed, "missing 1 required positional argument"),
         (_without("release"), "Minimal lacks release()"),

@@ -1,9 +1,9 @@
 """The harness of a worker half: late, failed, lost and overlapping transfers.
 
-Mocks that complete at once hide most bugs (vLLM #46014). Here each job has a fate: it moves
-its bytes some steps after its plan, is reported some steps after that, out of order, as a
-failure, or only when no other work is left. The worker half is waited for when its bytes
-move, so that the timing of its threads decides nothing.
+Mocks that complete at once hide most bugs (vLLM #46014). Here each job has a fate: it moves its
+bytes some steps after its plan, and is reported some steps later, out of order, as a failure, or
+only when no other work is left. When bytes are to move, the harness waits for the worker half, so
+the timing of its threads has no effect.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Shared:
         fates: Fates of the jobs by the order of their plans.
         engine: Returns the engine, once it is built.
         blocks_to_load: Returns the blocks that loads in flight of all connectors write.
-        stream: The engine's compute, if it lags.
+        stream: The compute stream of the engine, if it lags.
         log: The last hooks and transfers.
     """
 
@@ -69,7 +69,7 @@ class Shared:
 
 
 class WorkerHarness(WorkerConnector):
-    """Passes jobs to the worker half, and reports them as their fates say.
+    """Passes jobs to the worker half, and reports them according to their fates.
 
     1. By default a job starts when it is due: after the steps that were launched before it
        (XFER-6), and after earlier jobs on one of its pages that are not due yet. All due jobs
