@@ -158,6 +158,7 @@ class _Stats:
     preemptions: int = 0
     steps: int = 0
     mismatches: int = 0
+    mismatch: str = ""
     most_in_flight: int = 0
     running_resets: int = 0  # resets that preempt running requests
     running_resets_raised: int = 0  # those that vLLM gave up
@@ -532,8 +533,12 @@ class VLLMConnectorHarness:
         self._launched.append(LaunchedStep(output, answer, forward, invalid, chunks))
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         if self._stream is None:
-            self.stats.mismatches += forward.mismatches(invalid)
+            self._count_mismatches(forward, invalid)
         return output
+
+    def _count_mismatches(self, forward: Forward, invalid: Collection[int]) -> None:
+        self.stats.mismatches += forward.mismatches(invalid)
+        self.stats.mismatch = self._compute.mismatch
 
     def _start_transfers(self) -> None:
         for worker in self._workers:
@@ -622,7 +627,7 @@ class VLLMConnectorHarness:
         if self._stream is not None:
             self._compute.run(step.forward)
             self._stream.take()
-            self.stats.mismatches += step.forward.mismatches(step.invalid)
+            self._count_mismatches(step.forward, step.invalid)
 
     def _poison(self) -> None:
         """Overwrite blocks that were allocated for a load: only the load can bring their bytes."""

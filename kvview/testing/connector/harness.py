@@ -50,6 +50,10 @@ class SimulationStats(Protocol):
     def mismatches(self) -> int:
         """Blocks that a request read and that held other bytes than their hashes stand for."""
 
+    @property
+    def mismatch(self) -> str:
+        """One of them: where it differs, and whose KV is there; empty if the engine cannot say."""
+
 
 class ConnectorHarness(Protocol):
     """An engine under simulation.

@@ -112,8 +112,13 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
         )
 
 
-def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
+def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> None:
     """Require that no block which a request reads differs from the KV of its hash.
+
+    Args:
+        num_wrong: Blocks that differed so far.
+        num_wrong_before: Those of earlier steps.
+        mismatch: One of them.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -122,7 +127,7 @@ def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
         raise InvariantBroken(
             "XFER-1",
             f"{num_wrong - num_wrong_before} blocks that a request reads hold other bytes than "
-            f"their hashes stand for",
+            f"their hashes stand for{mismatch and f': {mismatch}'}",
         )
 
 
