@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _PAGE_WIDTH = 120
 _LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
-DEFAULT_MUTANTS = 20
 SEEDS_OF_A_RELEASE = 100
 """Of each release, unless the user sets a number."""
 
@@ -120,14 +119,7 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--self-test",
     is_flag=True,
-    help="Check the checks: planted faults and automatic mutants must die.",
-)
-@click.option(
-    "--mutants",
-    "num_mutants",
-    type=Whole(0),
-    help="Automatic mutants that --self-test plays, drawn with --seed.  "
-    f"[default: {DEFAULT_MUTANTS}]",
+    help="Check the checks: run them on injected faults, in a checkout, and list the survivors.",
 )
 def check(
     target: str | None,
@@ -139,7 +131,6 @@ def check(
     json_file: str | None,
     page_file: str | None,
     self_test: bool,
-    num_mutants: int | None,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -156,12 +147,9 @@ def check(
     console = Console(stderr=json_file == "-", markup=True)  # stdout is the report's alone then
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
-        number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
-        _finish(*_self_test(console, number, settings["seed"]), json_file)
+        _finish(*_self_test(console), json_file)
     if target is None:
         raise ConfigError("give a TARGET, package.module:factory, or --self-test")
-    if num_mutants is not None:
-        raise ConfigError("--mutants is for --self-test")
     if vllm and settings["inference"]:
         raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
     if vllm:
@@ -341,21 +329,17 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
             "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
         )
     for option in _given_options(context):
-        if option.name not in ("self_test", "num_mutants", "seed", "json_file"):
+        if option.name not in ("self_test", "json_file"):
             raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
 
 
-def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.mutants import load_mutants, run_automatic_mutants, run_mutants
+def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
+    from kvview.testing.mutants import load_mutants, run_mutants
     from kvview.testing.schema import MutantModel, SelfTestModel
-    from kvview.testing.terminal import show_automatic_mutants, show_mutants
+    from kvview.testing.terminal import show_mutants
 
     mutants = load_mutants()
-    automatic: dict[str, Any] = {"mutants": [], "num_killed": 0, "unexplained": []}
-    if num_mutants:  # before anything starts a thread: they are forked
-        with progress(f"running {num_mutants} automatic mutants") as on_progress:
-            automatic = run_automatic_mutants(num_mutants, seed, on_progress)
-    with progress(f"running {len(mutants)} planted faults") as on_progress:
+    with progress(f"running {len(mutants)} injected faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
     show_mutants(console, results)
     rows = [
@@ -364,15 +348,12 @@ def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode,
             what=result.mutant.what,
             law=result.mutant.law,
             incident=result.mutant.incident,
-            killed_by=None if result.broken is None else result.broken.law,
+            killed_by=result.killed_by,
             is_killed=result.is_killed,
             is_killed_by_its_law=result.is_named,
         )
         for result in results
     ]
-    if num_mutants:
-        show_automatic_mutants(console, automatic)
     num_survivors = sum(not result.is_killed for result in results)
-    told = SelfTestModel(mutants=rows, num_survivors=num_survivors, automatic=automatic)
-    is_clean = not num_survivors and not automatic["unexplained"]
-    return ExitCode.CLEAN if is_clean else ExitCode.WRONG, told.model_dump(mode="json")
+    report = SelfTestModel(mutants=rows, num_survivors=num_survivors)
+    return ExitCode.WRONG if num_survivors else ExitCode.CLEAN, report.model_dump(mode="json")
