@@ -21,6 +21,7 @@ from kvview_reference.replay.command import replay
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
+REMOTE = f"{EXAMPLES / 'remote_store.py'}:RemoteStore"
 MEMORY = f"{EXAMPLES / 'host_memory.py'}:HostMemoryStore"
 
 
@@ -71,7 +72,7 @@ def assert_green(target: str, *given: str) -> None:
     ("example", "given"),
     [
         ("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
-        ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1"]),
+        ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]),
         ("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
         ("two_levels.py:TwoLevelConnector", ["root={tmp}", "cpu_blocks={blocks}"]),
     ],
@@ -112,7 +113,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_server_over_asyncio_is_green(port: int) -> None:
-    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights=1")
+    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights={tmp}")
 
 
 def blocks_loaded(folder: Path, *given: str) -> int:
@@ -143,7 +144,7 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
         ({"store": "kvview:Lease"}, "is not a class of tier stores"),
         ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
         ({"store": FOLDER, "root": "r", "rot": 1}, "do not fit the store FolderStore"),
-        ({"store": FOLDER, "root": "r", "store_blocks": 1}, "needs a store with the method delete"),
+        ({"store": REMOTE, "port": 1, "store_blocks": 1}, "needs a store with the method delete"),
         ({"store": MEMORY, "weights": "1"}, "needs a store with the method has"),
     ],
 )

@@ -311,7 +311,7 @@ class VLLMConnectorHarness:
                 add.stops_after,
                 size,
                 self._drafts,
-                _transfer_params(add),
+                add.transfer_params,
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
@@ -636,11 +636,6 @@ class VLLMConnectorHarness:
             for table in self._manager.get_block_ids(request_id):
                 self._compute.overwrite(b for b in table if b and not self._look.block_keys([b])[0])
         self._loading = loading
-
-
-def _transfer_params(add: Add) -> Mapping[str, int] | None:
-    caps = {name: getattr(add, name) for name in ("max_load_tokens", "max_offload_tokens")}
-    return {name: cap for name, cap in caps.items() if cap is not None} or None
 
 
 @contextmanager
