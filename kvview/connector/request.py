@@ -1,4 +1,4 @@
-"""Requests and steps, as a connector sees them.
+"""Requests and steps, in the form in which a connector receives them.
 
 Source: ``Request`` and ``SchedulerOutput`` in ``vllm/v1/request.py`` and
 ``vllm/v1/core/sched/output.py`` (0.33.0).
@@ -32,7 +32,7 @@ class RequestContent:
         lora_id: The LoRA's number in the engine, or None.
         cache_salt: Separates the prefix caches of tenants, or None.
         extra_keys: For each entry of ``block_hashes``, the values besides tokens that the hash
-            covers; it grows too. Empty if no hash covers any.
+            covers; it grows too. Empty if no hash covers such values.
         transfer_params: Its ``kv_transfer_params``, as the client sent them, so they may be
             wrong in every way; None without any. KV does not depend on them.
     """

@@ -25,7 +25,7 @@ class _Jumps:
 
 
 def jump() -> None:
-    """Let the time of one jump pass."""
+    """Move the clocks ahead by one jump."""
     _Jumps.passed += _Jumps.seconds
 
 
@@ -35,7 +35,7 @@ def jumping_clock(connector_class: type, seconds: float) -> Iterator[None]:
 
     Args:
         connector_class: Names that its modules have imported from :mod:`time` are moved as well.
-        seconds: Seconds of one jump; 0 leaves the clocks alone.
+        seconds: Seconds of one jump; 0 does not change the clocks.
     """
     if not seconds:
         yield

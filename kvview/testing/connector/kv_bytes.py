@@ -24,7 +24,7 @@ from kvview import (
 from kvview.testing.connector.invariants import short
 
 WORD_BYTES = 8
-_POISON = -0x21524112  # even: every expected word is odd
+_POISON = -0x21524112  # even, because every expected word is odd
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing mod 2**64
 _NUM_WORDS = 2**64
 _UNMIX = pow(_MIX, -1, _NUM_WORDS)
@@ -38,13 +38,13 @@ class KVBytes:
         page_bytes: Bytes of one block in one layer, a multiple of 8.
         num_groups: KV-cache groups; each block belongs to one group at a time.
         num_layers: Tensors; a block has one page in each.
-        device: Where the pages are.
-        group_pages: Instead of equal pages for all: per group, the bytes that it uses of
-            a page of each tensor, 0 for none. A tensor's pages are as large as the largest
-            use; the rest is padding for the other groups.
+        device: Device of the pages.
+        group_pages: Bytes that each group uses of a page of each tensor, 0 for none; by default all
+            pages are equal. A tensor's pages have the size of the largest use; the rest is padding
+            for the other groups.
 
     Raises:
-        ConfigError: A size is not positive, or ``page_bytes`` no multiple of 8.
+        ConfigError: A size is not positive, or ``page_bytes`` is not a multiple of 8.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class KVBytes:
         self._keys.update((_seed(key), key) for key in keys)
         for rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
-                # Not layer[rows, :n] = expected, which wakes all threads of torch: 4 ms instead
-                # of 10 us for 300 rows of 512 bytes on a busy machine.
+                # layer[rows, :n] = expected would wake all threads of torch, which takes 4 ms
+                # instead of 10 us for 300 rows of 512 bytes on a busy machine.
                 layer[:, : expected.shape[1]].index_copy_(0, rows, expected)
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks with bytes that follow from no key."""
+        """Overwrite blocks with bytes that do not belong to any key."""
         rows = self._on_device(np.array(block_ids, np.int64))
         for layer in self._layers:
             layer.index_fill_(0, rows, _POISON)
 
     def count_not_poisoned(self, block_ids: Sequence[int]) -> int:
-        """The number of blocks that were written since :meth:`poison`."""
+        """Count the blocks that were written since :meth:`poison`."""
         rows = self._on_device(np.array(block_ids, np.int64))
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
         for layer in self._layers:
@@ -115,7 +115,7 @@ class KVBytes:
         return int(wrong.sum())
 
     def count_mismatches(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> int:
-        """The number of blocks that differ in any byte from the KV of their keys."""
+        """Count the blocks that differ in any byte from the KV of their keys."""
         num_wrong = 0
         for rows, pages in self._expected(block_ids, keys):
             wrong: torch.Tensor | None = None
@@ -165,9 +165,9 @@ class KVBytes:
     def _expected(
         self, block_ids: Sequence[int], keys: Sequence[OffloadKey]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Per group, the rows of its keys and the expected bytes of each layer.
+        """Yield for each group the rows of its keys and the expected bytes of each layer.
 
-        Computed in numpy: in torch it takes four times as long for the blocks of a step.
+        This is computed in numpy, because torch takes four times as long for the blocks of a step.
         """
         named = np.array(block_ids, np.int64)
         heads = [key[:WORD_BYTES].rjust(WORD_BYTES, b"\0") for key in keys]

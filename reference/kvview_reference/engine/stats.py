@@ -21,9 +21,9 @@ class EngineStats:
         cpu_hit_blocks: Blocks that they got from the connector instead.
         loaded_blocks: Blocks that load jobs moved (windows move fewer than they hit).
         offloaded_blocks: Blocks that store jobs moved.
-        prefill_tokens: Computed tokens that were known before: of prompts, and again after a
-            preemption.
-        media: Media other than the GPU that jobs used, in order of appearance.
+        prefill_tokens: Computed tokens that were known before: tokens of prompts, and tokens that
+            are computed again after a preemption.
+        media: Media that jobs used, except the GPU, in the order of their first use.
         first_failure: Job and error of the first failed transfer.
         bytes_verified: Bytes compared with their expected values.
         mismatches: Blocks among them that differed.
