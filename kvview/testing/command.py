@@ -20,6 +20,8 @@ from kvview.cli.output import (
     VERBOSE,
     OutputFile,
     Whole,
+    arguments_of,
+    given_parameters,
     json_option,
     naming,
     target_options,
@@ -28,6 +30,7 @@ from kvview.cli.output import (
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError
 from kvview.testing.checks import EXCEPTIONS
+from kvview.testing.result_file import RESULT_OPTION, or_could_not_run, profile_of, write_result
 from kvview.testing.watchdog import HOOK_SECONDS
 from kvview.urls import DOCS_URL
 
@@ -110,6 +113,7 @@ SEEDS_OF_A_RELEASE = 100
         "upgrade": "kvview.testing.schema:UpgradeModel",
     }
 )
+@RESULT_OPTION
 @click.option(
     "--html",
     "page_file",
@@ -137,6 +141,7 @@ def check(
     transfer_config: str | None,
     pd: bool,
     json_file: str | None,
+    result_file: str | None,
     page_file: str | None,
     self_test: bool,
     num_mutants: int | None,
@@ -153,7 +158,8 @@ def check(
     size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
-    console = Console(stderr=json_file == "-", markup=True)  # stdout is the report's alone then
+    is_piped = "-" in (json_file, result_file)
+    console = Console(stderr=is_piped, markup=True)  # stdout is the report's alone then
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
@@ -175,10 +181,18 @@ def check(
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     if pd and settings["inference"]:
-        if json_file is not None or page_file is not None:
-            raise ConfigError("--pd --inference prints its report; drop --json and --html")
+        if (json_file, page_file, result_file) != (None, None, None):
+            raise ConfigError(
+                "--pd --inference prints its report; drop --json, --report-json and --html"
+            )
         sys.exit(_check_real_handoffs(console, target, given))
-    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+    profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
+    with (
+        _ended_in_order(),
+        naming(target),
+        or_could_not_run(result_file, target, profile),
+        progress(f"checking {target}") as on_progress,
+    ):
         found = load_target(target)
         if pd:
             from kvview.testing.handoff import pd_factory
@@ -200,6 +214,17 @@ def check(
     show_report(console, report)
     if page_file is not None:
         _write_page(page_file, report)
+    profile = "inference" if settings["inference"] else report.contract
+    replaced = [] if report.runs is None else report.runs.replaced
+    engine = "" if report.runs is None else report.runs.engine
+    write_result(
+        result_file,
+        target,
+        [profile_of(report, profile)],
+        report.versions,
+        replaced,
+        engine,
+    )
     _finish(_verdict(report), report.to_dict(), json_file)
 
 
@@ -242,28 +267,13 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
         raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
     if context.params["page_file"] is not None:
         raise ConfigError(f"--html is for one release: leave out --{engine}, or --html")
-    options = []
-    for option in _given_options(context):
-        name, value = option.name or "", context.params[option.name or ""]
-        if name in ("target", "vllm", "engine", "json_file"):
-            continue
-        if isinstance(option, click.Option) and option.is_flag:
-            options += option.opts
-        else:
-            several = value if isinstance(value, tuple) else (value,)
-            options += [f"{option.opts[0]}={each}" for each in several]
+    if context.params["result_file"] is not None:
+        raise ConfigError(f"--report-json is for one release: drop --{engine} or --report-json")
+    ignored = ("target", "vllm", "engine", "json_file")
+    options = arguments_of(context, ignored)
     if context.params["seeds"] is None:
         options.append(f"--seeds={SEEDS_OF_A_RELEASE}")
     return options
-
-
-def _given_options(context: click.Context) -> Iterator[click.Parameter]:
-    """Yield the options that the user set."""
-    for option in context.command.params:
-        name = option.name or ""
-        default = click.core.ParameterSource.DEFAULT
-        if name in context.params and context.get_parameter_source(name) not in (default, None):
-            yield option
 
 
 def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
@@ -340,7 +350,7 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
         raise ConfigError(
             "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
         )
-    for option in _given_options(context):
+    for option in given_parameters(context):
         if option.name not in ("self_test", "num_mutants", "seed", "json_file"):
             raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
 
