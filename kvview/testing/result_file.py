@@ -25,7 +25,7 @@ from kvview.errors import ConnectorError, KVViewError, line_of
 from kvview.testing.report import Report
 from kvview.version import versions_of
 
-_ENVIRONMENT = re.compile(r"PYTHONHASHSEED|(LMCACHE|MOONCAKE|VLLM)_(?!\w*LOG)\w+")
+_ENVIRONMENT = re.compile(r"PYTHONHASHSEED|(LMCACHE|MOONCAKE)_(?!\w*LOG)\w+")
 _FOLDERS = (
     (re.compile(r"\S*/site-packages/"), ""),
     (re.compile(r"\S*/(?=vllm/)"), ""),

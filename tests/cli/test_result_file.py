@@ -1,4 +1,4 @@
-"""The result file (``--report-json``): verdicts, replaced parts, and the command that repeats it."""
+"""The result file (``--report-json``): the verdicts, and the command that repeats them."""
 
 from __future__ import annotations
 
