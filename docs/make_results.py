@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results.md"
 RESULTS = ROOT / "results"
-SECONDS = 900
-COMMANDS = {
-    "check": ("--engine=vllm", "--seeds=12"),
-    "partition": (),
+SECONDS = 600
+SEEDS = 12
+_CLASSES = {
+    "connector": "life of requests",
+    "tier": "life of pages",
+    "keys": "keys",
+    "layouts": "layouts",
 }
-_CLASSES = {"connector": "life of requests", "keys": "keys", "layouts": "layouts"}
 _LONGEST = 260  # characters of evidence
 
 _HEAD = """\
@@ -67,6 +70,7 @@ class Row:
         target: Of the commands.
         options: Of the commands, as ``KEY=VALUE``.
         check_options: Of ``kvview check`` if they differ.
+        engine: Of ``kvview check``; empty for a tier store, which needs none.
         environment: Variables that configure the implementation.
         commands: The commands that apply.
         upstream: For each red class, a thread or a report, in Markdown.
@@ -77,8 +81,9 @@ class Row:
     target: str
     options: Sequence[str] = ()
     check_options: Sequence[str] | None = None
+    engine: str = "vllm"
     environment: Mapping[str, str] = field(default_factory=dict)
-    commands: Sequence[str] = tuple(COMMANDS)
+    commands: Sequence[str] = ("partition", "check")
     upstream: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,7 +95,7 @@ class Row:
     def files(self) -> list[tuple[str, dict[str, Any]]]:
         """The result files, each with its release."""
         paths = sorted(RESULTS.glob(f"*-{self.slug}-*.json"))
-        names = {f"{self.slug}-{command}.json" for command in COMMANDS}
+        names = {f"{self.slug}-{command}.json" for command in ("partition", "check")}
         return [
             (path.name.partition("-")[0], json.loads(path.read_text(encoding="utf-8")))
             for path in paths
@@ -117,17 +122,20 @@ def run(row: Row, release: str) -> None:
         path = RESULTS / f"{release}-{row.slug}-{command}.json"
         if path.exists():
             continue
-        options = row.options if command != "check" else row.check_options or row.options
-        arguments = [f"--option={option}" for option in options]
-        line = [row.target, *COMMANDS[command], *arguments, f"--report-json={path}"]
+        options, arguments = row.options, [f"--report-json={path}"]
+        if command == "check" and row.engine:
+            options = row.check_options or options
+            arguments += [f"--engine={row.engine}", f"--seeds={SEEDS}"]
+        line = [row.target, *(f"--option={option}" for option in options), *arguments]
         print(f"{release} {row.name}: {command}", flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "kvview", "--quiet", command, *line],
-            cwd=ROOT,
-            env=os.environ | dict(row.environment),
-            timeout=SECONDS,
-            check=False,
-        )
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-m", "kvview", "--quiet", command, *line],
+                cwd=ROOT,
+                env=os.environ | dict(row.environment),
+                timeout=SECONDS,
+                check=False,
+            )
 
 
 @dataclass(frozen=True)

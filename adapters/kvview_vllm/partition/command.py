@@ -47,8 +47,8 @@ class PartitionRow:
     Args:
         pair: The property in which the two requests differ; in a layout, the layers and the
             memory layout of both.
-        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, failed or not
-            checked; in a layout: exact, wrong, refused, failed or not checked.
+        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused, failed or
+            not checked; in a layout: exact, wrong, refused, failed or not checked.
         detail: The evidence or the reason; may be empty.
     """
 
@@ -154,6 +154,8 @@ def partition(
     replaced = sorted({part for cell in cells for part in cell.replaced})
     report = PartitionReport(target, release, rows[: len(keys)], rows[len(keys) :], replaced)
     num_wrong, num_unchecked = report.count("red"), report.count(_UNCHECKED)
+    if all(row.outcome == "refused" for row in rows):
+        num_unchecked = len(rows)
     title = f"{target} on {release}: {num_wrong} wrong, {num_unchecked} not checked"
     if keys:
         console.print(_table_of_keys(report, title))
@@ -179,6 +181,9 @@ def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
         "shared by vLLM": "",
         "not checked": "not checked",
     }
+    if all(row.outcome == "refused" for row in rows):
+        first = Finding(rows[0].pair, "could not run", rows[0].detail)
+        return Profile(name, "could not run", {"refused": len(rows)}, [first])
     colours |= dict.fromkeys((name for name in _STYLES if _STYLES[name] == "red"), "red")
     return make_profile(name, colours, [Finding(*astuple(row)) for row in rows])
 
