@@ -26,9 +26,10 @@ from kvview.testing.report import Report
 from kvview.version import versions_of
 
 _ENVIRONMENT = re.compile(r"PYTHONHASHSEED|(LMCACHE|MOONCAKE)_(?!\w*LOG)\w+")
+_OF_EVERY_RUN = frozenset({"hypothesis", "kvview", "machine", "python", "torch", "vllm"})
 _FOLDERS = (
-    (re.compile(r"\S*/site-packages/"), ""),
-    (re.compile(r"\S*/(?=vllm/)"), ""),
+    (re.compile(r"[^\s(]*/site-packages/"), ""),
+    (re.compile(r"[^\s(]*/(?=vllm/)"), ""),
     (re.compile(rf"{re.escape(tempfile.gettempdir())}/[\w.-]+"), "{tmp}"),
 )
 
@@ -160,13 +161,18 @@ def write_result(
     vllm = versions.get("vllm", "").partition("+")[0]  # without the build
     result = ResultFile(
         target,
-        engine or f"vllm {vllm}",
+        engine or f"vllm {vllm}".strip(),
         datetime.now(UTC).date().isoformat(),
         dict(versions),
         list(replaced),
         [_without_folders(profile) for profile in profiles],
         [
             *([f"export PYTHONPATH=$(python tests/vllm/sources.py {vllm})"] if vllm else []),
+            *(
+                f"pip install {name}=={version}"
+                for name, version in versions.items()
+                if name not in _OF_EVERY_RUN
+            ),
             *(
                 f"export {name}={shlex.quote(value)}"
                 for name, value in sorted(os.environ.items())
