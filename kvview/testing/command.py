@@ -27,10 +27,18 @@ from kvview.cli.output import (
     target_options,
     write_json,
 )
+from kvview.cli.result_file import (
+    RESULT_OPTION,
+    Colour,
+    Profile,
+    ResultFinding,
+    make_profile,
+    or_could_not_run,
+    write_result,
+)
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, line_of
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.result_file import RESULT_OPTION, or_could_not_run, profile_of, write_result
 from kvview.testing.watchdog import HOOK_SECONDS
 from kvview.urls import DOCS_URL
 
@@ -220,12 +228,29 @@ def check(
     write_result(
         result_file,
         target,
-        [profile_of(report, profile)],
+        [_profile(report, profile)],
         report.versions,
         replaced,
         engine,
     )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _profile(report: Report, name: str) -> Profile:
+    """The verdict of a result file, with one result for each check."""
+    results = []
+    for result in report.results:
+        failure = result.failure
+        evidence = line_of(failure.what) if failure is not None else result.reason
+        law = result.law if failure is None else failure.law
+        results.append(ResultFinding(law, result.outcome, evidence))
+    colours: dict[str, Colour] = {
+        "failed": "red",
+        "unexpected pass": "red",
+        "expected failure": "red",
+        "not checked": "not checked",
+    }
+    return make_profile(name, colours, results)
 
 
 def _write_page(path: str, report: Report) -> None:

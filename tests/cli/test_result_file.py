@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from docs import make_results
 from kvview.cli.commands import cli
-from kvview.testing.result_file import Finding, make_profile
+from kvview.cli.result_file import ResultFinding, make_profile
 
 CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
 
@@ -58,7 +58,7 @@ def test_the_error_of_a_connector_that_cannot_run_is_a_result() -> None:
 )
 def test_the_verdict_is_that_of_the_worst_result(outcomes: list[str], verdict: str) -> None:
     colours: Any = {"refused": "", "not checked": "not checked", "wrong": "red"}
-    profile = make_profile("layouts", colours, [Finding("a", each, "") for each in outcomes])
+    profile = make_profile("layouts", colours, [ResultFinding("a", each, "") for each in outcomes])
     assert profile.verdict == verdict
 
 

@@ -16,16 +16,17 @@ from kvview import ConfigError
 from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import json_option, naming, target_options, write_json
-from kvview.options import read_options
-from kvview.targets import is_connector, is_engine_connector, load_target
-from kvview.testing.result_file import (
+from kvview.cli.result_file import (
     RESULT_OPTION,
-    Finding,
+    Colour,
     Profile,
+    ResultFinding,
     make_profile,
     or_could_not_run,
     write_result,
 )
+from kvview.options import read_options
+from kvview.targets import is_connector, is_engine_connector, load_target
 from kvview.tier.store import is_tier_store
 from kvview.version import versions_of
 
@@ -175,17 +176,17 @@ def partition(
 
 def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
     """The verdict of a class in a result file."""
-    colours: dict[str, Literal["red", "not checked", ""]] = {
+    colours: dict[str, Colour] = {
         "not shared": "",
         "refused": "",
         "shared by vLLM": "",
         "not checked": "not checked",
     }
     if all(row.outcome == "refused" for row in rows):
-        first = Finding(rows[0].pair, "could not run", rows[0].detail)
+        first = ResultFinding(rows[0].pair, "could not run", rows[0].detail)
         return Profile(name, "could not run", {"refused": len(rows)}, [first])
     colours |= dict.fromkeys((name for name in _STYLES if _STYLES[name] == "red"), "red")
-    return make_profile(name, colours, [Finding(*astuple(row)) for row in rows])
+    return make_profile(name, colours, [ResultFinding(*astuple(row)) for row in rows])
 
 
 def _table_of_keys(report: PartitionReport, title: str) -> Table:

@@ -22,7 +22,6 @@ import click
 
 from kvview.cli.output import arguments_of, report_option, write_json
 from kvview.errors import ConnectorError, KVViewError, line_of
-from kvview.testing.report import Report
 from kvview.version import versions_of
 
 _ENVIRONMENT = re.compile(r"PYTHONHASHSEED|(LMCACHE|MOONCAKE)_(?!\w*LOG)\w+")
@@ -34,8 +33,12 @@ _FOLDERS = (
 )
 
 
+Colour = Literal["red", "not checked", ""]
+"""The effect of an outcome on a verdict; empty: it is listed and no failure."""
+
+
 @dataclass(frozen=True)
-class Finding:
+class ResultFinding:
     """One result that is not as it must be.
 
     Args:
@@ -63,7 +66,7 @@ class Profile:
     name: str
     verdict: Literal["green", "red", "not checked", "could not run"]
     counts: dict[str, int]
-    findings: list[Finding]
+    findings: list[ResultFinding]
 
 
 @dataclass(frozen=True)
@@ -94,21 +97,21 @@ class ResultFile:
 RESULT_OPTION = report_option(
     "--report-json",
     "result_file",
-    {"result": "kvview.testing.result_file:ResultFile"},
+    {"result": "kvview.cli.result_file:ResultFile"},
     "Write the verdict of each class, the replaced parts and the command to FILE ('-' for stdout).",
 )
 
 
 def make_profile(
     name: str,
-    outcomes: Mapping[str, Literal["red", "not checked", ""]],
-    results: Sequence[Finding],
+    outcomes: Mapping[str, Colour],
+    results: Sequence[ResultFinding],
 ) -> Profile:
     """Make the verdict on a class from its results.
 
     Args:
         name: The class.
-        outcomes: The colour of each outcome that is a finding; empty for one that is no failure.
+        outcomes: The colour of each outcome that is a finding.
         results: All of them; those with another outcome are counted only.
     """
     findings = [each for each in results if each.outcome in outcomes]
@@ -119,23 +122,6 @@ def make_profile(
     elif "not checked" in colours or not results:
         verdict = "not checked"
     return Profile(name, verdict, dict(Counter(each.outcome for each in results)), findings)
-
-
-def profile_of(report: Report, name: str) -> Profile:
-    """Make the verdict of ``kvview check``, with one result for each check."""
-    results = []
-    for result in report.results:
-        failure = result.failure
-        evidence = line_of(failure.what) if failure is not None else result.reason
-        law = result.law if failure is None else failure.law
-        results.append(Finding(law, result.outcome, evidence))
-    colours: dict[str, Literal["red", "not checked", ""]] = {
-        "failed": "red",
-        "unexpected pass": "red",
-        "expected failure": "red",
-        "not checked": "not checked",
-    }
-    return make_profile(name, colours, results)
 
 
 def write_result(
@@ -198,7 +184,7 @@ def or_could_not_run(path: str | None, target: str, *names: str) -> Iterator[Non
     except ConnectorError:
         raise
     except KVViewError as error:
-        finding = Finding(target, "could not run", line_of(error))
+        finding = ResultFinding(target, "could not run", line_of(error))
         profiles = [Profile(name, "could not run", {}, [finding]) for name in names]
         write_result(path, target, profiles, versions_of())
         raise
@@ -217,5 +203,5 @@ def _without_folders(profile: Profile) -> Profile:
         evidence = finding.evidence
         for pattern, text in _FOLDERS:
             evidence = pattern.sub(text, evidence)
-        findings.append(Finding(finding.subject, finding.outcome, evidence))
+        findings.append(ResultFinding(finding.subject, finding.outcome, evidence))
     return Profile(profile.name, profile.verdict, profile.counts, findings)
