@@ -71,10 +71,11 @@ class Row:
         options: Of the commands, as ``KEY=VALUE``.
         check_options: Of ``kvview check`` if they differ.
         engine: Of ``kvview check``; empty for a tier store, which needs none.
+        only: Limits ``kvview partition`` to keys or layouts; empty for both.
+        setup: Lines for a shell that start a server, for example.
         environment: Variables that configure the implementation.
         commands: The commands that apply.
         upstream: For each red class, a thread or a report, in Markdown.
-        notes: Remarks for each class, in Markdown.
     """
 
     name: str
@@ -82,10 +83,11 @@ class Row:
     options: Sequence[str] = ()
     check_options: Sequence[str] | None = None
     engine: str = "vllm"
+    only: str = ""
+    setup: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     commands: Sequence[str] = ("partition", "check")
     upstream: Mapping[str, str] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def slug(self) -> str:
@@ -123,6 +125,8 @@ def run(row: Row, release: str) -> None:
         if path.exists():
             continue
         options, arguments = row.options, [f"--report-json={path}"]
+        if command == "partition" and row.only:
+            arguments.append(f"--only={row.only}")
         if command == "check" and row.engine:
             options = row.check_options or options
             arguments += [f"--engine={row.engine}", f"--seeds={SEEDS}"]
@@ -220,7 +224,7 @@ def page() -> str:
     ]
     lines += ["([requirements](upgrade.md#requirements)); `--report-json FILE` writes the result."]
     for each in found:
-        commands = [line for file in each.files for line in file["reproduce"]]
+        commands = [*each.row.setup, *(line for file in each.files for line in file["reproduce"])]
         lines += ["", f"{each.row.name}, vLLM {each.release}:", "", "```sh"]
         lines += [*dict.fromkeys(commands), "```"]
     return "\n".join(lines) + "\n"

@@ -114,6 +114,8 @@ def _play(
 
         def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
+            # A server may outlive the row, and must not find the pages of another row.
+            settings = replace(settings, model=f"{settings.model}-{os.path.basename(folder)}")
             config = settings.fill(given)
             engine = PartitionEngine(connector_class, config, settings, stand_ins)
             stack.callback(engine.worker.close)
