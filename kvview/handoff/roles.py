@@ -69,7 +69,8 @@ class HandoffScheduler(SchedulerConnector, Hooked):
         was not aborted.
 
         Args:
-            request: The request.
+            request: The request; ``num_tokens`` counts its prompt alone, because the consumer's
+                request has none of the generated tokens.
             block_ids: Its block table, per group.
 
         Returns:

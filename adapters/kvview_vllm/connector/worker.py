@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class WorkerSide:
         rank: Rank of this worker in its engine.
         release: How this vLLM is notified of a failed load.
         faults: Policy for a half that fails.
+        bind_wire: Called at the first step with the life of the engine, for handoffs.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class WorkerSide:
         rank: int,
         release: ConnectorSeam,
         faults: Faults,
+        bind_wire: Callable[[str], None] | None = None,
     ) -> None:
         self._half = half
         self._kv_cache_config = kv_cache_config
@@ -60,6 +62,7 @@ class WorkerSide:
         self._rank = rank
         self._release = release
         self._faults = faults
+        self._bind_wire = bind_wire
         self._owner = ""
         self._next_stats = 0.0
         self._unacknowledged: dict[int, JobReport] = {}
@@ -81,6 +84,9 @@ class WorkerSide:
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""
         self._owner = metadata.owner
+        if self._bind_wire is not None:
+            self._bind_wire(metadata.owner)
+            self._bind_wire = None
         for job_id in metadata.acknowledged:
             self._unacknowledged.pop(job_id, None)
         plan, lost = metadata.plan, metadata.lost
