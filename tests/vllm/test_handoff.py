@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,34 @@ def test_a_wrong_setting_is_refused(
         config["kv_connector_extra_config"]["handoffs"] = handoffs
     with pytest.raises(ConfigError, match=message):
         lane.Engine(tmp_path, config)
+
+
+@needs_loads_between_steps
+def test_two_engines_hand_over_by_tcp(tmp_path: Path) -> None:
+    engines = []
+    for name in ("P", "D"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        config = lane.connector_config(TARGET) | {"engine_id": name}
+        handoffs = {"wire": HANDOFFS["wire"], "address": address, "lease_seconds": 60}
+        config["kv_connector_extra_config"]["handoffs"] = handoffs
+        engines.append(lane.Engine(tmp_path / name, config))
+    producer, consumer = engines
+    num_free = producer.num_free_blocks()
+    tokens = range(100, 197)
+
+    producer.add("p", tokens, 1, transfer_params={"do_remote_decode": True})
+    producer.step()
+    params = producer.offered["p"]
+    assert (params["engine_id"], params["num_tokens"]) == ("P", 96)
+    assert params["do_remote_prefill"]
+    assert producer.num_free_blocks() == num_free - 6  # held after the request has ended
+    consumer.add("d", tokens, transfer_params=params)
+    for _ in range(5000):
+        producer.step()
+        consumer.step()
+        if producer.num_free_blocks() == num_free and not consumer.scheduler.requests:
+            break
+        time.sleep(0.001)
+    assert consumer.hits["d"] == 96  # the engine compares the bytes
+    assert producer.num_free_blocks() == num_free
