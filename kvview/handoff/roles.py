@@ -50,6 +50,10 @@ class Wire(Protocol):
         """Return the messages that arrived since the last call, from any sender."""
         ...
 
+    def close(self) -> None:
+        """Drop all messages. The engine closes its wire after the worker half has shut down."""
+        ...
+
 
 class HandoffScheduler(SchedulerConnector, Hooked):
     """The scheduler half. Every method has a default that does nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ def test_a_release_that_waits_for_loads_within_a_step_is_refused() -> None:
         assert "handoffs need 0.18.0 or later" in result.output
 
 
+def test_a_connector_of_vllm_is_checked_in_real_engines() -> None:
+    target = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+    result = CliRunner().invoke(cli, ["check", target, "--pd", "--engine", "vllm"])
+    assert result.exit_code == 2
+    assert "MultiConnector is a connector of vLLM" in result.output
+
+
 @needs_loads_between_steps
 @pytest.mark.parametrize(
     ("target", "handoffs", "message"),
@@ -90,8 +98,8 @@ def test_a_wrong_setting_is_refused(
         lane.Engine(tmp_path, config)
 
 
-@needs_loads_between_steps
-def test_two_engines_hand_over_by_tcp(tmp_path: Path) -> None:
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[list[Any]]:
     engines = []
     for name in ("P", "D"):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -100,6 +108,14 @@ def test_two_engines_hand_over_by_tcp(tmp_path: Path) -> None:
         handoffs = {"wire": HANDOFFS["wire"], "address": address, "lease_seconds": 60}
         config["kv_connector_extra_config"]["handoffs"] = handoffs
         engines.append(lane.Engine(tmp_path / name, config))
+    yield engines
+    for engine in engines:
+        engine.worker.shutdown()
+        engine.scheduler.shutdown()
+
+
+@needs_loads_between_steps
+def test_two_engines_hand_over_by_tcp(engines: list[Any]) -> None:
     producer, consumer = engines
     num_free = producer.num_free_blocks()
     tokens = range(100, 197)

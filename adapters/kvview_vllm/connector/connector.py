@@ -45,7 +45,7 @@ from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.canary_half import CANARY_TARGET
 from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, report_at_start
-from kvview_vllm.connector.handoffs import HandoffOptions, require_handoffs, wire_binder
+from kvview_vllm.connector.handoffs import HandoffOptions, WorkerWire, require_handoffs
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,
@@ -223,16 +223,16 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         else:
             worker = connector.make_worker()
             handoffs = require_handoffs(worker, target, *required)
-            bind_wire = None
+            wire = None
             if handoffs is not None and isinstance(worker, HandoffWorker):
-                bind_wire = wire_binder(worker, handoffs, engine_id)
+                wire = WorkerWire(worker, handoffs, engine_id)
             self._worker_side = WorkerSide(
                 worker,
                 kv_cache_config,
                 parallel.rank,
                 self._release,
                 Faults(target, "worker", resumes=resumes),
-                bind_wire,
+                wire,
             )
 
     @property

@@ -10,7 +10,7 @@ Source: ``kv_transfer_params`` in vllm/distributed/kv_transfer/kv_connector/v1/n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -93,20 +93,30 @@ def require_handoffs(
     return options
 
 
-def wire_binder(
-    half: HandoffWorker, options: HandoffOptions, engine_id: str
-) -> Callable[[str], None]:
-    """Make the wire, and the function that binds it to a worker half.
+class WorkerWire:
+    """The wire of a worker half.
 
-    Returns:
-        Called once with the life of the engine, which the first step names.
+    Args:
+        half: The half.
+        options: The setting.
+        engine_id: Name of the engine.
     """
-    wire = options.make_wire()
 
-    def bind(life: str) -> None:
-        half.bind_wire(options.peer(engine_id, life), wire, options.lease_seconds)
+    def __init__(self, half: HandoffWorker, options: HandoffOptions, engine_id: str) -> None:
+        self._half, self._options, self._engine_id = half, options, engine_id
+        self._wire = options.make_wire()
+        self._is_bound = False
 
-    return bind
+    def bind(self, life: str) -> None:
+        """Bind the wire at the first step, which names the life of the engine."""
+        if not self._is_bound:
+            self._is_bound = True
+            me = self._options.peer(self._engine_id, life)
+            self._half.bind_wire(me, self._wire, self._options.lease_seconds)
+
+    def close(self) -> None:
+        """Close the wire."""
+        self._wire.close()
 
 
 def params_with(request: Any, name: str) -> Mapping[str, Any] | None:

@@ -15,7 +15,7 @@ from kvview import BlockIds, CacheGeometry, Connector, ConnectorConfig, StepPlan
 from kvview.connector.hook_errors import build_connector
 from kvview.errors import ConfigError
 from kvview.handoff import HandoffScheduler, HandoffWorker, Peer, Wire
-from kvview.targets import require_connector
+from kvview.targets import is_engine_connector, require_connector
 from kvview.testing.connector.harness import ConnectorHarness, load_engines
 from kvview.testing.connector.scenario import Add, Scenario
 from kvview.testing.handoff.network import Network
@@ -150,7 +150,13 @@ def require_handoff_connector(target: object, options: Mapping[str, Any]) -> typ
     Raises:
         ConfigError: As :func:`pd_factory`.
     """
-    connector_class = require_connector(target, getattr(target, "__qualname__", repr(target)))
+    name = getattr(target, "__qualname__", repr(target))
+    if is_engine_connector(target):
+        raise ConfigError(
+            f"{name} is a connector of vLLM and opens connections of its own, which the simulated "
+            f"network cannot replace; check it with --pd --inference"
+        )
+    connector_class = require_connector(target, name)
     config = ConnectorConfig(CacheGeometry.single(4), dict(options))
     halves = build_connector(connector_class, config)
     kinds = type(halves.make_scheduler()), type(halves.make_worker())
