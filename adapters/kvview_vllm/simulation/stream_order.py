@@ -60,7 +60,7 @@ class Compute:
     @property
     def mismatch(self) -> str:
         """The latest wrong block, and whose KV is there."""
-        return self._bytes.mismatch
+        return self.kv_bytes.mismatch
 
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
         """The key of a block of a request."""
