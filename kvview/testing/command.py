@@ -20,13 +20,24 @@ from kvview.cli.output import (
     VERBOSE,
     OutputFile,
     Whole,
+    arguments_of,
+    given_parameters,
     json_option,
     naming,
     target_options,
     write_json,
 )
+from kvview.cli.result_file import (
+    RESULT_OPTION,
+    Colour,
+    Profile,
+    ResultFinding,
+    make_profile,
+    or_could_not_run,
+    write_result,
+)
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, line_of
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.watchdog import HOOK_SECONDS
 from kvview.urls import DOCS_URL
@@ -37,7 +48,6 @@ if TYPE_CHECKING:
 _PAGE_WIDTH = 120
 _LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
-DEFAULT_MUTANTS = 20
 SEEDS_OF_A_RELEASE = 100
 """Number of seeds for each release, unless the user sets a number."""
 
@@ -124,6 +134,7 @@ SEEDS_OF_A_RELEASE = 100
         "upgrade": "kvview.testing.schema:UpgradeModel",
     }
 )
+@RESULT_OPTION
 @click.option(
     "--html",
     "page_file",
@@ -134,16 +145,7 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--self-test",
     is_flag=True,
-    help="Check the checks: every injected fault and automatic mutant must be detected.",
-)
-@click.option(
-    "--mutants",
-    "num_mutants",
-    type=Whole(0),
-    help=(
-        "Number of automatic mutants for --self-test, drawn with --seed. [default: "
-        "{DEFAULT_MUTANTS}]"
-    ),
+    help="Check the checks: every injected fault must be detected; needs a checkout.",
 )
 def check(
     target: str | None,
@@ -153,9 +155,9 @@ def check(
     transfer_config: str | None,
     pd: bool,
     json_file: str | None,
+    result_file: str | None,
     page_file: str | None,
     self_test: bool,
-    num_mutants: int | None,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -168,17 +170,15 @@ def check(
     '{blocks}' and '{bytes}' are the size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
-    console = Console(stderr=json_file == "-", markup=True)  # stdout then only has the report
+    is_piped = "-" in (json_file, result_file)
+    console = Console(stderr=is_piped, markup=True)  # stdout then only has the report
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
-        number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
-        _finish(*_self_test(console, number, settings["seed"]), json_file)
+        _finish(*_self_test(console), json_file)
     if target is None:
         raise ConfigError(
             "TARGET is missing; pass package.module:factory or file.py:factory, or --self-test"
         )
-    if num_mutants is not None:
-        raise ConfigError("--mutants needs --self-test; add it, or drop --mutants")
     if vllm and settings["inference"]:
         raise ConfigError(
             "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "
@@ -195,10 +195,18 @@ def check(
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     if pd and settings["inference"]:
-        if json_file is not None or page_file is not None:
-            raise ConfigError("--pd --inference only prints its report; drop --json and --html")
+        if (json_file, page_file, result_file) != (None, None, None):
+            raise ConfigError(
+                "--pd --inference only prints its report; drop --json, --report-json and --html"
+            )
         sys.exit(_check_real_handoffs(console, target, given))
-    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+    profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
+    with (
+        _ended_in_order(),
+        naming(target),
+        or_could_not_run(result_file, target, profile),
+        progress(f"checking {target}") as on_progress,
+    ):
         found = load_target(target)
         if pd:
             from kvview.testing.handoff import pd_factory
@@ -220,7 +228,35 @@ def check(
     show_report(console, report)
     if page_file is not None:
         _write_page(page_file, report)
+    profile = "inference" if settings["inference"] else report.contract
+    replaced = [] if report.runs is None else report.runs.replaced
+    engine = "" if report.runs is None else report.runs.engine
+    write_result(
+        result_file,
+        target,
+        [_profile(report, profile)],
+        report.versions,
+        replaced,
+        engine,
+    )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _profile(report: Report, name: str) -> Profile:
+    """The verdict of a result file, with one result for each check."""
+    results = []
+    for result in report.results:
+        failure = result.failure
+        evidence = line_of(failure.what) if failure is not None else result.reason
+        law = result.law if failure is None else failure.law
+        results.append(ResultFinding(law, result.outcome, evidence))
+    colours: dict[str, Colour] = {
+        "failed": "red",
+        "unexpected pass": "red",
+        "expected failure": "red",
+        "not checked": "not checked",
+    }
+    return make_profile(name, colours, results)
 
 
 def _write_page(path: str, report: Report) -> None:
@@ -267,28 +303,16 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
         raise ConfigError(
             f"--html shows one release and cannot be combined with --{engine}; drop one of them"
         )
-    options = []
-    for option in _given_options(context):
-        name, value = option.name or "", context.params[option.name or ""]
-        if name in ("target", "vllm", "engine", "json_file"):
-            continue
-        if isinstance(option, click.Option) and option.is_flag:
-            options += option.opts
-        else:
-            several = value if isinstance(value, tuple) else (value,)
-            options += [f"{option.opts[0]}={each}" for each in several]
+    if context.params["result_file"] is not None:
+        raise ConfigError(
+            f"--report-json is about one release and cannot be combined with --{engine}; drop one "
+            "of them"
+        )
+    ignored = ("target", "vllm", "engine", "json_file")
+    options = arguments_of(context, ignored)
     if context.params["seeds"] is None:
         options.append(f"--seeds={SEEDS_OF_A_RELEASE}")
     return options
-
-
-def _given_options(context: click.Context) -> Iterator[click.Parameter]:
-    """Yield the options that the user set."""
-    for option in context.command.params:
-        name = option.name or ""
-        default = click.core.ParameterSource.DEFAULT
-        if name in context.params and context.get_parameter_source(name) not in (default, None):
-            yield option
 
 
 def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
@@ -365,24 +389,20 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
         raise ConfigError(
             "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
         )
-    for option in _given_options(context):
-        if option.name not in ("self_test", "num_mutants", "seed", "json_file"):
+    for option in given_parameters(context):
+        if option.name not in ("self_test", "json_file"):
             raise ConfigError(
                 f"{option.opts[0]} needs a TARGET, which --self-test does not have; drop it"
             )
 
 
-def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.mutants import load_mutants, run_automatic_mutants, run_mutants
+def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
+    from kvview.testing.mutants import load_mutants, run_mutants
     from kvview.testing.schema import MutantModel, SelfTestModel
-    from kvview.testing.terminal import show_automatic_mutants, show_mutants
+    from kvview.testing.terminal import show_mutants
 
     mutants = load_mutants()
-    automatic: dict[str, Any] = {"mutants": [], "num_killed": 0, "unexplained": []}
-    if num_mutants:  # before any thread starts, because the mutants run in forks
-        with progress(f"running {num_mutants} automatic mutants") as on_progress:
-            automatic = run_automatic_mutants(num_mutants, seed, on_progress)
-    with progress(f"running {len(mutants)} planted faults") as on_progress:
+    with progress(f"running {len(mutants)} injected faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
     show_mutants(console, results)
     rows = [
@@ -391,15 +411,12 @@ def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode,
             what=result.mutant.what,
             law=result.mutant.law,
             incident=result.mutant.incident,
-            killed_by=None if result.broken is None else result.broken.law,
+            killed_by=result.killed_by,
             is_killed=result.is_killed,
             is_killed_by_its_law=result.is_named,
         )
         for result in results
     ]
-    if num_mutants:
-        show_automatic_mutants(console, automatic)
     num_survivors = sum(not result.is_killed for result in results)
-    told = SelfTestModel(mutants=rows, num_survivors=num_survivors, automatic=automatic)
-    is_clean = not num_survivors and not automatic["unexplained"]
-    return ExitCode.CLEAN if is_clean else ExitCode.WRONG, told.model_dump(mode="json")
+    report = SelfTestModel(mutants=rows, num_survivors=num_survivors)
+    return ExitCode.WRONG if num_survivors else ExitCode.CLEAN, report.model_dump(mode="json")

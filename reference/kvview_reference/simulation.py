@@ -369,7 +369,12 @@ def _make_request(
     if before is not None:
         new_ids = (f"{add.family}/{i}" for i in count())
         request = before.next_turn(
-            add.request_id, add.num_prompt_tokens, add.num_output_tokens, new_ids, serial
+            add.request_id,
+            add.num_prompt_tokens,
+            add.num_output_tokens,
+            new_ids,
+            serial,
+            add.transfer_params,
         )
         request.stops_after = add.stops_after
         return request
@@ -382,6 +387,7 @@ def _make_request(
         size,
         chain_hashes(ids),
         stops_after=add.stops_after,
+        transfer_params=add.transfer_params,
         _serial=serial,
     )
 

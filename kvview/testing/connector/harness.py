@@ -50,6 +50,10 @@ class SimulationStats(Protocol):
     def mismatches(self) -> int:
         """Number of blocks whose bytes were not those of their hashes when a request read them."""
 
+    @property
+    def mismatch(self) -> str:
+        """One of them: where it differs, and whose KV is there; empty if the engine cannot say."""
+
 
 class ConnectorHarness(Protocol):
     """An engine under simulation.

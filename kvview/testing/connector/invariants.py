@@ -113,8 +113,13 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
         )
 
 
-def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
+def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> None:
     """Require that every block that a request reads has the KV of its hash.
+
+    Args:
+        num_wrong: Blocks that differed so far.
+        num_wrong_before: Those of earlier steps.
+        mismatch: One of them.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -123,7 +128,7 @@ def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
         raise InvariantBroken(
             "XFER-1",
             f"a request reads {num_wrong - num_wrong_before} blocks whose bytes are not those of "
-            f"their hashes",
+            f"their hashes{mismatch and f': {mismatch}'}",
         )
 
 

@@ -33,9 +33,8 @@ class Add:
             steps in flight are then discarded. None: it ends after ``num_output_tokens``, which
             every engine knows in advance.
         num_shared_blocks: Number of hash blocks at its start that it shares with all other prompts.
-        max_load_tokens: The client's cap on the tokens to load; only vLLM's own connectors get it,
-            in the ``kv_transfer_params``.
-        max_offload_tokens: The client's cap on the tokens to store, passed in the same way.
+        max_load_tokens: The client's cap on the tokens to load.
+        max_offload_tokens: The client's cap on the tokens to store.
     """
 
     request_id: str
@@ -47,6 +46,12 @@ class Add:
     num_shared_blocks: int = 2
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
+
+    @property
+    def transfer_params(self) -> Mapping[str, int] | None:
+        """The parameters that its client sends to the connector; None without any."""
+        caps = {name: getattr(self, name) for name in ("max_load_tokens", "max_offload_tokens")}
+        return {name: cap for name, cap in caps.items() if cap is not None} or None
 
 
 @dataclass(frozen=True)
