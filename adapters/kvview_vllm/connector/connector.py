@@ -392,7 +392,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             news = [new for each in self._siblings() if (new := each._news()) is not None]
             return reduce(KVViewStats.aggregate, news) if news else None
         if self._release.asked_for_stats:
-            return None  # because workers have no metrics of their own
+            return None  # because workers have no metrics
         reports: list[JobReport] = []
         if not self._release.worker_metadata:
             reports = [r for each in self._siblings() for r in each._worker.reports()]

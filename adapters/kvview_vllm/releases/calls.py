@@ -255,7 +255,7 @@ def known_media() -> list[str] | None:
 
 
 def make_medium(name: str) -> Any:
-    """Convert a medium to the type in such an event."""
+    """Convert a medium to the type that events of offloading managers have."""
     medium = find_class("Medium")
     return name if medium is None else medium(name)
 

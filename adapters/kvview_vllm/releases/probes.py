@@ -41,8 +41,8 @@ _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 class Release:
     """The installed vLLM; each seam is probed at its first use.
 
-    For an existing pool or manager, :func:`probe_pool` and :func:`probe_offloading` find more
-    than the classes show.
+    For an existing pool or manager, :func:`probe_pool` and :func:`probe_offloading` also find
+    differences that the classes do not show.
 
     Args:
         version: Its version string.

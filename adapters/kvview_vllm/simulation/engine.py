@@ -431,7 +431,7 @@ class VLLMConnectorHarness:
         )
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """The keys that a load must write into the blocks of a request."""
+        """The key whose KV a load must write, for each block of a request."""
         request = self._scheduler.requests.get(request_id)
         if request is None or self._status.get(request.status) not in self._while_loading:
             return {}

@@ -158,7 +158,7 @@ def check_tier_8_damaged_notes(store: TierPlayer) -> None:
 def check_tier_10_restored_entry(store: TierPlayer) -> None:
     """Damaged media: a file of another namespace under a name of this one is not an entry."""
     place = store.harness
-    if not hasattr(place, "entries"):  # a harness of its own
+    if not hasattr(place, "entries"):  # another harness
         return
     other = store.open_in_place(weights="2")
     if isinstance(other, KVViewError):  # one namespace in a place

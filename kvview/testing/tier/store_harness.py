@@ -157,8 +157,8 @@ class StoreHarness:
     def damage(self, how: str) -> int:
         """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
 
-        A damaged file takes the place of the old one, because a store may have mapped the old one:
-        the process would end with SIGBUS if a mapped file were cut.
+        A damaged file replaces the old file instead of changing it, because a store may have mapped
+        the file, and cutting a mapped file ends the process with SIGBUS.
         """
         contents = {}
         for path in self.entries():

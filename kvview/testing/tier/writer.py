@@ -76,7 +76,7 @@ class Writer:
         """Wait for the end of the process, or until something has happened."""
         end = time.monotonic() + _SECONDS
         while self._process.poll() is None and not is_enough():
-            watchdog.next_call()  # the process has a limit of its own
+            watchdog.next_call()  # the process has its own limit
             if time.monotonic() > end:
                 self._process.kill()
             time.sleep(0.001)

@@ -47,7 +47,7 @@ class ObjectStore(DeletingStore):
     """A tier in a bucket, which verifies its pages with its own seals.
 
     Args:
-        namespace: Namespace of the pages, which has a prefix of its own.
+        namespace: Namespace of the pages, which has its own prefix.
         url: ``s3://bucket/prefix`` or another URL that obstore accepts (``gs``, ``az``);
             ``file:///path`` and ``memory:///`` for trials.
         threads: Maximum of requests at once.
