@@ -1,4 +1,4 @@
-"""The guard in vLLM, which is the view that a connector gets, and the log of its holds.
+"""The guard in vLLM: it makes the view of a connector, and logs its holds.
 
 Source: :mod:`kvview.guard`, whose laws it satisfies.
 """

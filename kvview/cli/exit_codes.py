@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     COULD_NOT_RUN = 2, "the command could not run"
     CONNECTOR_RAISED = (
         3,
-        "a hook or a thread of the connector raised, or a hook returned a wrong value",
+        "a hook or thread of the connector raised, or a hook returned a bad value",
     )
     NOT_CHECKED = 4, "nothing is wrong, but a required check is missing"
     BUG = 5, "a bug of kvview or of a command"

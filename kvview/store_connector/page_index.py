@@ -32,7 +32,7 @@ class Behaviour:
     Args:
         mode: The moment at which blocks are stored.
         prefetch: Whether pages go from the store to memory when they are promised.
-        memory: Budget of memory; 0 for no such level.
+        memory: Budget of memory; 0 for no pages in memory.
         is_in_bytes: Whether the budget of memory is in bytes, not blocks.
         store: Budget of the store in blocks; 0 for no store.
         can_delete: Whether pages are deleted from the store.
