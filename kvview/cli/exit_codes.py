@@ -15,10 +15,7 @@ class ExitCode(IntEnum):
     CLEAN = 0, "clean"
     WRONG = 1, "the run found something wrong: a mismatch, a leak, a broken law"
     COULD_NOT_RUN = 2, "the command could not run"
-    CONNECTOR_RAISED = (
-        3,
-        "a hook or thread of the connector raised, or a hook returned a bad value",
-    )
+    CONNECTOR_RAISED = 3, "the connector raised, or one of its hooks returned a wrong value"
     NOT_CHECKED = 4, "nothing is wrong, but a required check is missing"
     BUG = 5, "a bug of kvview or of a command"
     INTERRUPTED = 130, "interrupted, and nothing was wrong until then"
