@@ -109,7 +109,7 @@ def watching() -> Iterator[None]:
 
 
 @contextmanager
-def watching_anew() -> Iterator[None]:
+def watching_child() -> Iterator[None]:
     """Watch the calls of a forked child, which inherits no timer of its parent."""
     _Call.is_watched, _Call.may_arm = False, False
     with watching():

@@ -143,7 +143,7 @@ def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
         (130, "", report(), Verdict.INTERRUPTED, "before its runs did"),
     ],
 )
-def test_what_a_process_says(
+def test_the_verdict_of_a_process(
     code: int, said: str, found: dict[str, Any] | None, verdict: Verdict, reason: str
 ) -> None:
     judged = judge("1.2.3", code, said, found, "an")

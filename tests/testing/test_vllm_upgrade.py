@@ -111,7 +111,7 @@ def test_the_whole_wheel_where_there_are_no_parts(index: Path) -> None:
         ("/nowhere", RELEASE, "no package index responded"),
     ],
 )
-def test_why_it_cannot_be_had(
+def test_the_error_names_the_reason(
     index: Path, monkeypatch: pytest.MonkeyPatch, links: str | None, release: str, told: str
 ) -> None:
     if links is not None:

@@ -118,9 +118,9 @@ class VLLMEngines:
             leave_out(f"{part}: not all of their blocks are counted", max_tokens_per_step=fewest)
         if scenario.num_connectors > 1 and (why := self._why_not(fitted, num_connectors=2)):
             leave_out(f"two connectors with {several}: {why}", num_connectors=1)
-        if not cpu_scheduler.can_load_beside_hits(len(groups)):
+        if not cpu_scheduler.can_load_after_hits(len(groups)):
             part = f"loads after a GPU hit, with {several}: one block may become two groups'"
-            leave_out(part, loads_beside_hits=False)
+            leave_out(part, loads_after_hits=False)
         self._fit_steps(fitted, several, leave_out)
         self._fit_drafts(fitted, several, leave_out)
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")

@@ -140,7 +140,7 @@ def can_fail_loads(num_groups: int = 1) -> bool:
     return release.failed_blocks if num_groups == 1 else release.failed_requests
 
 
-def can_load_beside_hits(num_groups: int) -> bool:
+def can_load_after_hits(num_groups: int) -> bool:
     """Whether a request may load the blocks after its GPU hit (several groups: 0.24.0)."""
     release = installed().connector
     return num_groups == 1 or release.hits_come_first or not release.null_window_blocks

@@ -111,7 +111,7 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
     torch.set_num_threads(1)  # because the fork does not have the threads of torch's pool
     serve: Serve | None = None
     try:
-        with watchdog.watching_anew():
+        with watchdog.watching_child():
             while True:
                 name, args = pickle.loads(pipe.recv_bytes())
                 try:

@@ -157,7 +157,7 @@ class Scenario:
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
         loads_may_fail: Whether loads have the outcomes of their fates; otherwise all loads succeed.
         loads_may_be_late: Whether loads have the delays of their fates; otherwise no load is late.
-        loads_beside_hits: Whether a request with a hit on the GPU may load as well.
+        loads_after_hits: Whether a request with a hit on the GPU may load as well.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is taken; 1 for a synchronous engine.
         compute_lags: Whether the KV of a step is written only when its output is taken, so
@@ -195,7 +195,7 @@ class Scenario:
     ends_abruptly: bool = False
     loads_may_fail: bool = True
     loads_may_be_late: bool = True
-    loads_beside_hits: bool = True
+    loads_after_hits: bool = True
     steps_in_flight: int = 1
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"

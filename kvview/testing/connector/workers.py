@@ -129,7 +129,7 @@ class Workers:
                 yield number, answer
 
     def close(self) -> None:
-        """End the processes and their children; callable twice."""
+        """End the processes and their children; may be called twice."""
         for worker in self._workers:
             worker.process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END

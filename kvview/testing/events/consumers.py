@@ -1,9 +1,8 @@
 """The readers of KV events, and the rules in their sources for each event.
 
 Each profile follows one version of one public decoder, which it names. Its rules also cover the
-treatment of decoded events, if that treatment loses or changes a block. A profile judges one batch
-at a time and keeps no state.
-"""
+treatment of decoded events, if that treatment loses or changes a block. A profile examines one
+batch at a time and keeps no state."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def check_tier_10_restored_entry(store: TierPlayer) -> None:
         other.put(number, [key], [memoryview(bytes_of(key[::-1], size))])
         finished(other, store.patience)
         theirs, before = place.entries() - before, place.entries()
-        if len(mine) == len(theirs) == 1:  # otherwise the files cannot be told apart
+        if len(mine) == len(theirs) == 1:  # otherwise the files cannot be distinguished
             theirs.pop().replace(mine.pop())
             store.line(f"# the file of {key!r} is that of other weights now")
     store.model.damage()

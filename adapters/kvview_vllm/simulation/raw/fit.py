@@ -93,7 +93,7 @@ class RawEngines:
 
 def can_load_in_groups() -> bool:
     """Whether vLLM serves any connector with several groups (0.24.0)."""
-    return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_beside_hits(2)
+    return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_after_hits(2)
 
 
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
