@@ -323,7 +323,7 @@ def has_pending_work(connector: Any) -> bool:
 
 
 def is_hook(name: str) -> bool:
-    """Whether ``KVConnectorBase_V1`` has a public method of a name."""
+    """Whether ``KVConnectorBase_V1`` has a public method with this name."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
     return not name.startswith("_") and hasattr(base, name)
 

@@ -1,4 +1,4 @@
-"""Forked processes that play seeds: all cores are used, and a crash ends one process only.
+"""Forked processes that play seeds on all cores; a crash only ends one of them.
 
 The processes are forked before any thread is started. So they have classes that are defined in
 a function or in ``__main__``, and import nothing again.

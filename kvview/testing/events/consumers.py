@@ -2,7 +2,8 @@
 
 Each profile follows one version of one public decoder, which it names. Its rules also cover the
 treatment of decoded events, if that treatment loses or changes a block. A profile examines one
-batch at a time and keeps no state."""
+batch at a time and keeps no state.
+"""
 
 from __future__ import annotations
 
