@@ -138,7 +138,7 @@ def verdict(value: float, *, at_least: float | None = None, at_most: float | Non
 
 
 def beside_vllm(measure: Callable[[int], None], rounds: int) -> click.Command:
-    """Make the command of a benchmark beside vLLM.
+    """Make the command of a benchmark that compares kvview with vLLM.
 
     Args:
         measure: Called with the number of rounds; prints its tables.

@@ -1,4 +1,4 @@
-"""Writes ``docs/hooks.md``: every hook and what it is told, from the sources.
+"""Write ``docs/hooks.md``, which lists every hook with its arguments and results, from the sources.
 
     python docs/make_hooks.py           # write it
     python docs/make_hooks.py --check   # exit 1 when it is not up to date
@@ -66,7 +66,7 @@ _HELPERS = {
     "kvview/keys.py": ("make_offload_key", "get_offload_block_hash", "get_offload_group_idx"),
 }
 _HEAD = """\
-# Hooks and what they are told
+# Hooks, their arguments and results
 
 <!-- Written by docs/make_hooks.py from the sources; edit those and run it again. -->
 
@@ -135,7 +135,7 @@ def page() -> str:
 
 
 def _calls() -> Iterator[str]:
-    """What a connector may call: the view, and what helps with tokens, blocks and keys."""
+    """The calls of a connector: the view, and helpers for tokens, blocks and keys."""
     yield from ("## The view", "", "`isinstance(view, SupportsLeases)` says whether it can.", "")
     yield from ("| call | of | what |", "|---|---|---|")
     for path in _VIEW:
@@ -169,7 +169,7 @@ def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
 
 
 def _sections(node: ast.ClassDef | ast.FunctionDef) -> dict[str, str]:
-    """A docstring's sections by name; what stands before them by ``""``, in one line."""
+    """Return a docstring's sections by name, with the text before them as ``""`` in one line."""
     text = (ast.get_docstring(node) or "") + "\n"
     first = re.sub(r"^Source:.*", "", _SECTION.sub("", text), flags=re.MULTILINE | re.DOTALL)
     return {"": _plain(first), **dict(_SECTION.findall(text))}
@@ -185,7 +185,7 @@ def _plain(text: str) -> str:
 
 
 def _signature(node: ast.FunctionDef, first: int = 1) -> str:
-    """Name, arguments from the first on, and what is returned."""
+    """Format the name, the arguments from the first on, and the result."""
     told = ""
     if "property" not in map(ast.unparse, node.decorator_list):
         told = ast.unparse(ast.arguments(**{**vars(node.args), "args": node.args.args[first:]}))

@@ -1,4 +1,4 @@
-"""What ``mkdocs build`` does beside its plugins, so that the pages read well on a code host too.
+"""Hooks of ``mkdocs build``, for pages that are also readable on a code host.
 
 1. A relative link that leaves ``docs/`` leads to the code host.
 2. Cross references of docstrings (``:class:`~kvview.Lease```) become links into the API pages.
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Link what docstrings refer to, and laws."""
+    """Link the names and laws in docstrings."""
     html = _ROLE.sub(_reference, html)
     html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)  # Markdown keeps it in code
     html = _EMPTY_HEAD.sub(r"<td\1></td>", html)

@@ -5,7 +5,7 @@ Try it, without a GPU and without vLLM:
     kvview replay --connector examples/host_cache.py:HostCacheConnector \
         --gpu-blocks 500 --cpu-blocks 5000
 
-Copy it and change what you need. It imports the contract and torch, no engine.
+Copy the file and change it. It imports the contract and torch, but no engine.
 """
 
 from collections import Counter, OrderedDict
@@ -44,7 +44,7 @@ from kvview import (
 
 
 class HostCacheConnector(Connector):
-    """Build both halves. Option ``cpu_blocks``: how many blocks the host keeps."""
+    """Build both halves. Option ``cpu_blocks`` is the number of blocks that the host keeps."""
 
     contract_version = "1.0"
 
@@ -63,13 +63,14 @@ class HostCacheConnector(Connector):
 
 
 class HostCacheScheduler(SchedulerConnector):
-    """Knows which key lies in which host slot, and what is in flight."""
+    """Tracks the host slot of each key, and the jobs in flight."""
 
     def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
         self.geometry = config.geometry
         self.view: GPUBlockPoolView | None = None
-        self.limits: list[Callable[[], int]] = []  # of blocks to hold now, where the engine says
-        self.reserve = 0  # free blocks that are the engine's
+        # Numbers of blocks that may be held now, if the view has them.
+        self.limits: list[Callable[[], int]] = []
+        self.reserve = 0  # free blocks that are left to the engine
         self.slots: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently used first
         self.free_slots = list(range(cpu_blocks))
         self.loading: Counter[OffloadKey] = Counter()  # must not be evicted
@@ -92,14 +93,14 @@ class HostCacheScheduler(SchedulerConnector):
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self.reserve = min(4 * facts.max_blocks_per_step, facts.num_gpu_blocks // 16)
 
-    # Loading: promise a prefix, get blocks for it, plan the copy, hear of its end.
+    # Loading: promise a prefix, get blocks for it, plan the copy, receive its result.
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
         def is_there(group: int, block: int) -> bool:
             on_gpu = (block + 1) * self.geometry.groups[group].block_size <= num_computed_tokens
             return on_gpu or self.key(request, group, block) in self.slots
 
-        # The last token is always computed: the engine needs its logits.
+        # The last token is always computed, because the engine needs its logits.
         num_tokens = self.geometry.longest_prefix(request.num_tokens - 1, is_there)
         return max(0, num_tokens - num_computed_tokens)
 
@@ -134,7 +135,7 @@ class HostCacheScheduler(SchedulerConnector):
         self.loads[job.job_id] = keys
         self.planned_loads.append(job)
 
-    # Storing: when a request lets go of its blocks, hold them until they are copied.
+    # Storing: when a request releases its blocks, hold them until they are copied.
 
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
@@ -153,7 +154,7 @@ class HostCacheScheduler(SchedulerConnector):
         for block in full_blocks(self.geometry, request, block_ids, first_token=first):
             if block.key not in self.slots and block.key not in in_flight:
                 new[block.key] = block
-        # What is held is missing to others: store less rather than too much.
+        # Other requests cannot use held blocks, so rather store fewer blocks than too many.
         room = min([len(new), *(limit() for limit in self.limits)])
         slots: dict[OffloadKey, int] = {}
         for key in new:
@@ -223,7 +224,7 @@ class HostCacheScheduler(SchedulerConnector):
 
 
 class HostCacheWorker(WorkerConnector):
-    """Copies pages; here on the engine's thread, a faster one would use a stream or its own."""
+    """Copies pages on the engine's thread; a faster worker would use a stream or a thread."""
 
     def __init__(self, cpu_blocks: int) -> None:
         self.cpu_blocks = cpu_blocks
@@ -243,7 +244,7 @@ class HostCacheWorker(WorkerConnector):
         self.copy_started()
 
     def copy_started(self) -> None:
-        # The model may still compute what a plan reads: wait for the mark, in order (XFER-6).
+        # The model may still compute the bytes that a plan reads, so wait for the mark (XFER-6).
         while self.started and ((mark := self.started[0][0]) is None or mark.query()):
             _, plan = self.started.pop(0)
             for job in plan.loads:

@@ -9,7 +9,7 @@ Serve with it:
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HostCacheConnector", \
 "kv_connector_module_path": "raw_host_cache", "kv_role": "kv_both"}'
 
-Copy it and change what you need. It imports vLLM and torch, and nothing of kvview.
+Copy the file and change it. It imports vLLM and torch, but not kvview.
 """
 
 from collections import OrderedDict
@@ -28,35 +28,39 @@ Copies = list[tuple[int, int]]  # (GPU block, host slot) pairs
 
 @dataclass
 class HostCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's half has the worker's half do in one step."""
+    """The jobs that the scheduler's half passes to the worker's half in one step."""
 
     loads: Copies = field(default_factory=list)
     stores: dict[str, Copies] = field(default_factory=dict)  # of the requests that ended
 
 
 class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Both halves. ``kv_connector_extra_config``: ``host_blocks``, how many blocks the host keeps.
+    """Both halves.
 
-    Made for models with one group of KV cache, all of full attention.
+    ``host_blocks`` in ``kv_connector_extra_config`` is the number of blocks that the host keeps.
+
+    Made for models with one KV-cache group of full attention.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.host_blocks = int(options.get("host_blocks", 1000))
-        # The scheduler's half: which block lies in which host slot, and what is in flight.
+        # The scheduler's half tracks the host slot of each block, and the jobs in flight.
         self.block_size = int(vllm_config.cache_config.block_size)
         self.slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self.free_slots = list(range(self.host_blocks))
-        self.stores: dict[str, tuple[int, dict[bytes, int]]] = {}  # and the reset they began after
-        self.first_block: dict[str, int] = {}  # of a promised prefix, what the GPU has not
+        # And the number of the last reset before their start.
+        self.stores: dict[str, tuple[int, dict[bytes, int]]] = {}
+        # The part of a promised prefix that the GPU does not have.
+        self.first_block: dict[str, int] = {}
         self.planned = HostCacheMetadata()
         self.num_resets = 0
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: it is a cache, and nobody waits for what it stores."""
-        return False  # by default vLLM 0.27 to 0.29 may preempt requests for ever (#49674)
+        """Return False, because this is a cache and no other engine waits for its stores."""
+        return False  # by default vLLM 0.27 to 0.29 may preempt requests forever (#49674)
 
     # The scheduler's half. Loading: promise a prefix, get blocks for it, plan the copy.
 
@@ -64,7 +68,7 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         first = last = num_computed_tokens // self.block_size
-        # The last token is always computed: the engine needs its logits.
+        # The last token is always computed, because the engine needs its logits.
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         while last < len(hashes) and hashes[last] in self.slots:
             last += 1
@@ -90,7 +94,7 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         self.first_block.pop(request.request_id, None)
         in_flight = {key for _, slots in self.stores.values() for key in slots}
-        # The KV of the token that was sampled last is not computed.
+        # The KV of the last sampled token is not computed.
         num_full = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_size
         slots: dict[bytes, int] = {}
         copies: Copies = []
@@ -100,7 +104,8 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if self.free_slots:
                 slots[key] = self.free_slots.pop()
             elif self.slots:
-                # What a load of this step still reads: it goes before the store.
+                # A slot that a load of this step still reads may be reused, because loads run
+                # first.
                 slots[key] = self.slots.popitem(last=False)[1]
             else:
                 break
@@ -148,15 +153,15 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 gpu[block].copy_(host[slot])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing, because no load is left."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: requests are stored when they end."""
+        """Do nothing, because requests are stored when they end."""
 
     def wait_for_save(self) -> None:
-        """Nothing was begun in this step."""
+        """Do nothing, because no store was started in this step."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         stores = self.plan().stores

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C in commands that read rows, which then report the result of the rows so far."""
+"""Handling of Ctrl-C in commands that read rows, which then report the partial result."""
 
 from __future__ import annotations
 

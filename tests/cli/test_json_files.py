@@ -24,7 +24,7 @@ CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
 
 
 def run(arguments: str) -> Any:
-    """The report of a command, which is all that it prints to stdout."""
+    """The report of a command, which prints only this to stdout."""
     result = CliRunner().invoke(cli, [*arguments.split(), "--json", "-", "--quiet"])
     assert result.exit_code in (0, 1, 4), result.output
     return json.loads(result.stdout)

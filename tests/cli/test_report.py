@@ -72,7 +72,7 @@ class Interrupted(LazyOffloadConnector):
 
 
 class Page(HTMLParser):
-    """What a page says, and whether every element of it is closed."""
+    """The text of a page, and whether every element of it is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -210,7 +210,7 @@ class Bench:
 
 @pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_a_pin_budget_is_used_and_not_exceeded(connector: type[Connector]) -> None:
-    """What does not fit is counted; a touch too much out of a hook would end the engine."""
+    """Blocks that do not fit are counted; an exceeded budget in a hook would end the engine."""
     bench = Bench(connector, 0.2)
     assert bench.end(20) == 12  # a fifth of 64
     assert len(bench.guard.held_blocks()) == 12

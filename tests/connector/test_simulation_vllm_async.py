@@ -1,4 +1,4 @@
-"""Steps in flight on vLLM's asynchronous scheduler: no false alarm, and what is wrong is red."""
+"""Steps in flight on vLLM's asynchronous scheduler: no false alarms, and faults are found."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_promise_whose_blocks_come_later_is_asked_for_again(
 
     monkeypatch.setattr(SchedulerSide, "_promises_again", counted)
     deferring = Deferring()
-    # A small tier, which loses what was promised.
+    # A small tier, which loses promised pages.
     scenarios = [replace(in_flight(seed, 3), cpu_blocks=6) for seed in range(3 * SEEDS)]
     for seed, scenario in enumerate(scenarios):
         result = simulate(connector, scenario, engines=deferring)

@@ -1,4 +1,4 @@
-"""How much a tier holds is for the check to say: it must be full now and then."""
+"""The check chooses the size of a tier, so that it is full in some runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Pages that are run, done as a reader does it: each file, each edit, each command.
 
-What is shown below a command must be printed by it, line after line, ``...`` left out.
-"""
+A command must print the lines that are shown below it; ``...`` stands for any lines."""
 
 from __future__ import annotations
 

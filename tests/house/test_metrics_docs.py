@@ -1,4 +1,4 @@
-"""The metrics page and the Grafana dashboard name what is exported, all of it and nothing else.
+"""The metrics page and the Grafana dashboard name exactly the exported metrics.
 
 A real server evaluates their expressions in ``tests/docs/test_prometheus.py``. The dashboard has
 the structure of Grafana's own reference of the dashboard JSON

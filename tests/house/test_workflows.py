@@ -1,4 +1,4 @@
-"""The workflows for GitHub: what they call is there."""
+"""The scripts and actions that the GitHub workflows call exist."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class KeyedWorker:
             for number in range(skip, skip + size):
                 block = blocks.pop(0)
                 if not 0 <= block < num_blocks:
-                    raise TransferSpecError(f"XFER-1: GPU block {block} is none of {num_blocks}")
+                    raise TransferSpecError(f"XFER-1: GPU block {block} is not one of {num_blocks}")
                 yield group, block, mine[number // self._k], number % self._k
         if keys:
             raise TransferSpecError(f"XFER-1: {len(keys)} keys too many")

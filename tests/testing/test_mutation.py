@@ -146,7 +146,7 @@ def test_the_kit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         of_tiny["return taken[:limit] -> return []"],
         of_tiny["num -= 1 -> num += 1"],
         of_tiny["num > 0 -> num >= 0"],
-        of_tiny["num + 1 -> num - 1"],  # nobody calls it
+        of_tiny["num + 1 -> num - 1"],  # it is never called
     ]
     verdicts = trial.play(chosen, [trial.Reach(step, reached, 0.0)], num_processes=2)
     how = {verdict.site.change: (verdict.how, verdict.num_steps) for verdict in verdicts}

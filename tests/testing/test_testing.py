@@ -1,4 +1,4 @@
-"""The conformance kit itself: its runners, its messages, what it does with bad input."""
+"""The conformance kit itself: its runners, its messages, and its reaction to bad input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class DropsEngineReferences(ReferencePool):
-    """Wrong on purpose: the view gives back what it does not hold."""
+    """Wrong on purpose: the view releases blocks that it does not hold."""
 
     def make_view(self) -> Any:
         class View(BlockPoolView):
@@ -420,7 +420,7 @@ def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NeverComesBack(ReferenceTransfer):
-    """Waits for a report that nobody makes."""
+    """Waits for a report that never comes."""
 
     def make_worker(self) -> Any:
         worker: Any = super().make_worker()

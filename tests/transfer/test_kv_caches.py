@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], int, tuple[int, ...] | None]] = {
 
 
 def make(shape: tuple[int, ...], order: tuple[int, ...] | None) -> torch.Tensor:
-    """A tensor of that shape whose axes lie in that order in memory, all elements distinct."""
+    """A tensor of that shape with its axes in that order in memory, and distinct elements."""
     order = order or tuple(range(len(shape)))
     stored = torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
     stored = stored.reshape([shape[axis] for axis in order])

@@ -77,7 +77,8 @@ def test_xfer_6_jobs_wait_for_the_stream_that_is_named_and_no_other() -> None:
         worker._copier = StreamCopier(driver, worker._host, blocks, ComputeStream())  # type: ignore[arg-type]
         tensor = world.tensors[0]
         named.append(("call", lambda: tensor.__setitem__(slice(1, 3), 42)))  # noqa: B023
-        driver.compute.append(("wait", SimulatedEvent()))  # never done: nobody waits for it
+        # Never done, because no code waits for it.
+        driver.compute.append(("wait", SimulatedEvent()))
         worker.transfer_async(1, store([1], [0]))
         worker.transfer_async(2, load([2], [0]))
         worker.wait([1, 2])
