@@ -38,7 +38,7 @@ _HOOKS = {
     },
     "WorkerConnector": {
         "register_kv_caches": "once, before any other",
-        "start_plan": "in each step whose plan has jobs, or is of a class of its own",
+        "start_plan": "in each step whose plan has jobs, or belongs to a subclass of StepPlan",
         "get_finished": "in each step",
         "wait": "when the engine can do nothing before these end",
         "shutdown": "at the end, perhaps without any other before",

@@ -187,7 +187,7 @@ def test_what_vllm_delivers_is_compared() -> None:
     planned = PlannedRequest("r", [1, 2, 3], 5, 4, 2, 4)
     tokens = [planned.token(position) for position in (3, 4)]
     planned.request.append_output_token_ids(tokens[0])
-    with pytest.raises(InvariantBroken, match=r"ENGINE: .* ended after 1 of 2 tokens"):
+    with pytest.raises(InvariantBroken, match=r"ENGINE: .* ended after only 1 of 2 tokens"):
         planned.check(has_ended=True)
     planned.request.append_output_token_ids(tokens[1])
     planned.check(has_ended=True)

@@ -82,4 +82,4 @@ def test_options_that_cannot_be_combined_are_refused() -> None:
     assert "engine 'reference' runs no model" in refused(EXAMPLE, "--engine", "reference")
     assert "steps only applies to simulated runs" in refused(EXAMPLE, "--steps", "9")
     harness = "kvview_reference.harness:pool"
-    assert "inference is for a connector" in refused(harness)
+    assert "inference only applies to connectors" in refused(harness)

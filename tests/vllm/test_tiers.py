@@ -361,7 +361,7 @@ def _made(kind: Any, registry: Any, **given: Any) -> Any:
     ("tier", "message"),
     [
         ({}, "store: Field required"),
-        ({"store": FILES}, "weights of 'm' are not known"),
+        ({"store": FILES}, "weights of 'm' are unknown"),
         ({"store": FILES, "weights": "1"}, ""),  # without a root
         ({"store": FILES, "weights": "1", "rot": 1}, "rot: Extra inputs are not permitted"),
         ({"store": "examples/none.py:X", "weights": "1"}, "there is no file"),
