@@ -180,7 +180,7 @@ def test_an_unknown_schema_lists_the_known_ones(path: Path) -> None:
     )
     assert "mooncake (timestamp, input_length, output_length, hash_ids)" in message
     assert "cc-traces (id, block_size, hash_id_scope, requests)" in message
-    with pytest.raises(ConfigError, match="no row can be read; line 1: unknown schema"):
+    with pytest.raises(ConfigError, match="no row can be read; line 1: the fields"):
         open_trace(path, on_error=lambda error: None)
 
 
