@@ -219,7 +219,7 @@ def test_a_field_that_the_format_lacks_is_none() -> None:
     event = writer.make("BlockStored", block_hashes=[1], token_ids=[], block_size=0, group_idx=3)
     assert isinstance(event, StoredEvent)
     assert event.group_idx is None
-    with pytest.raises(WireFormatError, match="'Other': not an event"):
+    with pytest.raises(WireFormatError, match="'Other' is not an event"):
         writer.make("Other")
 
 
