@@ -117,7 +117,9 @@ def page() -> str:
     for name, when in _HOOKS.items():
         declared = {node.name: node for node in _functions(classes[name])}
         if list(declared) != list(when):
-            raise ValueError(f"{name} has the hooks {list(declared)}; say of each when it comes")
+            raise ValueError(
+                f"{name} has the hooks {list(declared)}; add the time of each call to the table"
+            )
         lines += [f"## {name}", "", _sections(classes[name])[""], ""]
         lines += ["| hook | when | what | default |", "|---|---|---|---|"]
         for hook, node in declared.items():

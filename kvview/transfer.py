@@ -45,7 +45,7 @@ class GPULoadStoreSpec:
 
     Args:
         block_ids: GPU block ids, those of group 0 first.
-        group_sizes: Blocks of each KV-cache group; 0 for a group not moved.
+        group_sizes: Number of blocks of each KV-cache group; 0 for a group that is not moved.
         block_indices: Number of each group's first block in its request, in
             blocks of that group. Modulo k it is the number of GPU blocks that are skipped in the
             first offloaded block.

@@ -186,7 +186,7 @@ def test_an_unknown_schema_lists_the_known_ones(path: Path) -> None:
 
 def test_a_git_lfs_pointer(path: Path) -> None:
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(TraceError, match="a Git LFS pointer, not the trace: run 'git lfs pull'"):
+    with pytest.raises(TraceError, match="a Git LFS pointer, not the trace; run 'git lfs pull'"):
         open_trace(path)
 
 

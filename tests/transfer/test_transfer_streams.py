@@ -171,7 +171,11 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (caches_of(GOOD, groups=[refs((0, 9))]), {}, "group 0 uses 9 bytes of a page of tensor 0"),
     (caches_of(GOOD), {"max_host_bytes": 63}, r"64 bytes, more than max_host_bytes \(63\)"),
-    (caches_of(GOOD), {"num_cpu_blocks": 1 << 50}, r"are \d+ bytes, but only \d+ bytes of host memory"),
+    (
+        caches_of(GOOD),
+        {"num_cpu_blocks": 1 << 50},
+        r"are \d+ bytes, but only \d+ bytes of host memory",
+    ),
 ]
 
 

@@ -87,7 +87,11 @@ def require_tier_class(name: str) -> Any:
             found = getattr(vllm(f"{_TIERING}.{module}"), name, None)
             if found is not None:
                 return found
-    raise refusal(TierSeam.seam, f"no {name}", f"a {name} in vllm.{_TIERING}, as from 0.22.0 on")
+    raise refusal(
+        TierSeam.seam,
+        f"no {name}",
+        f"a {name} in vllm.{_TIERING}, which every release from 0.22.0 on has",
+    )
 
 
 def places_of(job: Any) -> Sequence[int]:

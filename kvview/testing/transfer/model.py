@@ -172,7 +172,7 @@ class TransferModel:
                 yield group, block, (part.chunks[at // self.k], at % self.k)
 
     def must_be_refused(self, is_store: bool, parts: Parts) -> bool:
-        """Whether a page does not exist, is a destination twice, or has no partner (XFER-1)."""
+        """Whether a job names a missing page, equal destinations, or a page without a partner."""
         for group, part in parts.items():
             needed = -(-(part.index % self.k + len(part.blocks)) // self.k) if part.blocks else 0
             if needed != len(part.chunks):

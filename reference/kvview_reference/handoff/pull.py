@@ -274,7 +274,7 @@ class Fetch:
 
 
 class PullWorker(HandoffWorker):
-    """The worker half: sends pages, asks for pages, and watches the time."""
+    """The worker half, which sends pages, requests pages, and ends jobs whose time has passed."""
 
     me: Peer
     wire: Wire

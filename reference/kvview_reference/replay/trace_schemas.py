@@ -215,7 +215,7 @@ _FIELDS: dict[SchemaName, tuple[str, ...]] = {
 
 def _load(row: bytes) -> dict[str, Any]:
     if row.startswith(b"version https://git-lfs"):
-        raise RowError("a Git LFS pointer, not the trace: run 'git lfs pull'")
+        raise RowError("this is a Git LFS pointer, not the trace; run 'git lfs pull'")
     try:
         fields = from_json(row)
     except ValueError as error:

@@ -91,7 +91,7 @@ def _copies_of_the_kernel() -> CopyAll | None:
             sides = [side[at:].ctypes.data for side in (local, remote)]
             num_copied = calls[to_host](os.getpid(), sides[0], count, sides[1], count, 0)
             if num_copied != sizes[at : at + count].sum():
-                raise OSError(ctypes.get_errno(), f"the kernel copied {num_copied} bytes")
+                raise OSError(ctypes.get_errno(), f"the kernel only copied {num_copied} bytes")
 
     probe = np.array([1, 0, 0], np.int64)
     address = np.array([probe.ctypes.data])
