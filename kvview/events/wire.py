@@ -100,9 +100,7 @@ class Codec:
                 names: Iterable[str] = kind.__struct_fields__
                 made: WireEvent = kind(**{name: values.get(name) for name in names})
                 return made
-        raise WireFormatError(
-            f"{tag!r} is not an event; expected BlockStored, BlockRemoved or AllBlocksCleared"
-        )
+        raise WireFormatError(f"{tag!r} is not an event; expected BlockStored, BlockRemoved, ...")
 
     def decode(self, payload: bytes) -> Batch:
         """Decode a batch of this format (1.).
