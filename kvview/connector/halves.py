@@ -147,7 +147,8 @@ class SchedulerConnector(Hooked):
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
                 which is less than ``num_tokens`` if a token was sampled.
-            block_ids: Its block table, per group; empty if it never had blocks.
+            block_ids: Its block table, per group. If it never had blocks, each group has an empty
+                table, as in ``((),)``, which is true as a condition: test ``any(block_ids)``.
             reason: Whether it finished or was aborted.
         """
 

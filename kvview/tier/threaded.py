@@ -83,7 +83,11 @@ class Threaded(ABC):
 
     @abstractmethod
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Store a page whole or not at all; replace a page that is there."""
+        """Store a page whole or not at all.
+
+        A page that is there has the same bytes, but they may be damaged, so replace it. It may be
+        kept if ``read_into`` finds damage and removes the page.
+        """
 
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
@@ -137,6 +141,13 @@ class Threaded(ABC):
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up`` when a job or a lookup has ended."""
         self._wake_up = wake_up
+
+    @final
+    def forget(self, keys: Sequence[bytes], /) -> None:
+        """Make keys a miss at once; call it in ``delete``, because lookups are kept for a second."""
+        with self._changed:
+            for key in keys:
+                self._answers.deleted(key)
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run a task on a thread, for features of a store beyond the three calls."""
