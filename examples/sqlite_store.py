@@ -20,6 +20,7 @@ _SCHEMA = """
     PRAGMA synchronous = OFF;     -- a power cut may damage pages, and the guard finds these
     CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, key BLOB UNIQUE, page BLOB);
 """
+_USED_BYTES = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
 
 
 class SQLiteStore(Threaded):
