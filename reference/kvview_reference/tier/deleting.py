@@ -99,8 +99,9 @@ class DeletingStore(Threaded):
         """Hide keys now, and remove their pages on a thread."""
         self._hidden.update(keys)
         self._deleted.update(keys)
-        self.forget(keys)
         with self._changed:
+            for key in keys:
+                self._answers.deleted(key)
             puts = [entry for entry in self._jobs.values() if not entry.is_get]
             under_way = [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
         self._later(partial(self._delete, [*keys], under_way))
@@ -124,5 +125,6 @@ class DeletingStore(Threaded):
             with self._removing, suppress(OSError):
                 if key in self._hidden:
                     self.remove(key)
-                    self.forget([key])  # even if a put has ended meanwhile
+                    with self._changed:
+                        self._answers.deleted(key)  # even if a put has ended meanwhile
                     self._hidden.discard(key)
