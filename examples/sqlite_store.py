@@ -21,6 +21,7 @@ _SCHEMA = """
     CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, key BLOB UNIQUE, page BLOB);
 """
 _USED_BYTES = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+_DELETE_OLDEST = "DELETE FROM pages WHERE number = (SELECT min(number) FROM pages)"
 
 
 class SQLiteStore(Threaded):
@@ -46,16 +47,15 @@ class SQLiteStore(Threaded):
         return True
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        while len(page) <= self.largest_page:
+        has_room = len(page) <= self.largest_page
+        while has_room:
             with self.db:
                 self.db.execute("BEGIN IMMEDIATE")  # no other process writes until the end
-                (used,) = self.db.execute(
-                    "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
-                ).fetchone()
+                (used,) = self.db.execute(_USED_BYTES).fetchone()
                 if used + len(page) <= self.largest_file:
                     self.db.execute("REPLACE INTO pages (key, page) VALUES (?, ?)", (key, page))
                     return True
-                self.db.execute("DELETE FROM pages WHERE number = (SELECT min(number) FROM pages)")
+                has_room = self.db.execute(_DELETE_OLDEST).rowcount > 0
         return False
 
     def close(self) -> None:
