@@ -22,8 +22,8 @@ class AsyncStore(Threaded):
 
     1. All coroutines run in one thread, so they share a client without locks.
     2. If one of them raises, the key fails, or is a miss for ``find``.
-    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Removals that
-       have not ended by then fail.
+    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Removals
+       that have not ended by then fail.
 
     Args:
         namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
