@@ -302,7 +302,7 @@ def _folder_of(connector_class: type[Any]) -> Path | None:
 
 
 def _is_kvviews(module_name: str) -> bool:
-    """Whether a module is part of kvview; files of authors have a prefix of their own."""
+    """Whether a module is part of kvview; modules of authors' files have their own prefix."""
     return module_name.startswith("kvview") and not module_name.startswith(TARGET_PREFIX)
 
 

@@ -79,9 +79,9 @@ class CodeThatRan:
         if self._code is not None and self._why_not is not None:
             yield f"code that never ran was not looked for: {self._why_not}"
         elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
-            yield f"to reach the code that never ran: {self._what_to_try()}"
+            yield f"to reach the code that never ran: {self._options_to_try()}"
 
-    def _what_to_try(self) -> str:
+    def _options_to_try(self) -> str:
         sizes = [
             name for name, value in self._known_options.items() if self._is_a_size(name, value)
         ]
