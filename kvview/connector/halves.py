@@ -147,14 +147,10 @@ class SchedulerConnector(Hooked):
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
                 which is less than ``num_tokens`` if a token was sampled.
-        <<<<<<< HEAD
-            block_ids: Its block table, per group. If it never had blocks, each group has an empty
-                table, as in ``((),)``, which is true as a condition: test ``any(block_ids)``.
-            reason: Whether it finished or was aborted.
-        =======
-            block_ids: Block table of the request, per group; empty if it never had blocks.
+            block_ids: Block table of the request, per group. If it never had blocks, each group has
+                an empty table, as in ``((),)``, which is true as a condition: test
+                ``any(block_ids)``.
             reason: Whether the request finished or was aborted.
-        >>>>>>> main
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
