@@ -82,6 +82,10 @@ The order of the calls is in [the life of a request](life-of-a-request.md), the 
   Only your two halves read it.
 - **A plan of your own.** A subclass of `StepPlan` may have more fields for the worker half; it
   reaches it in every step.
+- **The length of the prompt** is not a field: `num_tokens` is the prompt and the tokens generated
+  so far. In the first `match_prefix` of a request it is the length of the prompt. Keep that by
+  `request_id` until `on_request_finished`, because a preempted request comes back to
+  `match_prefix` with its generated tokens.
 - **A hold** (`touch_blocks`, `lease`) may be taken in any hook of the scheduler half, and is given
   back when the job is reported. What your connector does not want is no skipped block (CONN-13).
 - **A thread of your own** in the worker half is fine. `get_finished` takes what it has done,
@@ -97,14 +101,19 @@ _TAIL = """
 - Each worker process builds its own half from an equal configuration. Every worker gets every
   plan, moves its own part of each page, and reports each job; a job has ended when all have. So
   two workers must not share a file.
-- Nothing tells a worker its rank, neither the configuration nor `CanonicalKVCaches`. While the file
-  need not outlive the process, take a name that nobody else has: `tempfile.mkstemp(dir=directory)`
-  in `register_kv_caches`, and remove it in `shutdown`. The table of what is where is the scheduler
-  half's, and ends with it.
-- What is to outlive a restart or be shared is a [store below the host](tier.md): it is
-  told the model and the layout, and has laws of its own.
-- Read and write in a thread: `start_plan` must not wait. A load whose bytes are not those of its
-  key is reported with `success=False`, and the engine computes them (XFER-4).
+- `CanonicalKVCaches.rank`, which `register_kv_caches` receives, is the rank of the worker in its
+  engine. Put it into the name of the file. Two engines have equal ranks, so a folder that engines
+  share needs a further name: `tempfile.mkstemp(dir=directory)` gives one that no other process has.
+  Remove the file in `shutdown`. The table of keys and offsets belongs to the scheduler half, and
+  ends with it.
+- Files that shall outlive a restart, or that several engines share, are a
+  [store below the host](tier.md): a store receives the namespace of the model, its weights and its
+  layout, and has laws of its own.
+- Read and write in a thread, because `start_plan` must not wait. Report a load with
+  `success=False` if its bytes may be wrong; the engine then computes the blocks (XFER-4). The check
+  never changes the bytes on your medium, so it requires no checksums. If the medium can return
+  other bytes than were written (a disk, a network), keep a checksum of each page, or use a
+  [store](tier.md), whose guard keeps them.
 """
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?: {4}.*\n?|\n)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)

@@ -48,9 +48,8 @@ class FolderStore(Threaded):
         return True
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Remove the files of keys."""
-        for key in keys:
-            self._path(key).unlink(missing_ok=True)
+        """Remove the files of keys on a thread."""
+        self.remove_later(keys, lambda key: self._path(key).unlink(missing_ok=True))
 
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()

@@ -28,8 +28,7 @@ class HostMemoryStore(Threaded):
         return True
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        for key in keys:
-            self.pages.pop(key, None)
+        self.remove_later(keys, lambda key: self.pages.pop(key, None))
 
 
 class HostMemoryConnector(StoreConnector):

@@ -4,8 +4,8 @@ r"""A complete connector: pages on a server that several engines share, through 
     kvview check examples/remote_store.py:RemoteConnector --option port=9000 \
         --option 'weights={tmp}'
 
-Engines with equal ``weights`` find the pages of each other. The check gives each of its engines
-another text.
+Engines with equal ``weights`` find the pages of each other, and without ``weights`` they share no
+pages. The check gives each of its engines another text.
 """
 
 import asyncio

@@ -147,7 +147,9 @@ class SchedulerConnector(Hooked):
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
                 which is less than ``num_tokens`` if a token was sampled.
-            block_ids: Block table of the request, per group; empty if it never had blocks.
+            block_ids: Block table of the request, per group. If it never had blocks, each group has
+                an empty table, as in ``((),)``, which is true as a condition: test
+                ``any(block_ids)``.
             reason: Whether the request finished or was aborted.
         """
 

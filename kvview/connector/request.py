@@ -140,7 +140,8 @@ def full_blocks(
     """Yield the blocks of a request that may be stored: full, hashed and in its table.
 
     Blocks are skipped if their KV is incomplete, if their hash does not exist yet, or if a
-    window has freed them, whatever the counts of a step in flight are (CONN-7).
+    window has freed them, whatever the counts of a step in flight are (CONN-7). The blocks come
+    group after group, in the order that :class:`~kvview.GPULoadStoreSpec` requires.
 
     Args:
         geometry: Geometry of the engine.

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from typing_extensions import override
 
 from kvview.connector import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
@@ -48,6 +48,8 @@ class StoreOptions(BaseModel):
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
         enable_events: Whether KV events are recorded.
+        deadline: Seconds after which a job of the store has failed.
+        lookup_deadline: Seconds after which a lookup in the store is a miss.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
@@ -60,6 +62,8 @@ class StoreOptions(BaseModel):
     mode: Mode = "victim"
     prefetch: bool = False
     enable_events: bool = False
+    deadline: PositiveFloat = 30.0
+    lookup_deadline: PositiveFloat = 2.0
 
 
 class StoreConnector(Connector):
@@ -119,7 +123,7 @@ class StoreConnector(Connector):
                 raise ConfigError(
                     f"options {sorted(extra)} do not fit the store {make.__qualname__}: {error}"
                 ) from None
-            self._open_store = partial(_open_store, make, namespace, extra)
+            self._open_store = partial(_open_store, make, namespace, options)
         self._memory = options.cpu_bytes or options.cpu_blocks
         if self._memory is None:
             self._memory = 0 if make else _CPU_BLOCKS
@@ -161,7 +165,12 @@ def _never_finds(make: Any) -> bool:
     return is_default or getattr(make, "find", None) is AsyncStore.find
 
 
-def _open_store(make: Any, namespace: Namespace, options: Mapping[str, Any]) -> GuardedTier:
-    store = make_with_options(make, options, namespace, flag="options")
-    checksum = "xxh3" if find_spec("xxhash") else "crc32"
-    return GuardedTier(store, namespace, checksum=checksum)
+def _open_store(make: Any, namespace: Namespace, options: StoreOptions) -> GuardedTier:
+    store = make_with_options(make, options.model_extra or {}, namespace, flag="options")
+    return GuardedTier(
+        store,
+        namespace,
+        deadline=options.deadline,
+        lookup_deadline=options.lookup_deadline,
+        checksum="xxh3" if find_spec("xxhash") else "crc32",
+    )

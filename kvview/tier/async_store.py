@@ -22,7 +22,8 @@ class AsyncStore(Threaded):
 
     1. All coroutines run in one thread, so they share a client without locks.
     2. If one of them raises, the key fails, or is a miss for ``find``.
-    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``.
+    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Removals
+       that have not ended by then fail.
 
     Args:
         namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
@@ -57,17 +58,34 @@ class AsyncStore(Threaded):
     @final
     @override
     def has(self, key: bytes, /) -> bool:
-        return self._run(self.find(key))
+        return self.run(self.find(key))
 
     @final
     @override
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        return self._run(self.fetch(key, page))
+        return self.run(self.fetch(key, page))
 
     @final
     @override
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        return self._run(self.send(key, page))
+        return self.run(self.send(key, page))
+
+    @final
+    def run(self, call: Coroutine[Any, Any, ResultT], /) -> ResultT:
+        """Run a coroutine to its end, for ``delete`` for example; not to be called in a coroutine.
+
+        Raises:
+            OSError: The store is closed.
+        """
+        with self._starting:
+            if self._is_ending:
+                call.close()
+                raise OSError("the store is closed, so it accepts no jobs")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise OSError("the store was closed during this job") from None
 
     @override
     def close(self) -> None:
@@ -81,17 +99,6 @@ class AsyncStore(Threaded):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop_thread.join()
             self._loop.close()
-
-    def _run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        with self._starting:
-            if self._is_ending:
-                call.close()
-                raise OSError("the store is closed, so it accepts no jobs")
-            future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise OSError("the store was closed during this job") from None
 
     def _cancel_all(self) -> None:
         for task in asyncio.all_tasks(self._loop):

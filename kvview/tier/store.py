@@ -1,8 +1,9 @@
 """The tier contract: pages of bytes by key, kept below the host's memory.
 
 A key names its bytes: a key that is put again has the same bytes, so a store may keep the old
-ones. Keys are 1 to 100 bytes; only the engine knows their parts (hash, group, salt). Pages are
-one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
+ones, unless they failed to load (TIER-4). Keys are 1 to 100 bytes; only the engine knows their
+parts (hash, group, salt). Pages are one-dimensional contiguous memoryviews of bytes, of any size
+from 1 on.
 
 Laws: TIER-1 to TIER-12 in ``kvview/laws.toml``.
 

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -22,11 +22,19 @@ _MAX_THREADS = 1024
 
 
 @dataclass(slots=True, eq=False)
+class _Removal:
+    keys: list[bytes]
+    remove: Callable[[bytes], object]
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
     keys: list[bytes]
     pages: list[memoryview]
     is_get: bool
-    flags: list[bool] = field(default_factory=list)
+    flags: list[bool]
+    removals: dict[bytes, _Removal]
+    """Removals that a put waits for, because they were started before it."""
     parts_left: int = 0
 
 
@@ -59,6 +67,7 @@ class Threaded(ABC):
         self._tasks: deque[Callable[[], None]] = deque()
         self._jobs: dict[int, _Job] = {}
         self._done: list[tuple[int, list[bool]]] = []
+        self._removals: dict[bytes, _Removal] = {}  # the latest one of each key
         self._answers = LookupAnswers(time.monotonic)
         self._is_closed = False
         self._wake_up: Callable[[], None] = lambda: None
@@ -85,7 +94,11 @@ class Threaded(ABC):
 
     @abstractmethod
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Store a page completely or not at all, and replace an older page."""
+        """Store a page completely or not at all, and replace an older page.
+
+        An older page has the same bytes, unless it is damaged. So a store that removes the pages
+        that it finds damaged may keep it.
+        """
 
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
@@ -134,11 +147,33 @@ class Threaded(ABC):
                 entry.pages = []
                 self._done.append((job, entry.flags))
             self._jobs.clear()
+        for removal in dict.fromkeys(self._removals.values()):
+            self._remove(removal)
 
     @final
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up`` when a job or a lookup has ended."""
         self._wake_up = wake_up
+
+    @final
+    def remove_later(self, keys: Sequence[bytes], remove: Callable[[bytes], object], /) -> None:
+        """Make keys a miss at once, and remove their pages on a thread: the body of ``delete``.
+
+        1. A later put of a key waits for its removal. A removal does not wait for an earlier put.
+        2. If ``remove`` raises, the page stays, and may be found again after a second.
+        3. ``close`` runs the removals that no thread has started.
+
+        Args:
+            keys: Keys to remove.
+            remove: Removes the page of a key, if there is one; it may block.
+        """
+        removal = _Removal([*keys], remove)
+        with self._changed:
+            for key in keys:
+                self._answers.deleted(key)
+                self._removals[key] = removal
+            self._tasks.append(partial(self._remove, removal))
+            self._changed.notify()
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run a task on a thread, for features of a store beyond the three calls."""
@@ -155,7 +190,9 @@ class Threaded(ABC):
             if self._is_closed or not keys:
                 self._done.append((job, [False] * len(keys)))
                 return
-            entry = _Job([*keys], [*pages], is_get, [False] * len(keys))
+            under_way = {} if is_get else self._removals
+            removals = {key: under_way[key] for key in keys if key in under_way}
+            entry = _Job([*keys], [*pages], is_get, [False] * len(keys), removals)
             self._jobs[job] = entry
             size = -(-len(keys) // len(self._threads))
             for start in range(0, len(keys), size):
@@ -178,6 +215,9 @@ class Threaded(ABC):
         move = self.read_into if entry.is_get else self.write
         for number in part:
             key = entry.keys[number]
+            if removal := entry.removals.get(key):
+                with self._changed:
+                    self._changed.wait_for(partial(self._has_ended, key, removal))
             flag = self._tried(move, key, entry.pages[number])
             with self._changed:
                 entry.flags[number] = flag
@@ -195,6 +235,19 @@ class Threaded(ABC):
             self._changed.notify_all()
         self._wake_up()
 
+    def _has_ended(self, key: bytes, removal: _Removal) -> bool:
+        return self._is_closed or self._removals.get(key) is not removal
+
+    def _remove(self, removal: _Removal) -> None:
+        for key in removal.keys:
+            self._tried(removal.remove, key)
+        with self._changed:
+            for key in removal.keys:
+                if self._removals.get(key) is removal:
+                    del self._removals[key]
+                    self._answers.deleted(key)  # a lookup may have found it meanwhile
+            self._changed.notify_all()
+
     def _ask(self, keys: list[bytes]) -> None:
         flags = [self._tried(self.has, key) for key in keys]
         with self._changed:
@@ -202,7 +255,7 @@ class Threaded(ABC):
                 self._answers.looked_up(key, flag)
         self._wake_up()
 
-    def _tried(self, call: Callable[..., bool], *args: object) -> bool:
+    def _tried(self, call: Callable[..., object], *args: object) -> bool:
         try:
             return bool(call(*args))
         except Exception as error:

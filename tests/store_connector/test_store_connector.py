@@ -73,6 +73,7 @@ def assert_green(target: str, *given: str) -> None:
     [
         ("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
         ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]),
+        ("sqlite_store.py:SQLiteConnector", ["root={tmp}", "weights=1"]),
         ("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
         ("two_levels.py:TwoLevelConnector", ["root={tmp}", "cpu_blocks={blocks}"]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 from typing_extensions import override
 
@@ -35,6 +36,13 @@ class SlowDictionary(AsyncStore):
         self.pages[key] = bytes(page)
         return True
 
+    async def drop(self, key: bytes) -> None:
+        await asyncio.sleep(self.seconds)
+        del self.pages[key]
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        self.remove_later(keys, lambda key: self.run(self.drop(key)))
+
     @override
     async def disconnect(self) -> None:
         self.is_connected = False
@@ -44,6 +52,19 @@ def test_pages_come_back() -> None:
     store = SlowDictionary()
     assert try_store(store) == ""
     store.close()
+    store.close()
+
+
+def test_a_deleted_page_is_dropped_by_a_coroutine() -> None:
+    store = SlowDictionary(seconds=0.01)
+    page = memoryview(bytearray(8))
+    store.put(1, [b"key"], [page])
+    store.drain(10)
+    store.delete([b"key"])
+    store.put(2, [b"key"], [page])  # waits for the removal
+    store.drain(10)
+    assert store.poll() == [(1, [True]), (2, [True])]
+    assert [*store.pages] == [b"key"]
     store.close()
 
 

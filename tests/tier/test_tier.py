@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from examples import folder_store
 from examples.folder_store import FolderStore
+from examples.sqlite_store import SQLiteStore
 from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
@@ -55,6 +56,11 @@ FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
 @pytest.mark.parametrize("store", RIGHT)
 def test_right_stores_of_authors_are_green(store: Any) -> None:
     report = run_checks(store, options={"root": "{tmp}"}, steps=10, select=FEW)
+    assert report.is_clean, report.summary()
+
+
+def test_the_example_with_a_byte_budget_is_green() -> None:
+    report = run_checks(SQLiteStore, options={"root": "{tmp}"}, seeds=3, select=["TIER-8"])
     assert report.is_clean, report.summary()
 
 
