@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvview.connector.hook_errors import where
-from kvview.laws import titled
+from kvview.laws import hint_of, titled
 from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
@@ -38,6 +38,7 @@ class LawBroken(AssertionError):
         seeds: Of a connector, the seeds that break the law; the script is the first one's.
         timeline: Of a connector, where the blocks are after each step of that run.
         log: Of a connector, the last hooks, transfers and holds of that run.
+        hint: The remedy; None for that of the law.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LawBroken(AssertionError):
         seeds: Sequence[int] = (),
         timeline: Sequence[Snapshot] = (),
         log: Sequence[str] = (),
+        hint: str | None = None,
     ) -> None:
         super().__init__(law, what)
         self.seeds = seeds
@@ -61,6 +63,7 @@ class LawBroken(AssertionError):
         self.got = got
         self.expected = expected
         self.script = script
+        self.hint = hint_of(law) if hint is None else hint
 
     @property
     def law_url(self) -> str:
