@@ -15,12 +15,13 @@ from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
 from kvview.testing.effort import Effort, current_effort
+from kvview.testing.repetition import cut_repetitions
 from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from kvview.testing.connector.result import Snapshot
 
-NUM_IMPORTS = 4  # lines of the header that import
+_NUM_IMPORTS = 4  # lines of the header that import
 _RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
 _RESULT.maxstring = _RESULT.maxother = 200
@@ -262,7 +263,6 @@ class Recorder:
             return self.script()
         effort = current_effort()
         call = f"{check.__name__}(factory)"
-        calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)  # a repr may have several lines
         if effort != Effort():
             call = f"with use_effort({effort!r}): {call}"
         return "\n".join(
@@ -271,12 +271,17 @@ class Recorder:
                 "from kvview.testing.effort import Effort, use_effort",
                 f"from {check.__module__} import {check.__name__}",
                 "",
-                "# Among its calls are these:",
-                *(f"#   {line}" for line in calls.splitlines()),
+                *self._calls_as_comments(),
                 f"{call}  # raises LawBroken",
                 "",
             ]
         )
+
+    def _calls_as_comments(self) -> Iterator[str]:
+        yield "# Among its calls are these:"
+        for call in cut_repetitions(self._header[_NUM_IMPORTS:] + self._lines):
+            for line in call.splitlines():  # a repr may have several lines
+                yield f"#   {line}"
 
     def _begin(self, code: str) -> None:
         watchdog.next_call()
