@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -124,7 +124,7 @@ class ReportModel(_Model):
 
 
 class MutantModel(_Model):
-    """One planted fault."""
+    """One injected fault."""
 
     mutant: str
     what: str
@@ -141,7 +141,6 @@ class SelfTestModel(_Model):
     schema_version: Literal[1] = SCHEMA_VERSION
     mutants: list[MutantModel]
     num_survivors: int
-    automatic: dict[str, Any] = Field(description="Automatic mutants, drawn with --seed.")
 
 
 class ReleaseModel(_Model):

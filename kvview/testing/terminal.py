@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -110,29 +110,15 @@ def _print(console: Console, line: str, style: str) -> None:
 
 
 def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
-    """Print how many planted faults died, and those that did not."""
+    """Print the number of injected faults that a check detected, and the survivors."""
     for result in results:
         if not result.is_killed:
             _print(console, f"  {result.mutant.name} survives: {result.mutant.what}", "red")
     killed = sum(result.is_killed for result in results)
     incidents = len({result.mutant.incident for result in results} - {None})
     named = sum(result.is_named for result in results)
-    text = f"{killed} of {len(results)} planted faults killed; {incidents} incidents; "
+    text = f"{killed} of {len(results)} injected faults killed; {incidents} incidents; "
     _print(console, f"{text}{named} for their own law", "")
-
-
-def show_automatic_mutants(console: Console, automatic: Mapping[str, Any]) -> None:
-    """Print how many automatic mutants died, and who lives without a reason."""
-    unexplained = automatic["unexplained"]
-    num, num_killed = len(automatic["mutants"]), automatic["num_killed"]
-    console.print(
-        f"{num_killed} of {num} automatic mutants killed, {num_killed / num:.0%}; "
-        f"{num - num_killed - len(unexplained)} live with a reason, "
-        f"{len(unexplained)} survivors without a reason",
-        soft_wrap=True,
-    )
-    for name in unexplained:
-        console.print(f"  {name}", style="red", markup=False, soft_wrap=True)
 
 
 def show_releases(console: Console, report: UpgradeReport) -> None:

@@ -29,7 +29,7 @@ LEAKS = """
 import sys
 from kvview.testing import load_mutants
 load_mutants()
-Leaks = sys.modules["kvview_planted_faults.connector"].load_named("NeverFreesAfterFailure")
+Leaks = sys.modules["kvview_injected_faults.connector"].load_named("NeverFreesAfterFailure")
 """
 
 

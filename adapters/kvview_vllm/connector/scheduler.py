@@ -32,7 +32,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
 from typing import Any, NamedTuple
 
@@ -55,7 +55,9 @@ from kvview import (
     TransferResult,
 )
 from kvview.connector.job_tracker import JobTracker, check_promise
+from kvview.handoff import HandoffScheduler
 from kvview_vllm.connector.containment import Faults, contain
+from kvview_vllm.connector.handoffs import ACCEPT, OFFER, params_with
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
 from kvview_vllm.events import BlockDescriptions
@@ -78,6 +80,7 @@ class _Tracked:
     queried_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
     promised: int = 0  # tokens after these
     num_hit_tokens: int = 0  # when its blocks were allocated
+    num_ready_tokens: int = 0  # these, and the tokens that this connector itself loads
     is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
 
@@ -179,6 +182,7 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, content)
             if self.descriptions is not None:
                 self.descriptions.follow(request, tracked.content)
+            self._accept(request, content)
         elif tracked.chunks:  # before it starts again: the plan would be too late
             self._lost.add(request.request_id)
             self._on_preemption(request.request_id)
@@ -207,6 +211,13 @@ class SchedulerSide:
         tracked.promised = num_tokens
         return num_tokens
 
+    def _accept(self, request: Any, content: RequestContent) -> None:
+        """Pass the parameters of a handoff on, once for each request."""
+        params = params_with(request, ACCEPT)
+        if params is not None and isinstance(self.half, HandoffScheduler):
+            self._attribute_to(request.request_id)
+            self.half.accept_params(request_info(request, content), params)
+
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Receive allocated blocks; called again when an asynchronous load ended."""
         tracked = self._tracked.get(request.request_id)
@@ -214,6 +225,7 @@ class SchedulerSide:
             return  # the second call: nothing is left to load
         num_computed_tokens, tracked.queried_at = tracked.queried_at, None
         tracked.num_hit_tokens, tracked.is_allocated = num_computed_tokens, True
+        tracked.num_ready_tokens = num_computed_tokens + num_external_tokens
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
             # Up to 0.25 a MultiConnector passes empty blocks to a child that does not load.
@@ -449,9 +461,12 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is not None
         }
         hits = [name for name in self._begun(output) if starts[name] and name in tracked_requests]
-        if hits and len(lengths) > 1:
+        if hits and (len(lengths) > 1 or not self.asynchronous):
             # Requests that are not named fill no block, so their blocks cannot be hit.
-            written = self._written_blocks(tracked_requests, starts, lengths)
+            firsts = dict(starts)
+            if not self.asynchronous:  # siblings load in this step, in no order with this plan
+                firsts |= {name: tracked_requests[name].num_ready_tokens for name in hits}
+            written = self._written_blocks(tracked_requests, firsts, starts, lengths)
             for request_id in hits:
                 table = tracked_requests[request_id].table()
                 starts[request_id] = self._existing(table, starts[request_id], written)
@@ -468,15 +483,15 @@ class SchedulerSide:
     def _written_blocks(
         self,
         tracked_requests: Mapping[str, _Tracked],
+        firsts: Mapping[str, int],
         starts: Mapping[str, int],
         lengths: Mapping[str, int],
     ) -> set[int]:
-        """Blocks that a request may hit and whose KV is computed in this step."""
+        """Blocks that a request may hit and whose KV is loaded or computed in this step."""
         written: set[int] = set()
         hash_size = self.geometry.hash_block_size
         for request_id, tracked in tracked_requests.items():
-            start = starts[request_id]
-            end = start + lengths[request_id]
+            start, end = firsts[request_id], starts[request_id] + lengths[request_id]
             if start // hash_size == end // hash_size:
                 continue  # nothing is hashed before the tokens of a hash are there
             for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
@@ -579,12 +594,19 @@ class SchedulerSide:
 
     # --- a request ends, the engine is idle ---
 
-    def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
-        """Notify the half of a request that is about to free its blocks."""
+    def on_finished(
+        self, request: Any, block_ids: BlockIds, reason: FinishReason
+    ) -> dict[str, Any] | None:
+        """Notify the half of a request that is about to free its blocks.
+
+        Returns:
+            The parameters of the handoff that it offers, for the router.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:  # it was never queried
             content = request_content(request, self.geometry.hash_block_size)
             info = request_info(request, content)
+            self._accept(request, content)
         else:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
@@ -593,7 +615,15 @@ class SchedulerSide:
         if self.descriptions is not None:
             self.descriptions.finish(request, info.content)
         self._attribute_to(request.request_id)
+        offered: Mapping[str, Any] | None = None
+        is_wanted = reason is FinishReason.FINISHED and params_with(request, OFFER)
+        if is_wanted and isinstance(self.half, HandoffScheduler):
+            num_tokens = request.num_prompt_tokens
+            num_computed_tokens = min(info.num_computed_tokens, num_tokens)
+            prompt = replace(info, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+            offered = self.half.offer_blocks(prompt, block_ids)
         self.half.on_request_finished(info, block_ids, reason)
+        return {**offered, ACCEPT: True, OFFER: False} if offered is not None else None
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping."""
