@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import re
@@ -35,6 +36,7 @@ from kvview.testing.connector import (
     simulate,
 )
 from kvview.testing.connector.kv_bytes import KVBytes
+from kvview.testing.connector.stuck import where_all_wait
 from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
 from kvview_reference.transfer import worker
@@ -190,7 +192,30 @@ def test_a_shutdown_that_does_not_return_names_the_lines_and_the_remedy() -> Non
     assert re.search(rf"the hook {waits}self\.thread\.join", failure.message)
     assert re.search(rf"thread '.*' {waits}threading\.Event\(\)\.wait", failure.message)
     assert failure.hint is not None
-    assert "with a timeout" in failure.hint
+    assert "with a short timeout" in failure.hint
+
+
+async def never_answer() -> None:
+    await asyncio.Event().wait()
+
+
+async def send() -> None:
+    await never_answer()
+
+
+def test_tasks_that_wait_are_named_at_the_authors_line() -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    sent = asyncio.run_coroutine_threadsafe(send(), loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # it has started
+    try:
+        assert re.search(r"a task waits at \S+: await asyncio\.Event\(\)", where_all_wait(0))
+    finally:
+        sent.cancel()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 class Dies(HostCacheWorker):

@@ -18,11 +18,11 @@ _MOST = 5
 
 SHUTDOWN_RETURNS = (
     "End or cancel the transfers in flight in shutdown, and wait for a thread, a queue or a "
-    "service with a timeout."
+    "service with a short timeout."
 )
 HOOK_RETURNS = (
-    "Wait for a lock, a queue, a thread or a service with a timeout, and report a job that cannot "
-    "end as failed."
+    "Wait for a lock, a queue, a thread or a service with a short timeout, and report a job that "
+    "cannot end as failed."
 )
 
 
