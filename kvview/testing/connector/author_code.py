@@ -148,7 +148,7 @@ class AuthorCode:
     # --- the parts of the code ---
 
     def _add(self, found: object) -> None:
-        """Add a class with its bases, a function or a module, and all that it uses by name."""
+        """Add a class with its bases, a function or a module, with every definition that it uses by name."""
         found = inspect.unwrap(found) if callable(found) else found
         if isinstance(found, type):
             self._add_bases(found)
