@@ -76,8 +76,8 @@ class RequestStep:
 
     Args:
         request: The request as of this step.
-        block_ids: Its whole block table, per group; valid during the call only. It
-            may have more blocks than ``num_tokens`` fill (CONN-7).
+        block_ids: Whole block table of the request, per group; valid during the call only. It may
+            have more blocks than ``num_tokens`` fill (CONN-7).
         num_computed_tokens: Tokens whose KV exists before the step, in stream order; the
             same as ``request.num_computed_tokens``.
         num_scheduled_tokens: Tokens computed in the step. They may reach past
@@ -145,7 +145,7 @@ def full_blocks(
     Args:
         geometry: Geometry of the engine.
         request: The request.
-        block_ids: Its block table, per group.
+        block_ids: Block table of the request, per group.
         null_block_id: The id of the null block.
         first_token: Skip blocks that end at or before this many tokens.
         last_token: Skip blocks that end after this many tokens, for example at the end of the

@@ -375,7 +375,7 @@ class LedgerView(NotCopyable):
         if not self.is_open:
             self.count_refused()
             raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; use the view of the next bind"
+                f"POOL-10: the view of {self.owner!r} was closed; use the view that was bound last"
             )
 
     def _refusal(self, block_ids: list[int]) -> KVViewError:
@@ -464,7 +464,7 @@ class LedgerView(NotCopyable):
 
 
 def _closed(blocks: list[Any]) -> None:
-    raise ViewClosedError("POOL-10: the view was closed; use the view of the next bind")
+    raise ViewClosedError("POOL-10: the view was closed; use the view that was bound last")
 
 
 class CheckedView(LedgerView):

@@ -42,7 +42,7 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def _show_gaps(console: Console, result: CheckResult) -> None:
-    """Print the items that no run exercised, and where to read about them."""
+    """Print the items that no run exercised, and a link to their explanation."""
     gaps = result.failure.gaps if isinstance(result.failure, NotExercised) else ()
     console.print()
     for gap in gaps[:_MAX_GAPS]:
@@ -54,7 +54,7 @@ def _show_gaps(console: Console, result: CheckResult) -> None:
 
 
 def _show_runs(console: Console, runs: ConnectorRuns) -> None:
-    """Print the notes of simulated runs, and how much of the author's code they ran."""
+    """Print the notes of simulated runs, and the share of the author's code that ran."""
     for note in runs.notes:
         _print(console, note, "yellow")
     if runs.num_statements:
@@ -67,7 +67,7 @@ def _show_runs(console: Console, runs: ConnectorRuns) -> None:
 
 
 def _show_checks(console: Console, report: Report) -> None:
-    """Print the checks that neither passed nor failed, those that were skipped by reason."""
+    """Print the checks that neither passed nor failed; skipped checks are grouped by reason."""
     skipped: dict[str, int] = {}
     for result in report:
         if result.outcome is Outcome.SKIPPED:
@@ -105,7 +105,7 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
 
 
 def _print(console: Console, line: str, style: str) -> None:
-    """Print a text without line breaks of its own, because scripts and paths are copied."""
+    """Print a text without wrapping it, because scripts and paths are copied."""
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -232,7 +232,7 @@ class Raises(HostCacheWorker):
     ("worker", "message"),
     [
         (HostCacheWorker, "None"),
-        (Dies, "CONN-3: the process of the worker half died in start_plan, exit code 7"),
+        (Dies, "CONN-3: the process of the worker half died during start_plan with exit code 7"),
         (
             Raises,
             "exceptions: wait of the worker half raised OSError no disk at .*worker_half.py",

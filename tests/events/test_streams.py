@@ -277,7 +277,7 @@ def test_a_caller_may_stop_between_messages_and_continue_later() -> None:
         assert numbers == [*range(last + 1)]
 
 
-def test_a_closed_listener_ends_what_is_read_from_it() -> None:
+def test_a_closed_listener_ends_its_iterators() -> None:
     with Publisher(ANY_PORT, ANY_PORT) as publisher:
         for number in range(4):
             publisher.publish(b"%d" % number)

@@ -115,7 +115,7 @@ def test_a_copy_that_fails_or_a_device_that_is_lost_is_reported() -> None:
     worker.shutdown()
 
 
-def test_the_batched_copy_passes_what_the_driver_reads() -> None:
+def test_the_batched_copy_passes_the_arguments_of_the_driver() -> None:
     data = np.arange(64, dtype=np.uint8)
     out = np.zeros(64, np.uint8)
     status, calls = 0, []

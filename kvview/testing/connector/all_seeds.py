@@ -237,7 +237,7 @@ class _Check:
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
-        failure = self._told(seed, result, played.is_repeatable)
+        failure = self._to_failure(seed, result, played.is_repeatable)
         known = {one.filed_under for one in self.failures}
         if played.may_shrink and failure.filed_under not in known:
             self._to_shrink.append(len(self.failures))
@@ -267,14 +267,14 @@ class _Check:
             finally:  # after Ctrl-C, the smallest run so far is reported
                 self.shrink_runs_left -= most - shrinker.runs_left
                 if shrinker.best is not before.result:
-                    self.failures[place] = self._told(before.seed, shrinker.best, True)
+                    self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
             if shrinker.best is before.result:
                 continue
             judged = next(self.workers.map([("judge", shrinker.best)]))
             if isinstance(judged, Died) or judged.failure.law != before.law:
                 self.failures[place] = before
             else:
-                self.failures[place] = self._told(before.seed, judged, True)
+                self.failures[place] = self._to_failure(before.seed, judged, True)
 
     def explain(self) -> None:
         """Add the exception that may be the cause to the first CONN-3 failure."""
@@ -298,9 +298,11 @@ class _Check:
             for number, answer in enumerate(answers):
                 yield _death(asked[number], answer) if isinstance(answer, Died) else answer
 
-    def _told(self, seed: int, result: SimulationResult, is_repeatable: bool) -> ConnectorFailure:
+    def _to_failure(
+        self, seed: int, result: SimulationResult, is_repeatable: bool
+    ) -> ConnectorFailure:
         failure = result.failure
-        assert failure is not None, "only failures are told"
+        assert failure is not None, "only failures are reported"
         script = to_script(
             self._connector_class,
             result.scenario,

@@ -148,7 +148,7 @@ class AuthorCode:
     # --- the parts of the code ---
 
     def _add(self, found: object) -> None:
-        """Add a class with its bases, a function or a module, with every definition that it uses by name."""
+        """Add a class with its bases, a function or a module, and the definitions that it uses."""
         found = inspect.unwrap(found) if callable(found) else found
         if isinstance(found, type):
             self._add_bases(found)
@@ -321,7 +321,7 @@ def _folder_of(kind: type[Any]) -> Path | None:
 
 
 def _is_kvviews(module_name: str) -> bool:
-    """Whether a module is part of kvview; files of authors have a prefix of their own."""
+    """Whether a module is part of kvview; modules of authors' files have their own prefix."""
     return module_name.startswith("kvview") and not module_name.startswith(TARGET_PREFIX)
 
 

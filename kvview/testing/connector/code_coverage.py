@@ -1,7 +1,7 @@
 """The branches of an author's code that simulated runs take, in all their processes.
 
 The library ``coverage`` traces only the author's files, and finds the statements that no branch
-reached. A worker half in a process of its own returns its branches to the process that plays the
+reached. A worker half in a separate process returns its branches to the process that plays the
 seed, which returns them with its results.
 """
 

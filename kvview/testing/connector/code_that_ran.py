@@ -90,11 +90,11 @@ class CodeThatRan:
         if self._code is not None and self._why_not is not None:
             yield f"code that never ran was not looked for: {self._why_not}"
         elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
-            yield f"to reach the code that never ran: {self._what_to_try(num_seeds)}"
+            yield f"to reach the code that never ran: {self._options_to_try(num_seeds)}"
         elif any(gap.name == "code" for gap in gaps):
             yield f"play at least {FEWEST_SEEDS} --seeds to list the lines that never ran"
 
-    def _what_to_try(self, num_seeds: int) -> str:
+    def _options_to_try(self, num_seeds: int) -> str:
         sizes = [
             name for name, value in self._known_options.items() if self._is_a_size(name, value)
         ]

@@ -90,7 +90,7 @@ def seeds_of(scenario: Scenario) -> Iterator[str]:
         return  # because without a tier no block is loaded
     is_possible = dict.fromkeys(_ENDS, scenario.loads_may_be_late)
     is_possible["failed"] = scenario.loads_may_fail
-    hits = list(_HITS) if scenario.loads_beside_hits else ["no-gpu-hit"]
+    hits = list(_HITS) if scenario.loads_after_hits else ["no-gpu-hit"]
     for row in rows_of(scenario.geometry):
         yield f"seeds/{row}"
         for hit, end in product(hits, _ENDS):

@@ -79,7 +79,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             f"yet",
         )
     raise InvariantBroken(
-        "CONN-6", f"{reads} any more, because another request got blocks that were not held"
+        "CONN-6", f"{reads} any more, because they were not held and another request got them"
     )
 
 

@@ -92,7 +92,8 @@ class Child:
             self._process.join()
             raise InvariantBroken(
                 "CONN-3",
-                f"the process of {self._what} died in {name}, exit code {self._process.exitcode}",
+                f"the process of {self._what} died during {name} with exit code "
+                f"{self._process.exitcode}",
                 hint="",
             ) from None
         if broken is not None:
@@ -100,21 +101,21 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """End the child; callable twice."""
+        """End the child; may be called twice."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
 
 
 def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> None:
-    """Answer calls in the child, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops on it
+    """Run calls in the child until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops when it gets this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parents.close()  # otherwise the end of the parent goes unnoticed
-    torch.set_num_threads(1)  # the threads of torch's pool are not here
+    parents.close()  # otherwise the child would not notice the end of the parent
+    torch.set_num_threads(1)  # because the fork does not have the threads of torch's pool
     serve: Serve | None = None
     try:
-        with watchdog.watching_anew():
+        with watchdog.watching_child():
             while True:
                 name, args = pickle.loads(pipe.recv_bytes())
                 try:
@@ -124,7 +125,7 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
                         told = pickle.dumps((None, answer))
                 except (InvariantBroken, MissingLibraryError) as error:
                     told = pickle.dumps((error, None))
-                except Exception as error:  # of what runs the hooks
+                except Exception as error:  # of the program that runs the hooks
                     message = f"{name} raised {type(error).__name__} {error} at {where(error)}"
                     told = pickle.dumps((InvariantBroken("ENGINE", message), None))
                 pipe.send_bytes(told)
@@ -135,13 +136,13 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
 
 
 class RemoteWorker(WorkerConnector):
-    """Passes each call on to the real worker half, in a child process.
+    """Passes each call on to the real worker half in a child process.
 
-    The KV caches are moved into shared memory where they stand.
+    The KV caches are moved into shared memory in place.
 
     Args:
-        connector_class: Of the connector.
-        config: Its configuration, pickled.
+        connector_class: Class of the connector.
+        config: The pickled configuration.
     """
 
     def __init__(self, connector_class: type[Connector], config: bytes) -> None:
@@ -170,7 +171,7 @@ class RemoteWorker(WorkerConnector):
 
     @override
     def shutdown(self) -> None:
-        """Shut the half down twice, as any engine may, and end its process."""
+        """Shut the half down twice, because an engine may do so, and end its process."""
         if self._child is None:
             return
         try:

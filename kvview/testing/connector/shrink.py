@@ -1,7 +1,7 @@
 """Makes a failing scenario smaller, as long as it breaks the same law.
 
-Delta debugging over the events, then simpler fates, requests and sizes, round
-after round, until no part can be left out or the budget is spent.
+It uses delta debugging over the events, then simpler fates, requests and sizes, round after round,
+until no part can be removed or the budget is used up.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import Add, Fate, Scenario, Squeeze, Step
 
 PlayAll = Callable[[Iterable[Scenario]], Generator[SimulationResult, None, None]]
-"""Plays scenarios, perhaps ahead of what is asked for, and answers in order."""
+"""Plays scenarios, perhaps in advance, and yields their results in order."""
 
 MAX_RUNS = 400
-"""Scenarios that are tried, by default."""
-_STEPS_THAT_COUNT = 50  # as one run more: a long one would take minutes to make smaller
+"""Default number of scenarios that are tried."""
+_STEPS_THAT_COUNT = 50  # count as one further run, because shrinking a long run would take minutes
 
 
 def shrink(
     result: SimulationResult, play_all: PlayAll, max_runs: int = MAX_RUNS
 ) -> SimulationResult:
-    """The smallest run found that breaks the same law.
+    """Find the smallest run that breaks the same law.
 
     Args:
         result: A run that failed.
         play_all: Plays scenarios.
-        max_runs: Scenarios that may be tried; a long one counts as several.
+        max_runs: Maximum of scenarios to try; a long one counts as several.
     """
     shrinker = Shrinker(result, play_all, max_runs)
     shrinker.shrink()
@@ -39,12 +39,12 @@ def shrink(
 
 
 class Shrinker:
-    """Makes one failing run smaller.
+    """Shrinks one failing run.
 
     Args:
         result: The run.
-        play_all: As for :func:`shrink`, and so is the next.
-        max_runs: That may be tried.
+        play_all: As for :func:`shrink`.
+        max_runs: As for :func:`shrink`.
     """
 
     def __init__(self, result: SimulationResult, play_all: PlayAll, max_runs: int) -> None:
@@ -55,7 +55,7 @@ class Shrinker:
         self._play_all = play_all
 
     def shrink(self) -> None:
-        """Make :attr:`best` smaller, until nothing more can go or all runs are used up."""
+        """Shrink :attr:`best` until no part can be removed or all runs are used up."""
         failure = self.best.failure
         assert failure is not None, "the best run fails"
         rounds = self._scenario.rounds
@@ -86,7 +86,7 @@ class Shrinker:
         return self._take_first([scenario]) is not None
 
     def _take_first(self, scenarios: Iterable[Scenario]) -> int | None:
-        """Take the first that still fails; its place among them, None when none does."""
+        """Take the first candidate that still fails; returns its place, or None."""
         if self.runs_left <= 0:
             return None
         asked: list[Scenario] = []
@@ -112,7 +112,7 @@ class Shrinker:
             return False
         before, after = self._scenario, result.scenario
         is_other = asked.geometry != before.geometry
-        # Otherwise the engine cannot play what is simpler in it.
+        # Otherwise the engine cannot play the simpler scenario.
         return after != before and not (is_other and after.geometry == before.geometry)
 
     def _drop_events(self) -> None:
@@ -124,13 +124,13 @@ class Shrinker:
             size //= 2
 
     def _take_all(self, candidates: Callable[[Scenario], Iterator[Scenario]]) -> None:
-        """Take the first candidate that still fails, and ask again, until none does."""
+        """Take the first candidate that still fails, and make new candidates, until none fails."""
         while self._take_first(candidates(self._scenario)) is not None:
             pass
 
 
 def _without(scenario: Scenario, start: int, size: int) -> Iterator[Scenario]:
-    """A scenario without some events, from each place on."""
+    """Yield the scenario without some consecutive events, from each place on."""
     events = scenario.events
     for at in range(start, len(events), size):
         yield replace(scenario, events=events[:at] + events[at + size :])

@@ -128,8 +128,8 @@ def hits_within(reaches: Iterable[Reach], size: int) -> int:
 def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
     """Count the hits of MIN with bypass, the optimum of a cache that knows the future.
 
-    After each request, the cache keeps those of its own and the request's blocks that are used
-    next, and drops blocks without a next use. No policy has more hits.
+    After each request, the cache keeps those blocks (its own and those of the request) that are
+    used next, and drops blocks without a next use. No policy has more hits.
 
     Args:
         references: The trace.

@@ -35,7 +35,7 @@ class FileStore(DeletingStore):
     """A tier in a folder, which verifies its pages with its own seals.
 
     Args:
-        namespace: Namespace of the pages, which has a folder of its own.
+        namespace: Namespace of the pages, which has its own folder.
         root: Folder for the folders of namespaces; created if it is missing.
         max_bytes: Budget of this namespace, None for no limit.
         threads: Number of threads that read and write.

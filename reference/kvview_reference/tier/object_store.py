@@ -47,7 +47,7 @@ class ObjectStore(DeletingStore):
     """A tier in a bucket, which verifies its pages with its own seals.
 
     Args:
-        namespace: Namespace of the pages, which has a prefix of its own.
+        namespace: Namespace of the pages, which has its own prefix.
         url: ``s3://bucket/prefix`` or another URL that obstore accepts (``gs``, ``az``);
             ``file:///path`` and ``memory:///`` for trials.
         threads: Maximum of requests at once.
@@ -173,9 +173,9 @@ def _require_plain(client: Client, path: str) -> None:
         for folder in folders:
             place /= folder
             if not stat.S_ISDIR(place.lstat().st_mode):
-                raise OSError(errno.ENOTDIR, "it is not a folder", folder)
+                raise OSError(errno.ENOTDIR, "the path is not a folder", folder)
         if not stat.S_ISREG((place / name).lstat().st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", name)
+            raise OSError(errno.EINVAL, "the path is not a regular file", name)
 
 
 def make_client(url: str, timeout: float, retries: int, options: Mapping[str, Any]) -> Client:

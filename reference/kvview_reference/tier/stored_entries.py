@@ -1,7 +1,7 @@
 """The entries of a file store, read without the store, for ``kvview tier fsck``.
 
-Only files that a store can have written are read: namespaces in folders of their own, and entries
-that are named after their keys. All others are ignored, links included.
+Only files that a store can have written are read: one folder per namespace, and entries that are
+named after their keys. All others are ignored, links included.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ the padding that the KV-cache tensors may have:
     row 2b      | page of tensor 0 | page of tensor 3 |  unused  |
     row 2b + 1  | page of tensor 0 | page of tensor 3 |  unused  |
 
-1. Groups with tensors of their own cost no host memory for the tensors of others:
-   a row is as long as the longest group needs.
+1. A row has the length of the longest group, so a group with separate tensors takes no host memory
+   for the tensors of other groups.
 2. So a host block belongs to one group at a time: only the group that stored it
    can load it. Offload keys hold the group index for the same reason.
 
