@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from types import NoneType
+from types import FrameType, NoneType
 from typing import Any, TypeVar
 
 from kvview.connector.halves import (
@@ -125,9 +125,22 @@ def where(error: BaseException, *packages: str) -> str | None:
     Returns:
         ``file:line``; None if all lines are kvview's or the standard library's.
     """
+    return place_in(traceback.walk_tb(error.__traceback__), *packages)
+
+
+def place_in(frames: Iterable[tuple[FrameType, int]], *packages: str) -> str | None:
+    """Return the innermost line of a stack in the first package that is not kvview's.
+
+    Args:
+        frames: The frames, the outermost one first, each with its current line.
+        packages: Modules whose packages are preferred.
+
+    Returns:
+        ``file:line``; None if all lines are kvview's or the standard library's.
+    """
     lines = [
         (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename, number)
-        for frame, number in traceback.walk_tb(error.__traceback__)
+        for frame, number in frames
         # Generated code, such as that of a dataclass.
         if not frame.f_code.co_filename.startswith("<")
     ]

@@ -6,7 +6,8 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from io import StringIO
@@ -219,9 +220,7 @@ def check(
             options=given,
             target=target,
             on_result=lambda result: on_progress(result.check.name),
-            on_seed=lambda done, number, failed: on_progress(
-                f"{done} of {number} seeds, {failed} failed"
-            ),
+            on_seed=_seeds_in_words(on_progress),
             on_step=on_progress,
             **settings,
         )
@@ -240,6 +239,17 @@ def check(
         engine,
     )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _seeds_in_words(on_progress: Callable[[str], None]) -> Callable[[int, int, int], None]:
+    """Report the seeds so far, with the time that the others will take."""
+    start = time.monotonic()
+
+    def on_seed(done: int, number: int, failed: int) -> None:
+        left = (time.monotonic() - start) / done * (number - done)
+        on_progress(f"{done} of {number} seeds, {failed} failed, about {left:.0f} s left")
+
+    return on_seed
 
 
 def _profile(report: Report, name: str) -> Profile:

@@ -221,6 +221,7 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
         seeds=[failure.seed for failure in alike],
         timeline=first.timeline,
         log=first.log,
+        hint=first.hint,
     )
 
 

@@ -10,17 +10,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from kvview.connector.hook_errors import where
-from kvview.laws import titled
+from kvview.laws import hint_of, titled
 from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
 from kvview.testing.effort import Effort, current_effort
+from kvview.testing.repetition import cut_repetitions
 from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from kvview.testing.connector.result import Snapshot
 
-NUM_IMPORTS = 4  # lines of the header that import
+_NUM_IMPORTS = 4  # lines of the header that import
 _RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
 _RESULT.maxstring = _RESULT.maxother = 200
@@ -38,6 +39,7 @@ class LawBroken(AssertionError):
         seeds: For a connector, the seeds that break the law; the script shows the first seed.
         timeline: For a connector, the places of the blocks after each step of that run.
         log: For a connector, the last hooks, transfers and holds of that run.
+        hint: The remedy; None for that of the law.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LawBroken(AssertionError):
         seeds: Sequence[int] = (),
         timeline: Sequence[Snapshot] = (),
         log: Sequence[str] = (),
+        hint: str | None = None,
     ) -> None:
         super().__init__(law, what)
         self.seeds = seeds
@@ -61,6 +64,7 @@ class LawBroken(AssertionError):
         self.got = got
         self.expected = expected
         self.script = script
+        self.hint = hint_of(law) if hint is None else hint
 
     @property
     def law_url(self) -> str:
@@ -259,7 +263,6 @@ class Recorder:
             return self.script()
         effort = current_effort()
         call = f"{check.__name__}(factory)"
-        calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)  # a repr may have several lines
         if effort != Effort():
             call = f"with use_effort({effort!r}): {call}"
         return "\n".join(
@@ -268,12 +271,17 @@ class Recorder:
                 "from kvview.testing.effort import Effort, use_effort",
                 f"from {check.__module__} import {check.__name__}",
                 "",
-                "# Among its calls are these:",
-                *(f"#   {line}" for line in calls.splitlines()),
+                *self._calls_as_comments(),
                 f"{call}  # raises LawBroken",
                 "",
             ]
         )
+
+    def _calls_as_comments(self) -> Iterator[str]:
+        yield "# Among its calls are these:"
+        for call in cut_repetitions(self._header[_NUM_IMPORTS:] + self._lines):
+            for line in call.splitlines():  # a repr may have several lines
+                yield f"#   {line}"
 
     def _begin(self, code: str) -> None:
         watchdog.next_call()

@@ -30,6 +30,7 @@ from kvview.testing.offloading.policy import as_factory
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.search import runs_of
+from kvview.testing.tier.store_harness import reason_without
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
@@ -90,8 +91,10 @@ def plan_checks(
     for check in checks:
         if select and not any(_matches(pattern, check) for pattern in select):
             continue
-        missing = [name.value for name in check.requires if name not in capabilities]
+        missing = [name for name in check.requires if name not in capabilities]
         skip = f"the harness does not declare {', '.join(missing)}" if missing else ""
+        if missing and is_tier_store(factory):
+            skip = reason_without(missing, capabilities)
         planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
     return contract, planned
 

@@ -22,7 +22,7 @@ from kvview.testing import watchdog
 from kvview.testing.checks import CheckFunction, check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
-from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
+from kvview.testing.recorder import LawBroken, Recorder, import_line
 
 _NUM_MOVES = 40  # operations of the longest run, by default
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.
@@ -224,15 +224,13 @@ class Player(Recorder):
         if self.law != "*":  # an example
             return super()._check_again()
         name = type(self).__name__
-        calls = "\n".join(self._header[NUM_IMPORTS:] + self._lines)
         return "\n".join(
             [
                 import_line(self._factory),
                 "from kvview.testing.search import Plan, replay",
                 f"from {type(self).__module__} import {name}",
                 "",
-                "# Among its calls are these:",
-                *(f"#   {line}" for line in calls.splitlines()),
+                *self._calls_as_comments(),
                 f"replay({name}, factory, {self.plan!r})  # raises LawBroken",
                 "",
             ]
@@ -264,10 +262,15 @@ def runs_of(contract: Contract, effort: Effort) -> int:
 def search(player_class: type[Player], factory: Factory, effort: Effort) -> SearchResult:
     """Play runs of consecutive seeds, and shrink the first failure of each law."""
     result = SearchResult()
-    for seed in range(effort.seed, effort.seed + runs_of(player_class.contract, effort)):
+    number = runs_of(player_class.contract, effort)
+    on_progress: Callable[[int, int, int], None] | None = effort.shared.get("on_progress")
+    for seed in range(effort.seed, effort.seed + number):
         result.num_runs += 1
         broken, plan, compared = _drawn(player_class, factory, seed, effort.steps or _NUM_MOVES)
         result.compared.update(compared)
+        if on_progress is not None:
+            num_failed = sum(map(len, result.seeds.values())) + (broken is not None)
+            on_progress(result.num_runs, number, num_failed)
         if broken is None:
             continue
         result.seeds.setdefault(broken.law, []).append(seed)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvview.laws import hint_of, titled
+from kvview.laws import titled
 from kvview.testing.connector_checks import COVERAGE, NotExercised
 from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
@@ -88,7 +88,7 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
     text = f"{titled(failure.law)} ({result.check.name})"
     _print(console, text if is_in_the_verdict else f"{text}: {failure.what}", "bold red")
     rows = [("got", failure.got), ("expected", failure.expected), ("law", failure.law_url)]
-    rows.append(("try", hint_of(failure.law)))
+    rows.append(("try", failure.hint))
     if failure.seeds:
         shown = ", ".join(map(str, failure.seeds[:_MAX_SEEDS]))
         more = len(failure.seeds) - _MAX_SEEDS

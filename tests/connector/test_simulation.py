@@ -31,6 +31,7 @@ from kvview.testing.connector import (
     Step,
     check_connector,
     generate_scenario,
+    load_engines,
     simulate,
 )
 from kvview.testing.connector.aging import grows
@@ -40,6 +41,7 @@ from kvview.testing.connector.invariants import (
     InvariantBroken,
 )
 from kvview.testing.connector.memory import TierKeys
+from kvview.testing.connector.scenario import to_script
 from kvview.testing.connector.shrink import simpler_geometries, simpler_sizes
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
@@ -397,3 +399,11 @@ def test_each_connector_of_each_run_has_a_folder_of_its_own() -> None:
     assert len(set(folders)) == 4
     assert not any(folder.exists() for folder in folders)
     assert not Path("{tmp}").exists()
+
+
+def test_the_script_of_a_long_scenario_has_several_events_in_a_line() -> None:
+    events = tuple(Step(number) for number in range(1, 101))
+    scenario = Scenario(CacheGeometry.single(4), 8, events)
+    script = to_script(OffloadConnector, scenario, {}, "", load_engines())
+    assert script.count("\n") < 35
+    assert "Step(98), Step(99), Step(100)," in script

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,16 +19,24 @@ import pytest
 from examples.host_cache import HostCacheConnector, HostCacheWorker
 from kvview import (
     BlockHash,
+    CanonicalKVCaches,
     ConfigError,
     Connector,
     ConnectorConfig,
     SchedulerConnector,
     StepPlan,
+    TransferResult,
     WorkerConnector,
     make_offload_key,
 )
-from kvview.testing.connector import check_connector, generate_scenario, simulate
+from kvview.testing.connector import (
+    ConnectorFailure,
+    check_connector,
+    generate_scenario,
+    simulate,
+)
 from kvview.testing.connector.kv_bytes import KVBytes
+from kvview.testing.connector.stuck import where_all_wait
 from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
 from kvview_reference.transfer import worker
@@ -93,6 +104,118 @@ def test_a_load_may_still_write_while_blocks_are_compared(
     played = replace(lagging, worker_half="whole_plans")
     assert simulate(LazyOffloadConnector, played).failure is None
     assert simulate(OffloadConnector, played).failure is None
+
+
+class OnAThread(HostCacheWorker):
+    """Copies on a thread, which waits for the compute of some plans only."""
+
+    def waits_for_compute(self, plan: StepPlan) -> bool:
+        return True
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.inbox: SimpleQueue[tuple[Any, StepPlan] | None] = SimpleQueue()
+        self.ended: defaultdict[int, threading.Event] = defaultdict(threading.Event)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def start_plan(self, plan: StepPlan) -> None:
+        for job in (*plan.loads, *plan.stores):
+            self.ended[job.job_id].clear()
+        self.inbox.put((self.compute.record_event() if self.compute else None, plan))
+
+    def run(self) -> None:
+        while (item := self.inbox.get()) is not None:
+            mark, plan = item
+            if mark is not None and self.waits_for_compute(plan):
+                mark.synchronize()
+            self.started.append((None, plan))
+            self.copy_started()
+            for job in (*plan.loads, *plan.stores):
+                self.ended[job.job_id].set()
+
+    def get_finished(self) -> list[TransferResult]:
+        return [self.finished.pop(0) for _ in range(len(self.finished))]
+
+    def wait(self, job_ids: Sequence[int]) -> None:
+        for job in job_ids:
+            self.ended[job].wait()
+
+    def shutdown(self) -> None:
+        self.inbox.put(None)
+        self.thread.join()
+
+
+class LoadsTooEarly(OnAThread):
+    def waits_for_compute(self, plan: StepPlan) -> bool:
+        return bool(plan.stores)
+
+
+class StoresTooEarly(OnAThread):
+    def waits_for_compute(self, plan: StepPlan) -> bool:
+        return bool(plan.loads)
+
+
+class NeverEnds(OnAThread):
+    def run(self) -> None:
+        super().run()
+        threading.Event().wait()
+
+
+def check_worker(worker: type[HostCacheWorker], seed: int) -> ConnectorFailure | None:
+    class Local(HostCacheConnector):
+        def make_worker(self) -> WorkerConnector:
+            return worker(self.cpu_blocks)
+
+    runs = check_connector(Local, seeds=1, first_seed=seed, max_shrink_runs=0)
+    return runs.failures[0] if runs.failures else None
+
+
+@pytest.mark.parametrize(("worker", "kind"), [(LoadsTooEarly, "load"), (StoresTooEarly, "store")])
+def test_a_copy_that_does_not_wait_for_compute_is_named_as_the_cause(
+    worker: type[HostCacheWorker], kind: str
+) -> None:
+    seed = 48
+    assert check_worker(OnAThread, seed) is None
+    failure = check_worker(worker, seed)
+    assert failure is not None
+    assert failure.law == "XFER-6"
+    assert f"a copy of {kind} job" in failure.message
+    assert "compute_stream" in failure.message
+
+
+def test_a_shutdown_that_does_not_return_names_the_lines_and_the_remedy() -> None:
+    failure = check_worker(NeverEnds, 48)
+    assert failure is not None
+    assert failure.law == "CONN-4"
+    waits = r"waits at \S+worker_half\.py:\d+: "
+    assert re.search(rf"the hook {waits}self\.thread\.join", failure.message)
+    assert re.search(rf"thread '.*' {waits}threading\.Event\(\)\.wait", failure.message)
+    assert failure.hint is not None
+    assert "with a short timeout" in failure.hint
+
+
+async def never_answer() -> None:
+    await asyncio.Event().wait()
+
+
+async def send() -> None:
+    await never_answer()
+
+
+def test_tasks_that_wait_are_named_at_the_authors_line() -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    sent = asyncio.run_coroutine_threadsafe(send(), loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # it has started
+    try:
+        assert re.search(r"a task waits at \S+: await asyncio\.Event\(\)", where_all_wait(0))
+    finally:
+        sent.cancel()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 class Dies(HostCacheWorker):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from examples import host_cache
 from kvview import ConfigError, Connector
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
+from kvview.targets import load_connector
 from kvview.testing import read_expected_failures
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.connector.code_coverage import Branches
+from kvview.testing.connector.code_that_ran import CodeThatRan
 from kvview.testing.placeholders import in_size
 from tests.testing import two_levels
 from tests.testing.two_levels import (
@@ -68,13 +72,69 @@ def test_with_the_option_all_code_runs() -> None:
 
 
 def test_the_code_of_a_connector_is_found_by_name() -> None:
-    (path,) = AuthorCode(TwoLevels).paths
-    assert Path(path) == FILE
-    ran: Branches = {path: [(line, line + 1) for line in range(1, 1000)]}
+    paths = AuthorCode(TwoLevels).paths
+    assert [Path(path) for path in paths] == [Path(host_cache.__file__), FILE]
+    ran: Branches = {path: [(line, line + 1) for line in range(1, 1000)] for path in paths}
     assert not [one for one in AuthorCode(TwoLevels).unrun(ran) if one.num_statements]
     functions = {one.function for one in AuthorCode(TwoLevels).unrun({})}
     assert {"Recent.shorten", "TwoLevelWorker.start_plan", "TwoLevels.make_worker"} <= functions
     assert not any("CannotRead" in name for name in functions), "part of another connector"
+
+
+def test_code_in_the_file_of_a_base_counts(tmp_path: Path) -> None:
+    target = tmp_path / "mine.py"
+    target.write_text(f"""
+from kvview.targets import load_connector
+
+class Mine(load_connector({f"{FILE}:TwoLevels"!r})):
+    pass
+""")
+    code = AuthorCode(load_connector(f"{target}:Mine"))
+    assert {*code.paths} == {str(target), *AuthorCode(TwoLevels).paths}
+    assert code.num_statements({}) == AuthorCode(TwoLevels).num_statements({}) > 50
+
+
+def test_code_for_errors_and_without_an_effect_is_listed_only(tmp_path: Path) -> None:
+    target = tmp_path / "mine.py"
+    target.write_text("""
+import kvview
+
+class Mine(kvview.Connector):
+    def make_worker(self):
+        if self.config is None:
+            return
+        try:
+            made = object()
+        except OSError:
+            made = object
+        print(made)
+        self.made = made
+""")
+    (path,) = AuthorCode(load_connector(f"{target}:Mine")).paths
+    ran = {path: [(5, 6), (6, 8), (8, 9), (9, 12)]}
+    unrun = AuthorCode(load_connector(f"{target}:Mine")).unrun(ran)
+    assert [one.source for one in unrun if one.is_judged] == ["self.made = made"]
+
+
+def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
+    code = CodeThatRan(AuthorCode(TwoLevels), {})
+    code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})
+    (gap,) = code.gaps(3)
+    assert gap.name == "code"
+    assert re.fullmatch(r"\d+ of \d+ statements ran in 3 seeds", gap.what)
+    assert list(code.notes([gap], 3)) == [
+        "play at least 15 --seeds to list the lines that never ran"
+    ]
+
+
+def test_more_seeds_are_not_advised_after_200() -> None:
+    sized = {"cpu_blocks": "{blocks}", "recent_blocks": "{blocks}/4"}
+    code = CodeThatRan(AuthorCode(TwoLevels), sized)
+    code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})
+    (few,) = code.notes(code.gaps(15), 15)
+    (many,) = code.notes(code.gaps(200), 200)
+    assert "play more --seeds" in few
+    assert "remove conditions that are never true" in many
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from kvview.testing import (
 from kvview.testing.effort import Effort
 from kvview.testing.harness import capabilities_of
 from kvview.testing.pool.player import PoolPlayer
+from kvview.testing.repetition import cut_repetitions
 from kvview.testing.search import search
 from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
 from kvview_reference import harness
@@ -461,3 +462,19 @@ def test_a_green_check_prints_no_warnings_of_injected_faults(tmp_path: Path) -> 
         assert verbose or "Traceback" not in done.stderr
         assert ("of kvview" in done.stderr) == verbose
         assert ("of the author" in done.stderr) == target.endswith("noisy")
+
+
+def test_a_list_of_calls_shows_the_first_and_the_last_of_many_like_rounds() -> None:
+    rounds = [
+        (f"store.put({n}, [b'key {n}'], pages)", f"store.poll()  # -> [({n}, [True])]")
+        for n in range(9)
+    ]
+    calls = ["h = factory()", *(call for pair in rounds for call in pair), "store.get(9, [], [])"]
+    assert [*cut_repetitions(calls)] == [
+        "h = factory()",
+        *rounds[0],
+        "# ... and these 2 calls 7 more times, with other arguments ...",
+        *rounds[-1],
+        "store.get(9, [], [])",
+    ]
+    assert [*cut_repetitions(calls[:7])] == calls[:7], "few rounds are shown in full"

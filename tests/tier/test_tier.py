@@ -17,7 +17,12 @@ from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
+from kvview.testing.effort import Effort, use_effort
+from kvview.testing.recorder import LawBroken
+from kvview.testing.runner import plan_checks
+from kvview.testing.search import Plan
 from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.player import TierPlayer
 from kvview.tier import GuardedTier, Namespace, Threaded
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import guarded_tier, tier
@@ -87,6 +92,62 @@ def test_the_page_shows_the_results_of_its_programs() -> None:
         alone, _, guarded = said.partition(" | ")
         assert "(2, [False])" in guarded or "right" in guarded, fault
         assert "(2, [False])" not in alone, fault
+
+
+# --- reports ---
+
+
+class Large(FolderStore):
+    """Takes room beyond its pages, and an option ``max_bytes``."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int = 10**9) -> None:
+        super().__init__(namespace, root)
+        Path(root, "a.journal").write_bytes(bytes(60_000))
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "what", "limit"),
+    [
+        (50_000, "a store never occupies more than its budget", "50,000 bytes (max_bytes)"),
+        (
+            100_000,
+            "a store into which nothing was put occupies its own notes only",
+            "30,000 bytes (0 pages of 0, 512 more for each, 30,000 for notes)",
+        ),
+    ],
+)
+def test_a_store_that_takes_too_much_room_is_shown_its_files(
+    max_bytes: int, what: str, limit: str
+) -> None:
+    with use_effort(Effort(options={"root": "{tmp}"})):
+        player = TierPlayer(Large, Plan(0, is_small=True))
+    player.set_budget(max_bytes)
+    player.patience = 0.0
+    try:
+        with pytest.raises(LawBroken) as broken:
+            player.budget()
+    finally:
+        player.end()
+    assert broken.value.what == what
+    assert "(a.journal 60,000" in broken.value.got
+    assert broken.value.expected == f"at most {limit}"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"root": "{tmp}"}, "the store takes no option max_bytes"),
+        ({"root": "{tmp}"}, "the store does not set verifies = True"),
+        ({"root": "."}, "no option of the store has {tmp}, a folder that the check makes"),
+    ],
+)
+def test_a_check_that_a_store_skips_names_the_reason_in_its_words(
+    options: dict[str, str], reason: str
+) -> None:
+    _, planned = plan_checks(FolderStore, Effort(options=options))
+    reasons = {one.skip_reason for one in planned}
+    assert any(one.startswith(reason) for one in reasons), reasons
+    assert not any("harness" in one for one in reasons)
 
 
 # --- targets ---

@@ -147,6 +147,7 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
             f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, and "
             f"{growth} more with each round{at}; delete the entries of requests, jobs and keys "
             f"when these end",
+            hint="Remove the entries of a request or a job when it ends, and bound every table.",
         )
 
 
@@ -198,7 +199,8 @@ def with_rounds_compared(
     try:
         coverage = _compare_rounds(result, play)
     except InvariantBroken as broken:
-        return replace(result, failure=failure_at_the_end(result, broken.law, broken.message))
+        failure = failure_at_the_end(result, broken.law, broken.message)
+        return replace(result, failure=replace(failure, hint=broken.hint))
     return replace(result, coverage={**result.coverage, **coverage})
 
 

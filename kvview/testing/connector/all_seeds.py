@@ -16,7 +16,6 @@ from kvview.testing.connector import repeat
 from kvview.testing.connector.code_that_ran import CodeThatRan
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
-    FEWEST_SEEDS,
     Gap,
     loads_that_failed,
     notes_on,
@@ -115,7 +114,7 @@ def check_connector(
             check.explain()
     except KeyboardInterrupt:
         is_interrupted = True
-    check.notes += [] if check.failures else check.code.notes(check.gaps())
+    check.notes += [] if check.failures else check.code.notes(check.gaps(), check.num_seeds)
     check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
@@ -254,8 +253,7 @@ class _Check:
     def gaps(self) -> list[Gap]:
         """List the missing parts of the check that the coverage does not show."""
         failed = loads_that_failed(self.coverage, self._first_load_error)
-        code = self.code.gaps() if self.num_seeds >= FEWEST_SEEDS else []
-        return [*failed, *code]
+        return [*failed, *self.code.gaps(self.num_seeds)]
 
     def shrink(self) -> None:
         """Shrink the first failure of each law."""

@@ -23,6 +23,7 @@ from kvview.testing.connector.code_coverage import Branches, Region, lines_of, r
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = _Function | ast.ClassDef
+_LIBRARIES = {"site-packages", "dist-packages"}
 _DEFINITION = re.compile(r"\s*(async|def|class|from|import|@)")
 
 
@@ -55,6 +56,7 @@ class _File:
 
     module: ModuleType
     path: Path
+    folder: Path
 
     @cached_property
     def lines(self) -> list[str]:
@@ -106,10 +108,8 @@ class AuthorCode:
     _parts: dict[tuple[str, str], _Definition] = field(default_factory=dict)  # module, qualname
 
     def __post_init__(self) -> None:
-        self._folder = _folder_of(self.connector_class)
-        if self._folder is not None:
-            for kind in self.connector_class.__mro__:
-                self._add(kind)
+        self._folders: set[Path] = set()
+        self._add(self.connector_class)
 
     @property
     def paths(self) -> list[str]:
@@ -148,8 +148,10 @@ class AuthorCode:
     # --- the parts of the code ---
 
     def _add(self, found: object) -> None:
-        """Add a class, a function or a module, and everything that it uses by name."""
+        """Add a class with its bases, a function or a module, and the definitions that it uses."""
         found = inspect.unwrap(found) if callable(found) else found
+        if isinstance(found, type):
+            self._add_bases(found)
         name = getattr(found, "__qualname__", None)
         if not isinstance(name, str):
             found, name = type(found), type(found).__qualname__
@@ -159,6 +161,20 @@ class AuthorCode:
             return
         self._parts[file.module.__name__, name] = node
         self._add_used(file, node)
+
+    def _add_bases(self, kind: type) -> None:
+        """Add the bases of a connector, a half or a store, which may be in other folders."""
+        if not any(_is_kvviews(base.__module__) for base in kind.__mro__):
+            return
+        for base in kind.__mro__:
+            folder = _folder_of(base)
+            is_library = folder is not None and not _LIBRARIES.isdisjoint(folder.parts)
+            if folder is None or (is_library and base is not self.connector_class):
+                continue
+            if self._file(base.__module__) is None:
+                self._folders.add(folder)
+            if base is not kind:
+                self._add(base)
 
     def _add_used(self, file: _File, node: ast.AST) -> None:
         names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
@@ -190,18 +206,17 @@ class AuthorCode:
 
     def _file(self, module_name: object) -> _File | None:
         """Parse a module of the author; None for a module of anyone else."""
-        if not isinstance(module_name, str) or self._folder is None:
+        if not isinstance(module_name, str):
             return None
         if module_name not in self._files:
             module = sys.modules.get(module_name)
             path = _path_of(module)
-            if module is None or path is None or not path.is_relative_to(self._folder):
+            if module is None or path is None or _is_kvviews(module_name):
                 return None
-            below = path.relative_to(self._folder).parts
-            is_library = bool({"site-packages", "dist-packages"}.intersection(below))
-            if is_library or _is_kvviews(module_name):
+            folder = next((one for one in self._folders if path.is_relative_to(one)), None)
+            if folder is None or _LIBRARIES.intersection(path.relative_to(folder).parts):
                 return None
-            self._files[module_name] = _File(module, path)
+            self._files[module_name] = _File(module, path, folder)
         return self._files[module_name]
 
     def _functions(self) -> Iterator[tuple[_File, str, _Function]]:
@@ -232,7 +247,7 @@ class AuthorCode:
     def _unrun_in(
         self, file: _File, name: str, node: _Function, region: Region, *, is_called: bool
     ) -> Iterator[Unrun]:
-        path = file.path.relative_to(self._folder or "/")
+        path = file.path.relative_to(file.folder)
         is_listed_only = not (is_called or node.name.startswith("__"))
         for group in region.unrun():
             line, lines = group[0], file.lines
@@ -288,13 +303,17 @@ def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
                 yield key, None
 
 
-def _folder_of(connector_class: type[Any]) -> Path | None:
-    """The folder of an author's modules, which is that of the top package or else of the file."""
-    module = sys.modules.get(connector_class.__module__)
+def _folder_of(kind: type[Any]) -> Path | None:
+    """The folder of an author's modules, which is that of the top package or else of the file.
+
+    Returns:
+        The folder; None for a class of kvview or of Python.
+    """
+    module = sys.modules.get(kind.__module__)
     path = _path_of(module)
-    if module is None or path is None:
+    if module is None or path is None or _is_kvviews(module.__name__):
         return None
-    if _is_kvviews(module.__name__):
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
         return None
     package = module.__name__.partition(".")[0]
     top = _path_of(sys.modules.get(package)) if "." in module.__name__ else None

@@ -34,8 +34,8 @@ _CONSTANT = r"None|True|False|-?[\d.]+|\[\]|\{\}|\(\)|\"[^\"]*\"|'[^']*'"
 _LISTED_ONLY = (
     r"^\s*raise\b",
     rf"^\s*except\b(?!.*\b({_NORMAL})\b)",
-    r"(?i)^\s*([\w.]*\b_?(log|logger|logging|warnings)\.\w+|print)\(",
-    r"(?i)^\s*(el)?if\b.*(cuda|\bhip\b|\bxpu\b|sys\.platform|version_info|TYPE_CHECKING)",
+    r"(?i:^\s*([\w.]*\b_?(log|logger|logging|warnings)\.\w+|print)\()",
+    r"(?i:^\s*(el)?if\b.*(cuda|\bhip\b|\bxpu\b|sys\.platform|version_info|TYPE_CHECKING))",
     r"^\s*def __(repr|str)__\b",
     rf"^\s*return( ({_CONSTANT}))?\s*(#.*)?$",
     r"^\s*(pass|break|continue|import|from)\b",
@@ -194,7 +194,9 @@ def _make_coverage(paths: Sequence[str]) -> Any:
 
     made = coverage.Coverage(data_file=None, branch=True, include=list(paths), config_file=False)
     made.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
-    made.set_option("report:exclude_also", list(_LISTED_ONLY))
+    # Coverage reads exclude_also from a file only.
+    usual: Any = made.get_option("report:exclude_lines")
+    made.set_option("report:exclude_lines", [*usual, *_LISTED_ONLY])
     if ARE_CHEAP:
         made.set_option("run:core", "sysmon")
     return made

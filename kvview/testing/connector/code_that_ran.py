@@ -9,9 +9,10 @@ from typing import Any
 
 from kvview.testing.connector.author_code import AuthorCode, Unrun
 from kvview.testing.connector.code_coverage import ARE_CHEAP, Branches, lines_of, why_not
-from kvview.testing.connector.coverage import Gap
+from kvview.testing.connector.coverage import FEWEST_SEEDS, Gap
 from kvview.testing.placeholders import is_sized
 
+_ENOUGH_SEEDS = 200  # more of them rarely reach other code
 _MEASURED_FIRST, _MEASURED_EVERY = 20, 5
 _SIZES = ("byte", "block", "page", "slot", "entr", "capacity", "size", "max", "limit")
 
@@ -62,26 +63,38 @@ class CodeThatRan:
         """Statements that no seed reached; empty without a measurement."""
         return self._code.unrun(self._ran) if self._code and self._ran else ()
 
-    def gaps(self) -> list[Gap]:
-        """The unrun statements that make a check incomplete, each with its name."""
-        return [
-            Gap(one.place, f"{one.place} in {one.function} never ran: {one.source}")
-            for one in self.unrun
-            if one.is_judged
-        ]
+    def gaps(self, num_seeds: int) -> list[Gap]:
+        """The statements without which a check is incomplete, each with its name.
 
-    def notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
-        """Return the notes: that the code could not be measured, or options that might reach more.
+        Few seeds reach few of the statements, so with few seeds only their number is a gap, and
+        only if it is small.
+
+        Args:
+            num_seeds: Seeds that were played.
+        """
+        if num_seeds >= FEWEST_SEEDS:
+            return [_gap(one) for one in self.unrun if one.is_judged]
+        num_unrun = sum(one.num_statements for one in self.unrun)
+        if 2 * num_unrun <= self.num_statements:
+            return []
+        text = f"{self.num_statements - num_unrun} of {self.num_statements} statements ran"
+        return [Gap("code", f"{text} in {num_seeds} seeds")]
+
+    def notes(self, gaps: Sequence[Gap], num_seeds: int) -> Iterator[str]:
+        """Report that the code could not be measured, or the options that might reach more.
 
         Args:
             gaps: The gaps that are reported.
+            num_seeds: Seeds that were played.
         """
         if self._code is not None and self._why_not is not None:
             yield f"code that never ran was not looked for: {self._why_not}"
         elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
-            yield f"to reach the code that never ran: {self._options_to_try()}"
+            yield f"to reach the code that never ran: {self._options_to_try(num_seeds)}"
+        elif any(gap.name == "code" for gap in gaps):
+            yield f"play at least {FEWEST_SEEDS} --seeds to list the lines that never ran"
 
-    def _options_to_try(self) -> str:
+    def _options_to_try(self, num_seeds: int) -> str:
         sizes = [
             name for name, value in self._known_options.items() if self._is_a_size(name, value)
         ]
@@ -96,6 +109,8 @@ class CodeThatRan:
             if isinstance(value, bool) and name in mentioned and name not in self._options
         ]
         first = f"give {' '.join(tries)}" if tries else "play more --seeds"
+        if num_seeds >= _ENOUGH_SEEDS and not tries:
+            first = "remove conditions that are never true"
         return f"{first}; or name lines that cannot run, with a reason, in --expected-failures"
 
     def _is_a_size(self, name: str, default: object) -> bool:
@@ -108,6 +123,13 @@ class CodeThatRan:
     def _known_options(self) -> Mapping[str, object]:
         """Options that the code reads, with their defaults."""
         return self._code.options() if self._code is not None else {}
+
+
+def _gap(unrun: Unrun) -> Gap:
+    text = f"{unrun.place} in {unrun.function} never ran: {unrun.source}"
+    if unrun.condition:
+        text += f" (after {unrun.condition})"
+    return Gap(unrun.place, text)
 
 
 def _words(condition: str) -> set[str]:

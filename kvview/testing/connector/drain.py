@@ -51,6 +51,7 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
             "CONN-3",
             f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps, so the "
             f"engine never becomes idle",
+            hint="Plan no new job in plan_step while no request is left.",
         )
     if engine.held_blocks():
         stage.seconds += _SECONDS_A_LEASE_MAY_LAST
@@ -90,18 +91,22 @@ def raise_stuck(stage: Stage) -> None:
     held = engine.held_blocks()
     unfinished = engine.unfinished()
     if waiting := [request for request, status in unfinished.items() if status == "waiting"]:
-        law, why = "CONN-4", "too few blocks are free for them"
+        law, why, hint = "CONN-4", "too few blocks are free for them", None
         if not held:
             law, why = "ENGINE", "match_prefix has returned a number"
             if any(part.scheduler.unanswered.intersection(waiting) for part in stage.parts):
                 law, why = "CONN-2", "match_prefix always returns None"
+                hint = "Return a number from match_prefix after a few calls; 0 is a miss."
         raise InvariantBroken(
             law,
             f"requests {waiting} wait forever: {why}, and the connector holds {len(held)} of "
             f"{engine.num_blocks - 1} blocks",
+            hint=hint,
         )
     raise InvariantBroken(
-        "CONN-3", "has_pending_work returns True forever, although no job is in flight"
+        "CONN-3",
+        "has_pending_work returns True forever, although no job is in flight",
+        hint="Return True from has_pending_work only while a job is planned or in flight.",
     )
 
 

@@ -54,6 +54,8 @@ class Gate:
         self.num_failed = 0
         self.has_recovered = False
         self.num_after_the_end = 0
+        self.num_moved = 0
+        """Operations so far that read or wrote bytes, and did not only make a view."""
 
     @property
     def num_waiting(self) -> int:
@@ -61,8 +63,12 @@ class Gate:
         return len(self._before)
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Run one operation, on the thread that made it."""
+    def passing(self) -> Iterator[Callable[[], None]]:
+        """Run one operation on its thread.
+
+        Yields:
+            A function that notes that the operation moved bytes.
+        """
         with self._changed:
             if not self._is_open and not self._is_home():
                 ticket = _Ticket(threading.get_ident())
@@ -79,27 +85,36 @@ class Gate:
                     self._changed.notify_all()
                     raise CopyFailed("simulated failure of a copy")
             self._num_inside += 1
+        has_moved = False
+
+        def on_moved() -> None:
+            nonlocal has_moved
+            has_moved = True
+
         try:
-            yield
+            yield on_moved
         finally:
             with self._changed:
                 self._num_inside -= 1
+                self.num_moved += has_moved
                 self._changed.notify_all()
 
     def let_in(self, number: float, *, whole_job: bool) -> None:
-        """Let one waiting operation pass.
+        """Let the operations of one thread pass up to the first that moves bytes.
 
         Args:
-            number: Place of the operation, from 0.0 for the first to just below 1.0 for the last.
-            whole_job: Whether the following operations of its thread may pass, too.
+            number: Place of the thread, 0.0 for the first to just below 1.0 for the last.
+            whole_job: Whether the following operations of the thread may pass, too.
         """
+        num_moved = self.num_moved
         with self._changed:
             if not self._before:
                 return
             ticket = self._before[int(number * len(self._before))]
             self._pass(ticket)
-        while whole_job and self._let_in_next(ticket.thread):
-            pass
+        while whole_job or self.num_moved == num_moved:
+            if not self._let_in_next(ticket.thread):
+                return
 
     def _let_in_next(self, thread: int) -> bool:
         """Let an operation of a thread pass if it waits or comes soon; False if none does."""
@@ -177,8 +192,10 @@ class GatedTensor(torch.Tensor):
             if func.__name__ in _LOOKS:
                 result = func(*args, **(kwargs or {}))
             else:
-                with gated.gate.passing():
+                with gated.gate.passing() as on_moved:
                     result = func(*args, **(kwargs or {}))
+                    if _moves(func.__name__, args, result, gated):
+                        on_moved()
             if isinstance(result, tuple | list):
                 return type(result)(_again(item, gated) for item in result)
             return _again(result, gated)
@@ -197,6 +214,14 @@ def _gated(values: Iterable[Any]) -> Iterator[GatedTensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from _gated(value)
+
+
+def _moves(name: str, args: Iterable[Any], result: Any, gated: GatedTensor) -> bool:
+    """Whether an operation read or wrote bytes: its result is not a new view of KV memory."""
+    if not isinstance(result, torch.Tensor):
+        return name == "__setitem__"
+    is_view = result.untyped_storage().data_ptr() == gated.address
+    return not is_view or any(result is one for one in args)
 
 
 def _again(result: Any, gated: GatedTensor) -> Any:

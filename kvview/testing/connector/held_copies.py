@@ -24,6 +24,7 @@ from kvview.testing.connector.gate import CopyFailed, Gate, gate_tensor
 from kvview.testing.connector.hook_calls import calling
 from kvview.testing.connector.invariants import EndedLoudly, InvariantBroken
 from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.stuck import hint_for, where_all_wait
 from kvview.testing.transfer.compute import GatedComputeEvent
 from kvview.testing.yield_points import num_yields, stop_yielding, yielding_often
 
@@ -103,9 +104,15 @@ class HeldCopies:
         """Draw whether a copy is let in early."""
         return self._draw() < 0.5
 
-    def let_in(self) -> None:
-        """Let a drawn copy pass, perhaps with the rest of its thread's job."""
+    def let_in(self) -> bool:
+        """Let a drawn copy pass, perhaps with the rest of its thread's job.
+
+        Returns:
+            Whether bytes were moved meanwhile.
+        """
+        num_moved = self.gate.num_moved
         self.gate.let_in(self._draw(), whole_job=self._draw() < _SHARE_WHOLE_JOBS)
+        return self.gate.num_moved > num_moved
 
     def fail_after(self, num_good: int | None) -> None:
         """Let copies fail after some successes, and perhaps succeed again; None for no failure."""
@@ -141,6 +148,7 @@ class HeldCopies:
                 "CONN-4",
                 f"shutdown of the worker half returned although {num_late} of its copies were "
                 f"still to come; it must finish or drop its transfers in flight",
+                hint="Join the threads that copy in shutdown.",
             )
 
     def _submit(
@@ -159,9 +167,11 @@ class HeldCopies:
             self._abandon()
             raise
         if not has_returned:
+            places = where_all_wait(self._thread.ident)
             self._abandon()
             law, why = _WHY_STUCK.get(name, ("CONN-3", "no thread runs any more"))
-            raise InvariantBroken(law, f"{name} of the worker half does not return: {why}")
+            message = f"{name} of the worker half does not return: {why}{places}"
+            raise InvariantBroken(law, message, hint=hint_for(name))
         error = call.exception()
         if _is_simulated(error):
             if name == "start_plan":

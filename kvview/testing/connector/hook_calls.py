@@ -12,6 +12,7 @@ from kvview.errors import line_of, split_law
 from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jumping_clock import jump
+from kvview.testing.connector.stuck import hint_for
 from kvview.testing.source_lines import at_line
 
 _AT_START = {
@@ -33,7 +34,8 @@ def hook(name: str, law: str) -> Iterator[None]:
     except watchdog.HookTimeout as error:
         line = where(error)
         message = f"{name} {error}" + (f": it is at {line}" if line else "")
-        raise InvariantBroken(law, message, is_timeout=True) from error
+        hint = hint_for(name.partition(" ")[0])
+        raise InvariantBroken(law, message, is_timeout=True, hint=hint) from error
     except BaseException as error:  # sys.exit() in a hook must not end the check
         is_start = name.partition(" ")[0] in _AT_START
         if is_start and (missing := missing_library(error, "the connector")):

@@ -24,20 +24,33 @@ class InvariantBroken(AssertionError):
         message: The values, and the expected ones.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
+        hint: The remedy, where it is not that of the law; None for that of the law.
     """
 
     def __init__(
-        self, law: str, message: str, *, is_timeout: bool = False, is_hook_error: bool = False
+        self,
+        law: str,
+        message: str,
+        *,
+        is_timeout: bool = False,
+        is_hook_error: bool = False,
+        hint: str | None = None,
     ) -> None:
         super().__init__(f"{law}: {message}")
         self.law = law
         self.message = message
         self.is_timeout = is_timeout
         self.is_hook_error = is_hook_error
+        self.hint = hint
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(type(self), is_timeout=self.is_timeout, is_hook_error=self.is_hook_error)
+        make = partial(
+            type(self),
+            is_timeout=self.is_timeout,
+            is_hook_error=self.is_hook_error,
+            hint=self.hint,
+        )
         return make, (self.law, self.message)
 
 

@@ -24,7 +24,7 @@ from kvview import (
 )
 from kvview.events.fold import FoldedEvents
 from kvview.testing.connector.invariants import InvariantBroken, short
-from kvview.testing.connector.jobs import PlannedJob
+from kvview.testing.connector.jobs import PlannedJob, blocks_of_loads
 
 _JUNK = 0x5A
 _REMEMBERED_STORES = 8  # stores per page, for the reason why its bytes are wrong
@@ -73,13 +73,15 @@ class GPUPages:
             may_write: Returns the blocks that loads name; called at the end.
 
         Raises:
-            InvariantBroken: XFER-2, if a job wrote another block.
+            InvariantBroken: XFER-2, if a job wrote another block; XFER-6, if a load wrote while the
+                engine computed.
         """
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             rows.copy_(tensor)
         yield
         named = may_write()
-        skipped = sorted(named)
+        early = [job for job in jobs if job.is_load and not job.is_computed]
+        skipped = sorted(named - blocks_of_loads(early))
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             rows[skipped] = tensor[skipped]
             words, before = tensor.view(torch.int64), rows.view(torch.int64)
@@ -92,6 +94,7 @@ class GPUPages:
                     f"jobs {[job.job_id for job in jobs]} wrote GPU blocks {foreign}, which no "
                     f"job names",
                 )
+            check_computed([job for job in early if not set(changed).isdisjoint(job.gpu_blocks)])
 
     def check_source(self, store: PlannedJob) -> None:
         """Compare the source blocks of a store with the bytes that were computed.
@@ -136,6 +139,25 @@ class GPUPages:
                 f"load job {load.job_id} is reported as a success, but blocks {sorted(missing)} "
                 f"are not written yet, or only in part",
             )
+
+
+def check_computed(jobs: Sequence[PlannedJob]) -> None:
+    """Require that no job copied before the steps launched before it were computed.
+
+    Args:
+        jobs: Those that may have copied and are not computed.
+
+    Raises:
+        InvariantBroken: XFER-6, if there are any.
+    """
+    if jobs:
+        kind = "load" if all(job.is_load for job in jobs) else "store"
+        kind = kind if len({job.is_load for job in jobs}) == 1 else "transfer"
+        raise InvariantBroken(
+            "XFER-6",
+            f"a copy of {kind} jobs {[job.job_id for job in jobs]} ran while the engine still "
+            f"computed the steps that it had launched before: wait for an event of compute_stream",
+        )
 
 
 class TierPages:

@@ -162,7 +162,7 @@ class SeedPlayer:
         if run(result.scenario, unique_ids=True).failure is not None:
             return result
         message = f"only when a request id is used again: {failure.law}: {failure.message}"
-        return replace(result, failure=replace(failure, law="CONN-5", message=message))
+        return replace(result, failure=replace(failure, law="CONN-5", message=message, hint=None))
 
     @property
     def _is_own(self) -> bool:

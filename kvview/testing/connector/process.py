@@ -35,6 +35,7 @@ from kvview.testing import watchdog
 from kvview.testing.connector import code_coverage
 from kvview.testing.connector.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.stuck import hint_for
 from kvview.testing.connector.thread_errors import raise_thread_error
 
 _BRANCHES = "branches that ran"  # in place of the name of a hook
@@ -81,7 +82,9 @@ class Child:
         if not wait([self._pipe], self._patience):
             self._process.kill()
             raise InvariantBroken(
-                "CONN-3", f"{name} of {self._what} did not return within {self._patience:.0f} s"
+                "CONN-3",
+                f"{name} of {self._what} did not return within {self._patience:.0f} s",
+                hint=hint_for(name),
             )
         try:
             broken, answer = pickle.loads(self._pipe.recv_bytes())
@@ -91,6 +94,7 @@ class Child:
                 "CONN-3",
                 f"the process of {self._what} died during {name} with exit code "
                 f"{self._process.exitcode}",
+                hint="",
             ) from None
         if broken is not None:
             raise broken

@@ -42,6 +42,7 @@ class Failure:
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
         log: The last hooks, transfers and holds before the failure.
+        hint: The remedy, where it is not that of the law; None for that of the law.
     """
 
     law: str
@@ -51,6 +52,7 @@ class Failure:
     is_timeout: bool = False
     is_hook_error: bool = False
     log: Sequence[str] = field(default=(), compare=False)
+    hint: str | None = None
 
     def __str__(self) -> str:
         law = EXCEPTIONS if self.is_hook_error else self.law
@@ -111,6 +113,12 @@ class ConnectorFailure:
         """The last hooks, transfers and holds of the script's run."""
         failure = None if self.result is None else self.result.failure
         return () if failure is None else failure.log
+
+    @property
+    def hint(self) -> str | None:
+        """The remedy, where it is not that of the law."""
+        failure = None if self.result is None else self.result.failure
+        return None if failure is None else failure.hint
 
     @property
     def is_hook_error(self) -> bool:

@@ -289,6 +289,7 @@ class Run:
                 events,
                 is_timeout=error.is_timeout,
                 is_hook_error=error.is_hook_error,
+                hint=error.hint,
             )
         law, colon, message = str(error).partition(": ")
         if not colon or not law.startswith("CONN-"):

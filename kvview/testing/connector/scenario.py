@@ -6,7 +6,7 @@ of the n-th transfer job. So a seed replays a failure, and a scenario can be shr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -111,6 +111,9 @@ Outcome = Literal["ok", "none", "half"]
 """Outcomes of a job: all bytes move; no bytes move and the job fails; half of its blocks move and
 the job fails."""
 
+
+_INDENT, _WIDTH = " " * 8, 92  # of the lists in a script
+_MANY_ITEMS = 40
 
 WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
 """Ways in which jobs reach the worker half: each job when it is due; whole plans in their step,
@@ -310,7 +313,7 @@ def to_script(
             continue
         if isinstance(value, tuple):
             lines.append(f"    {field.name}=(")
-            lines += [f"        {compact_repr(item)}," for item in value]
+            lines += _listed([f"{compact_repr(item)}," for item in value])
             lines.append("    ),")
         else:
             lines.append(f"    {field.name}={value!r},")
@@ -324,6 +327,20 @@ def to_script(
         calls = [f"for _ in range({times}):", *(f"    {line}" for line in calls)]
     lines += [")", *calls]
     return "\n".join(lines) + "\n"
+
+
+def _listed(items: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a list: one for each item, or for as many as fit if there are many."""
+    width = _WIDTH if len(items) > _MANY_ITEMS else 0
+    line = ""
+    for item in items:
+        if line and len(line) + 1 + len(item) > width:
+            yield f"{_INDENT}{line}"
+            line = item
+        else:
+            line = f"{line} {item}".lstrip()
+    if line:
+        yield f"{_INDENT}{line}"
 
 
 def _import_of(connector_class: type[object]) -> tuple[list[str], str]:

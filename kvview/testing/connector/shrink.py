@@ -59,9 +59,12 @@ class Shrinker:
         failure = self.best.failure
         assert failure is not None, "the best run fails"
         rounds = self._scenario.rounds
-        while rounds > 1 and self._takes(replace(self._scenario, rounds=rounds // 2)):
+        fewest = FEWEST_ROUNDS if failure.law == "CONN-10" else 1  # fewer are not compared
+        while rounds // 2 >= fewest and self._takes(replace(self._scenario, rounds=rounds // 2)):
             rounds //= 2
-        if rounds >= FEWEST_ROUNDS:  # many rounds are compared, so a run takes seconds
+        if rounds >= FEWEST_ROUNDS:  # a run costs seconds, so there are runs for little else
+            self._drop_events()
+            self._takes(replace(self._scenario, fates=()))
             return
         self._takes(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
         self._takes(replace(self._scenario, fates=()))

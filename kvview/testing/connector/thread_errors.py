@@ -47,7 +47,7 @@ def with_thread_error(result: SimulationResult) -> SimulationResult:
     if not _noted:
         return result
     failure = result.failure or failure_at_the_end(result, "CONN-3", "")
-    failure = replace(failure, law="CONN-3", message=_noted[0], is_hook_error=True)
+    failure = replace(failure, law="CONN-3", message=_noted[0], is_hook_error=True, hint=None)
     return replace(result, failure=failure)
 
 

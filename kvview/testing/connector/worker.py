@@ -36,7 +36,7 @@ from kvview.testing.connector.jobs import (
     is_plain,
     starts_of,
 )
-from kvview.testing.connector.memory import GPUPages
+from kvview.testing.connector.memory import GPUPages, check_computed
 from kvview.testing.connector.plan_checks import check_held, check_load, check_store, gpu_blocks
 from kvview.testing.connector.run_log import RunLog
 from kvview.testing.connector.scenario import Fate, Scenario
@@ -323,7 +323,9 @@ class WorkerHarness(WorkerConnector):
             if copies.may_let_in() and self._num_good_copies(moving, moving) is None:
                 self._may_have_copied.update(self._held.values())
                 with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
-                    copies.let_in()
+                    has_copied = copies.let_in()
+                if has_copied and not moving:
+                    check_computed([*self._held.values()])
             return
         with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
             self._fail_copies(copies, due, moving)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-_OVERHEAD = 512
+OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""
 
 Promises = Iterator[tuple[str, str, bool]]
@@ -229,14 +229,14 @@ class TierModel:
         if self.has_deleted:
             return set()
         coming = [job.sizes.values() for job in self.jobs.values() if not job.is_get]
-        total = sum(size + _OVERHEAD for sizes in coming for size in sizes)
-        present = [size + _OVERHEAD for size in (*self.held.values(), *self.either.values())]
+        total = sum(size + OVERHEAD for sizes in coming for size in sizes)
+        present = [size + OVERHEAD for size in (*self.held.values(), *self.either.values())]
         if total + sum(present) <= self.max_bytes // 2:
             return {*self.held}
         kept: set[bytes] = set()
         for time in sorted({*self.used.values()}, reverse=True):
             together = [key for key in self.held if self.used.get(key) == time]
-            total += sum(self.held[key] + _OVERHEAD for key in together)
+            total += sum(self.held[key] + OVERHEAD for key in together)
             if total > self.max_bytes // 3 or not self.evicts_by_use:
                 break
             kept.update(together)

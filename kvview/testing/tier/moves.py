@@ -197,6 +197,26 @@ class TierMoves(Player):
         if self.model.max_bytes is not None:
             self.judge(self.model.evicted(evicted), evicted)
 
+    def occupies_at_most(self, most: int, what: str, reason: str) -> None:
+        """Break the law if the files of the store are larger than a limit.
+
+        Args:
+            most: The limit in bytes.
+            what: The promise.
+            reason: The parts of the limit, for the message.
+        """
+        occupied = self.harness.occupied_bytes()
+        self.true(True, what, occupied, reason)
+        if occupied > most:
+            got = f"{occupied:,} bytes{self.files_in_words()}"
+            self.fail(what, got, f"at most {most:,} bytes ({reason})")
+
+    def files_in_words(self) -> str:
+        """The files of the store with their sizes, in parentheses; empty for other harnesses."""
+        list_files = getattr(self.harness, "files_in_words", str)
+        files = list_files()
+        return f" ({files})" if files else ""
+
     def passes(self) -> None:
         """Let some time pass while the store works."""
         time.sleep(0.0005)

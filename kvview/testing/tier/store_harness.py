@@ -6,7 +6,7 @@ import inspect
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,35 @@ from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_sto
 from kvview.tier.store import missing_methods
 
 SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
+
+_MOST_FILES = 5  # in a message
+_OF_METHODS = (Capability.DELETE, Capability.USAGE, Capability.TOUCH)
+_IN_A_FOLDER = "the place of the store is not a folder of this machine"
+_WITHOUT = {
+    Capability.REOPEN: f"no option of the store has {FOLDER}, a folder that the check makes",
+    Capability.NAMESPACES: f"no option of the store has {FOLDER}, a folder that the check makes",
+    Capability.KILL: "another process cannot import the class of the store",
+    Capability.DAMAGE: _IN_A_FOLDER,
+    Capability.GONE: _IN_A_FOLDER,
+    Capability.BUDGET: "the store takes no option max_bytes",
+    Capability.VERIFIES: "the store does not set verifies = True, so the guard finds damaged pages",
+    Capability.PAUSE: "the store is not derived from Threaded",
+    Capability.TIER_GUARD: "the target is a store and not a guard",
+}
+"""Reasons why a class of stores lacks a capability; of a method, that the method is missing."""
+
+
+def reason_without(missing: Sequence[Capability], declared: Collection[str]) -> str:
+    """The reason, in words of a store's author, why a check of a class of stores is skipped.
+
+    Args:
+        missing: Capabilities that the check needs and the class lacks.
+        declared: Capabilities of the class.
+    """
+    if missing and Capability.REOPEN not in declared and missing[0] not in _OF_METHODS:
+        missing = [Capability.REOPEN]
+    texts = [_WITHOUT.get(name, f"the store has no method {name.value}") for name in missing]
+    return "; ".join(dict.fromkeys(texts))
 
 
 @dataclass(frozen=True)
@@ -118,7 +147,7 @@ class StoreHarness:
             found |= {Capability.VERIFIES} if is_verified else set()
         if self._is_threaded():
             found.add(Capability.PAUSE)
-        for name in (Capability.DELETE, Capability.USAGE, Capability.TOUCH):
+        for name in _OF_METHODS:
             both = (self.store, self._make)  # because a guard has methods that its store may lack
             has_it = all(callable(getattr(one, name.value, None)) for one in both)
             found |= {name} if has_it else set()
@@ -153,6 +182,19 @@ class StoreHarness:
             with suppress(OSError):  # a file that was being written
                 total += path.stat().st_size
         return total
+
+    def files_in_words(self) -> str:
+        """The files in the folder with their sizes, the largest ones first."""
+        sizes: dict[str, int] = {}
+        for path in self._files():
+            with suppress(OSError):  # a file that was being written
+                sizes[str(path.relative_to(self.folder))] = path.stat().st_size
+        largest = sorted(sizes, key=lambda name: (-sizes[name], name))
+        texts = [f"{name} {sizes[name]:,}" for name in largest[:_MOST_FILES]]
+        if more := len(sizes) - len(texts):
+            rest = sum(sizes[name] for name in largest[_MOST_FILES:])
+            texts.append(f"{more} more files {rest:,}")
+        return ", ".join(texts)
 
     def damage(self, how: str) -> int:
         """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
