@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> ExitCode:
-        """Make a member with its number and its meaning."""
+        """Make a member from its number and its meaning."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

@@ -38,7 +38,7 @@ _PAGE_WIDTH = 120
 _LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
 SEEDS_OF_A_RELEASE = 100
-"""Of each release, unless the user sets a number."""
+"""Number of seeds for each release, unless the user sets a number."""
 
 
 @click.command()
@@ -47,17 +47,24 @@ SEEDS_OF_A_RELEASE = 100
     "--select",
     multiple=True,
     metavar="NAME",
-    help="Only this check or law ('check_pool_7_*', 'POOL-7'). Repeatable.",
+    help="Run only this check or law ('check_pool_7_*', 'POOL-7'). Repeatable.",
 )
 @click.option(
     "--expected-failures",
     "expected_failures_file",
     metavar="FILE",
-    help="Lines of 'check_name: reason' or 'coverage: name: reason'; a pass is reported.",
+    help=(
+        "File of expected failures, with lines of 'check_name: reason' or 'coverage: name: "
+        "reason'. A check in it that passes is reported."
+    ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
-@click.option("--steps", type=Whole(), help="Longest sequence of calls; fewest steps of a run.")
-@click.option("--seeds", type=Whole(), help="Number of runs.  [default: 100; of a connector, 200]")
+@click.option(
+    "--steps",
+    type=Whole(),
+    help=("Maximum of calls in one sequence; for a connector, minimum of steps in one run."),
+)
+@click.option("--seeds", type=Whole(), help="Number of runs. [default: 100; for a connector 200]")
 @click.option(
     "--engine",
     metavar="NAME",
@@ -69,14 +76,19 @@ SEEDS_OF_A_RELEASE = 100
     "--vllm",
     multiple=True,
     metavar="RELEASE",
-    help="Check in this vLLM release (0.33, 0.33.0), or 'all': its sources are fetched, "
-    "nothing is installed. Repeatable.",
+    help=(
+        "Check in this vLLM release (0.33, 0.33.0), or in 'all'. The sources of the release are "
+        "fetched, but not installed. Repeatable."
+    ),
 )
 @click.option(
     "--kv-transfer-config",
     "transfer_config",
     metavar="JSON",
-    help="Of a connector of vLLM, as vllm serve takes it; --option goes into its extra config.",
+    help=(
+        "Configuration of a vLLM connector in the form that vllm serve accepts; --option goes "
+        "into its extra config."
+    ),
 )
 @click.option(
     "--inference",
@@ -87,20 +99,22 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--pd",
     is_flag=True,
-    help="Check a connector that hands KV from one engine to another, in two engines with a "
-    "router and a faulty network between them (docs/handoff.md).",
+    help=(
+        "Check a connector that passes KV from one engine to another, in two engines with a "
+        "router and a faulty network between them (docs/handoff.md)."
+    ),
 )
 @click.option(
     "--hook-seconds",
     type=float,
     default=HOOK_SECONDS,
     show_default=True,
-    help="CPU time of one call of a hook.",
+    help="CPU seconds that one call of a hook may take.",
 )
 @click.option(
     "--keep-going",
     is_flag=True,
-    help="Play all seeds of a connector: without it the first that fails ends the run.",
+    help="Play all seeds of a connector; by default the first failing seed ends the run.",
 )
 @json_option(
     {
@@ -114,12 +128,12 @@ SEEDS_OF_A_RELEASE = 100
     "page_file",
     type=OutputFile(may_be_stdout=False),
     metavar="FILE",
-    help="Write the printed report to FILE, as a page.",
+    help="Write the printed report to FILE, as an HTML page.",
 )
 @click.option(
     "--self-test",
     is_flag=True,
-    help="Check the checks: run them on injected faults, in a checkout, and list the survivors.",
+    help="Check the checks: every injected fault must be detected; needs a checkout.",
 )
 def check(
     target: str | None,
@@ -137,21 +151,25 @@ def check(
 
     TARGET is package.module:name or path/to/file.py:name. It names a factory of
     harnesses over a pool view, a coordinator, an offloading manager or a transfer
-    worker; a class of tier stores, which is made with the --options; or a connector
-    class, which runs in an engine with injected faults: one of kvview, or with
-    --engine vllm any KVConnectorBase_V1 of vLLM, unmodified. In an option, '{tmp}'
-    is a fresh folder for each connector and run; '{blocks}' and '{bytes}' are the
-    size of the connector's tier in that run.
+    worker; a class of tier stores, which is built with the --options; or a connector class, which
+    runs in an engine with injected faults. With --engine vllm, the connector may be any unmodified
+    KVConnectorBase_V1 of vLLM. In an option, '{tmp}' is a new folder for each connector and run;
+    '{blocks}' and '{bytes}' are the size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
-    console = Console(stderr=json_file == "-", markup=True)  # stdout is the report's alone then
+    console = Console(stderr=json_file == "-", markup=True)  # stdout then only has the report
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         _finish(*_self_test(console), json_file)
     if target is None:
-        raise ConfigError("give a TARGET, package.module:factory, or --self-test")
+        raise ConfigError(
+            "TARGET is missing; pass package.module:factory or file.py:factory, or --self-test"
+        )
     if vllm and settings["inference"]:
-        raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
+        raise ConfigError(
+            "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "
+            "of them"
+        )
     if vllm:
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
@@ -164,7 +182,7 @@ def check(
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     if pd and settings["inference"]:
         if json_file is not None or page_file is not None:
-            raise ConfigError("--pd --inference prints its report; drop --json and --html")
+            raise ConfigError("--pd --inference only prints its report; drop --json and --html")
         sys.exit(_check_real_handoffs(console, target, given))
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
         found = load_target(target)
@@ -225,11 +243,16 @@ def _check_in_releases(
 
 
 def _options_of_each(context: click.Context, engine: str) -> list[str]:
-    """Return the user's arguments for each process, without those about all releases."""
+    """Return the user's arguments for each process, without those that concern all releases."""
     if context.params["engine"] not in (None, engine):
-        raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
+        raise ConfigError(
+            f"--{engine} runs the engine {engine}, not {context.params['engine']!r}; drop "
+            f"--engine or --{engine}"
+        )
     if context.params["page_file"] is not None:
-        raise ConfigError(f"--html is for one release: leave out --{engine}, or --html")
+        raise ConfigError(
+            f"--html shows one release and cannot be combined with --{engine}; drop one of them"
+        )
     options = []
     for option in _given_options(context):
         name, value = option.name or "", context.params[option.name or ""]
@@ -285,7 +308,7 @@ def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
 
 @contextmanager
 def _without_own_warnings() -> Iterator[None]:
-    """Drop warnings of kvview's packages: the checks cause them, by faults that they inject.
+    """Drop warnings of kvview's packages, because the checks cause them with injected faults.
 
     Warnings of the target, and those that a logging configuration selects, are printed.
     """
@@ -307,7 +330,7 @@ def _without_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: with its summary and its report."""
+    """End the run at SIGTERM like at Ctrl-C, with its summary and its report."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
@@ -330,7 +353,9 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
         )
     for option in _given_options(context):
         if option.name not in ("self_test", "json_file"):
-            raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
+            raise ConfigError(
+                f"{option.opts[0]} needs a TARGET, which --self-test does not have; drop it"
+            )
 
 
 def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:

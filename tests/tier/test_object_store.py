@@ -45,8 +45,8 @@ def test_objects_in_a_folder(check: BoundCheck) -> None:
         ({"url": "s3://b/p", "max_bytes": 10}, "give the bucket a lifecycle rule"),
         ({"url": "s3://b/p", "rot": "x"}, r"options \['rot'\]: UnknownConfigurationKeyError"),
         ({"url": "s3://b/p", "timeout": 0}, "timeout must be over 0"),
-        ({"url": "nope://b"}, "no object store at nope://b"),
-        ({"url": "b/p"}, "no object store at"),
+        ({"url": "nope://b"}, "the object store at nope://b"),
+        ({"url": "b/p"}, "the object store at"),
         ({"url": "memory:///", "checksum": "md5"}, "unknown checksum 'md5'"),
     ],
 )

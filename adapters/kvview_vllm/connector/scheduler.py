@@ -78,6 +78,7 @@ class _Tracked:
     queried_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
     promised: int = 0  # tokens after these
     num_hit_tokens: int = 0  # when its blocks were allocated
+    num_ready_tokens: int = 0  # these, and the tokens that this connector itself loads
     is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
 
@@ -214,6 +215,7 @@ class SchedulerSide:
             return  # the second call: nothing is left to load
         num_computed_tokens, tracked.queried_at = tracked.queried_at, None
         tracked.num_hit_tokens, tracked.is_allocated = num_computed_tokens, True
+        tracked.num_ready_tokens = num_computed_tokens + num_external_tokens
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
             # Up to 0.25 a MultiConnector passes empty blocks to a child that does not load.
@@ -449,9 +451,12 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is not None
         }
         hits = [name for name in self._begun(output) if starts[name] and name in tracked_requests]
-        if hits and len(lengths) > 1:
+        if hits and (len(lengths) > 1 or not self.asynchronous):
             # Requests that are not named fill no block, so their blocks cannot be hit.
-            written = self._written_blocks(tracked_requests, starts, lengths)
+            firsts = dict(starts)
+            if not self.asynchronous:  # siblings load in this step, in no order with this plan
+                firsts |= {name: tracked_requests[name].num_ready_tokens for name in hits}
+            written = self._written_blocks(tracked_requests, firsts, starts, lengths)
             for request_id in hits:
                 table = tracked_requests[request_id].table()
                 starts[request_id] = self._existing(table, starts[request_id], written)
@@ -468,15 +473,15 @@ class SchedulerSide:
     def _written_blocks(
         self,
         tracked_requests: Mapping[str, _Tracked],
+        firsts: Mapping[str, int],
         starts: Mapping[str, int],
         lengths: Mapping[str, int],
     ) -> set[int]:
-        """Blocks that a request may hit and whose KV is computed in this step."""
+        """Blocks that a request may hit and whose KV is loaded or computed in this step."""
         written: set[int] = set()
         hash_size = self.geometry.hash_block_size
         for request_id, tracked in tracked_requests.items():
-            start = starts[request_id]
-            end = start + lengths[request_id]
+            start, end = firsts[request_id], starts[request_id] + lengths[request_id]
             if start // hash_size == end // hash_size:
                 continue  # nothing is hashed before the tokens of a hash are there
             for group, table in zip(self.geometry.groups, tracked.table(), strict=True):

@@ -133,7 +133,7 @@ def extra_keys_of(request: Any, block_size: int) -> Sequence[Any]:
 
 
 def request_content(request: Any, hash_block_size: int) -> RequestContent:
-    """The inputs from which a ``Request``'s KV is computed; nothing is copied.
+    """The input of a ``Request``; nothing is copied.
 
     Args:
         request: A ``Request`` of vllm/v1/request.py.
@@ -146,6 +146,7 @@ def request_content(request: Any, hash_block_size: int) -> RequestContent:
         lora_id=lora and lora.lora_int_id,
         cache_salt=request.cache_salt,
         extra_keys=_ExtraKeys(request, hash_block_size),
+        transfer_params=request.kv_transfer_params,
     )
 
 

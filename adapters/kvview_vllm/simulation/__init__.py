@@ -95,7 +95,8 @@ class VLLMEngines:
         several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
         hash_size = scenario.geometry.hash_block_size
         geometry = Configs(groups, hash_block_size=hash_size).geometry
-        ranks = (NUM_LAYERS,) * len(scenario.ranks)
+        is_pipeline = len({*scenario.ranks}) > 1 or 0 < sum(scenario.ranks) <= NUM_LAYERS
+        ranks = (1, NUM_LAYERS - 1) if is_pipeline else (NUM_LAYERS,) * len(scenario.ranks)
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=(), ranks=ranks)
 
         def leave_out(part: str, **changes: Any) -> None:
@@ -106,8 +107,6 @@ class VLLMEngines:
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
             part = f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
             leave_out(part, num_gpu_blocks=_MOST_BLOCKS)
-        if len(set(scenario.ranks)) > 1:
-            leave_out("ranks with different pages")
         if scenario.decode_tokens > 1:
             leave_out("decode steps of several tokens")
         fewest = cpu_scheduler.fewest_tokens_per_step(groups)

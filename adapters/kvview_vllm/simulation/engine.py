@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate, islice
 from pathlib import Path
 from traceback import walk_tb
 from types import FunctionType
@@ -121,7 +122,8 @@ class Configs:
         has_states = any(isinstance(group, Mamba) for group in groups)
         # Of Mamba blocks with several hashes vLLM copies states, whose bytes are not made up here.
         may_be_finer = len(groups) > 1 and not has_states
-        self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, NUM_LAYERS)
+        self._groups, self._num_blocks = groups, num_blocks
+        self.kv_cache = self.kv_cache_of(range(NUM_LAYERS))
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
             self.vllm = cpu_scheduler.make_vllm_config(
                 Path(folder),
@@ -135,6 +137,18 @@ class Configs:
             )
         self.geometry = read_geometry(self.vllm, self.kv_cache)
 
+    def kv_cache_of(self, stage: range) -> Any:
+        """The ``KVCacheConfig`` of a rank that has some of the layers of each group."""
+        return cpu_scheduler.make_kv_cache_config(self._groups, self._num_blocks, NUM_LAYERS, stage)
+
+
+def _stages(ranks: Sequence[int]) -> list[range]:
+    """The layers of a group that each rank has: all, or parts as in pipeline parallelism."""
+    if sum(ranks) != NUM_LAYERS:
+        return [range(NUM_LAYERS)] * max(1, len(ranks))
+    ends = [*accumulate(ranks)]
+    return [range(end - number, end) for number, end in zip(ranks, ends, strict=True)]
+
 
 @dataclass
 class _Stats:
@@ -144,6 +158,7 @@ class _Stats:
     preemptions: int = 0
     steps: int = 0
     mismatches: int = 0
+    mismatch: str = ""
     most_in_flight: int = 0
     running_resets: int = 0  # resets that preempt running requests
     running_resets_raised: int = 0  # those that vLLM gave up
@@ -227,29 +242,39 @@ class VLLMConnectorHarness:
             hash_block_size=self._geometry.hash_block_size,
             **cpu_scheduler.sizes_of(scenario),
         )
-        num_ranks = configs.vllm.parallel_config.world_size = max(1, len(scenario.ranks))
+        stages = _stages(scenario.ranks)
+        parallel = configs.vllm.parallel_config
+        parallel.world_size = len(stages)
+        if len({*stages}) > 1:
+            parallel.pipeline_parallel_size = len(stages)
+        else:
+            parallel.tensor_parallel_size = len(stages)
         with named("building the scheduler"):
             self._scheduler = cpu_scheduler.make_scheduler(
                 configs.vllm, configs.kv_cache, self._geometry
             )
             self._workers = [
-                cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache, rank)
-                for rank in range(num_ranks)
+                cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache_of(stage), rank)
+                for rank, stage in enumerate(stages)
             ]
-        self._aggregator = cpu_scheduler.make_aggregator(num_ranks)
+        self._aggregator = cpu_scheduler.make_aggregator(len(stages))
         for connector in self._connectors():
             connector.block_pool_view.now = clock
         self._compute = Compute(
-            self._geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=NUM_LAYERS * num_ranks
+            self._geometry,
+            scenario.num_gpu_blocks,
+            PAGE_BYTES,
+            num_layers=sum(map(len, stages)),
         )
+        pages = iter(self._compute.pages)
         with named("register_kv_caches"):
-            for rank, worker in enumerate(self._workers):
-                pages = self._compute.pages[rank * NUM_LAYERS : (rank + 1) * NUM_LAYERS]
+            for stage, worker in zip(stages, self._workers, strict=True):
+                own = [*islice(pages, len(stage))]
                 worker.register_kv_caches(
                     {
                         name: tensor
-                        for group in configs.kv_cache.kv_cache_groups
-                        for name, tensor in zip(group.layer_names, pages, strict=True)
+                        for group in configs.kv_cache_of(stage).kv_cache_groups
+                        for name, tensor in zip(group.layer_names, own, strict=True)
                     }
                 )
 
@@ -286,7 +311,7 @@ class VLLMConnectorHarness:
                 add.stops_after,
                 size,
                 self._drafts,
-                _transfer_params(add),
+                add.transfer_params,
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
@@ -508,8 +533,12 @@ class VLLMConnectorHarness:
         self._launched.append(LaunchedStep(output, answer, forward, invalid, chunks))
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         if self._stream is None:
-            self.stats.mismatches += forward.mismatches(invalid)
+            self._count_mismatches(forward, invalid)
         return output
+
+    def _count_mismatches(self, forward: Forward, invalid: Collection[int]) -> None:
+        self.stats.mismatches += forward.mismatches(invalid)
+        self.stats.mismatch = self._compute.mismatch
 
     def _start_transfers(self) -> None:
         for worker in self._workers:
@@ -598,7 +627,7 @@ class VLLMConnectorHarness:
         if self._stream is not None:
             self._compute.run(step.forward)
             self._stream.take()
-            self.stats.mismatches += step.forward.mismatches(step.invalid)
+            self._count_mismatches(step.forward, step.invalid)
 
     def _poison(self) -> None:
         """Overwrite blocks that were allocated for a load: only the load can bring their bytes."""
@@ -607,11 +636,6 @@ class VLLMConnectorHarness:
             for table in self._manager.get_block_ids(request_id):
                 self._compute.overwrite(b for b in table if b and not self._look.block_keys([b])[0])
         self._loading = loading
-
-
-def _transfer_params(add: Add) -> Mapping[str, int] | None:
-    caps = {name: getattr(add, name) for name in ("max_load_tokens", "max_offload_tokens")}
-    return {name: cap for name, cap in caps.items() if cap is not None} or None
 
 
 @contextmanager

@@ -298,7 +298,10 @@ def _make_speculative_config(vllm_config: Any, num_drafts: int, has_lookahead: b
 
 
 def make_kv_cache_config(
-    groups: Sequence[CacheGroup], num_blocks: int, layers_per_group: int = 1
+    groups: Sequence[CacheGroup],
+    num_blocks: int,
+    layers_per_group: int = 1,
+    stage: range | None = None,
 ) -> Any:
     """A ``KVCacheConfig`` whose groups share the memory of their layers.
 
@@ -306,6 +309,7 @@ def make_kv_cache_config(
         groups: The KV-cache groups.
         num_blocks: Blocks of the pool.
         layers_per_group: Layers of each group.
+        stage: Those of them that a stage of pipeline parallelism has; None for all.
 
     Raises:
         UnsupportedEngineError: A kind of group for which no spec is made here.
@@ -331,8 +335,9 @@ def make_kv_cache_config(
                 **values,
             )
         )
+    stage = range(layers_per_group) if stage is None else stage
     names = [
-        [f"model.layers.{index}.self_attn.attn" for index in range(first, first + layers_per_group)]
+        [f"model.layers.{first + layer}.self_attn.attn" for layer in stage]
         for first in range(0, len(specs) * layers_per_group, layers_per_group)
     ]
     page = specs[0].page_size_bytes
@@ -345,7 +350,7 @@ def make_kv_cache_config(
             layer_stride=page,
             block_stride=page,
         )
-        for layer in range(layers_per_group)
+        for layer in range(len(stage))
     ]
     return make_known(
         interface.KVCacheConfig,

@@ -33,8 +33,7 @@ class Add:
             steps in flight are then discarded. None: it ends after ``num_output_tokens``,
             which every engine foresees.
         num_shared_blocks: Hash blocks at its start that it shares with all other prompts.
-        max_load_tokens: Cap on the tokens to load that its client gives; only vLLM's own
-            connectors get it, with its ``kv_transfer_params``.
+        max_load_tokens: Cap on the tokens to load that its client sends.
         max_offload_tokens: Cap on the tokens to store, likewise.
     """
 
@@ -47,6 +46,12 @@ class Add:
     num_shared_blocks: int = 2
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
+
+    @property
+    def transfer_params(self) -> Mapping[str, int] | None:
+        """The parameters that its client sends to the connector; None without any."""
+        caps = {name: getattr(self, name) for name in ("max_load_tokens", "max_offload_tokens")}
+        return {name: cap for name, cap in caps.items() if cap is not None} or None
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,10 @@ class Shrinker:
         while self.runs_left > 0 and self._scenario != before:
             before = self._scenario
             self._drop_events()
-            self._take_all(_simpler_geometries)
+            self._take_all(simpler_geometries)
             self._take_all(_simpler_fates)
             self._take_all(_simpler_events)
-            self._take_all(_simpler_sizes)
+            self._take_all(simpler_sizes)
 
     @property
     def _scenario(self) -> Scenario:
@@ -133,7 +133,8 @@ def _without(scenario: Scenario, start: int, size: int) -> Iterator[Scenario]:
         yield replace(scenario, events=events[:at] + events[at + size :])
 
 
-def _simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
+def simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
+    """The same run with fewer KV-cache groups."""
     geometry = scenario.geometry
     single = CacheGeometry.single(4)
     if geometry != single:
@@ -192,7 +193,8 @@ def _weight(add: Add) -> int:
     return numbers + is_next_turn + is_unusual + is_capped
 
 
-def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
+def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
+    """The same run with one of its sizes as usual."""
     if scenario.ends_abruptly:
         yield replace(scenario, ends_abruptly=False)
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
@@ -210,6 +212,8 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
         "drafts",
         "lookahead_tokens",
     ):
+        if name == "group_pages" and scenario.ranks:
+            continue  # the ranks share the tensors that the pages describe
         if getattr(scenario, name) != getattr(usual, name):
             yield replace(scenario, **{name: getattr(usual, name)})
     for num_gpu_blocks in (scenario.num_gpu_blocks // 2, scenario.num_gpu_blocks - 1):
