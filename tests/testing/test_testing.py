@@ -149,7 +149,7 @@ def test_names_that_match_nothing(arguments: dict[str, Any], match: str) -> None
 
 
 def test_a_failure_can_be_pasted() -> None:
-    report = run_checks(DropsEngineReferences, select=[WRONG_CHECK])
+    report = run_checks(DropsEngineReferences, select=[WRONG_CHECK], seeds=10)
     (result,) = report.failures
     failure = result.failure
     assert failure is not None
@@ -193,7 +193,7 @@ def test_a_failing_run_is_shrunk_to_a_few_lines() -> None:
             if len(block_ids) > 1:
                 self.pool.allocate_blocks(1)
 
-    report = run_checks(LosesEvictedBlocks, select=["check_pool_*"])
+    report = run_checks(LosesEvictedBlocks, select=["check_pool_*"], seeds=20)
     failure = report.failures[0].failure
     assert failure is not None
     calls = [line for line in failure.script.splitlines() if line.startswith(("h.", "view."))]
@@ -325,7 +325,7 @@ def test_parametrized(check: BoundCheck) -> None:
 
 
 @parametrize_with_checks(
-    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK]
+    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK], seeds=10
 )
 def test_parametrized_expected_failure(check: BoundCheck) -> None:
     check()
