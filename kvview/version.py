@@ -15,7 +15,7 @@ __version__ = "1.0.0"
 CONTRACT_VERSION = "1.0"
 """Major and minor version. A minor release adds optional features; a major release may break."""
 
-_NAMED = ("hypothesis", "torch", "vllm")
+_NAMED = ("hypothesis", "lmcache", "nixl", "torch", "vllm")
 _VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 

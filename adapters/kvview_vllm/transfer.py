@@ -4,8 +4,9 @@
   has a page in as many tensors. A block whose elements do not touch is refused with
   :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
-- PAGE-3 Pages that vLLM passes to an offloading spec **must** hold all bytes of a block: in the
-  layout ``LHBNC`` its connector passes one head only (0.33.0), which is refused.
+- PAGE-3 Pages that vLLM passes to an offloading spec **must** hold all bytes of a block and no
+  bytes of another block. In 0.33.0 its connector passes one head only in the layout ``LHBNC``, and
+  Mamba states at wrong places in layouts that start with blocks; both are refused.
 
 ``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread
 and under the current stream of the forward, so a worker orders its copies after that stream
@@ -21,6 +22,7 @@ Source: ``register_kv_caches`` callers in vllm/v1/worker/gpu_model_runner.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -71,15 +73,22 @@ def canonical_kv_caches(
 
 
 def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
-    """Check that vLLM's canonical caches hold every byte of a block (PAGE-3).
+    """Check that vLLM's canonical caches hold the bytes of each block, and no others (PAGE-3).
 
     Args:
         spec: vLLM's ``OffloadingSpec``; it states the bytes of a block from 0.26 on.
         kv_caches: vLLM's ``CanonicalKVCaches``.
 
     Raises:
-        UnsupportedEngineError: They hold fewer.
+        UnsupportedEngineError: They hold fewer, or two pages share bytes.
     """
+    tensors = sorted((one.tensor for one in kv_caches.tensors), key=torch.Tensor.data_ptr)
+    if any(_share_bytes(*pair) for pair in combinations(tensors, 2)):
+        raise UnsupportedEngineError(
+            "vLLM's OffloadingConnector passes pages that hold bytes of other blocks to its spec, "
+            "so loads would bring wrong KV; choose another memory layout, for example "
+            "VLLM_KV_CACHE_LAYOUT=LBNHC"
+        )
     needed = offloaded_block_bytes(spec)
     moved = max(
         sum(kv_caches.tensors[index].page_size_bytes for index in {ref.tensor_idx for ref in refs})
@@ -91,6 +100,18 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
             f"spec, so loads would bring wrong KV; choose another memory layout, for example "
             f"VLLM_KV_CACHE_LAYOUT=LBHNC"
         )
+
+
+def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a page of one tensor holds bytes of another block of the second, at a higher address.
+
+    Layers of several groups may share their pages: block by block, at the same address.
+    """
+    distance = second.data_ptr() - first.data_ptr()
+    stride, page_bytes = first.stride(0), first.shape[1]
+    if distance >= (len(first) - 1) * stride + page_bytes:
+        return False
+    return stride != second.stride(0) or (distance > 0 and distance % stride < page_bytes)
 
 
 def _pages(

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -172,25 +172,65 @@ class OutputFile(click.ParamType[str]):
 
 
 class JSONOption(click.Option):
-    """``--json FILE``; see :func:`json_option`."""
+    """An option for a file that has a JSON Schema; see :func:`report_option`."""
 
-    def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
-        text = "Write the report to FILE ('-' for stdout)."
-        super().__init__(names, type=OutputFile(), metavar="FILE", help=text)
+    def __init__(self, names: list[str], *, schemas: dict[str, str], help: str) -> None:
+        super().__init__(names, type=OutputFile(), metavar="FILE", help=help)
         self.schemas = schemas
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def json_option(schemas: dict[str, str]) -> Decorator:
-    """``--json FILE``: the report of a command.
+def report_option(option: str, name: str, schemas: dict[str, str], text: str) -> Decorator:
+    """An option for a file that the command writes as JSON.
 
     Args:
+        option: The option.
+        name: Its parameter.
         schemas: Dataclasses or pydantic models of the reports that the command may write, as
             targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
+        text: The help.
     """
-    return click.option("--json", "json_file", cls=JSONOption, schemas=schemas)
+    return click.option(option, name, cls=JSONOption, schemas=schemas, help=text)
+
+
+def json_option(schemas: dict[str, str]) -> Decorator:
+    """``--json FILE``: the report of a command; see :func:`report_option`."""
+    text = "Write the report to FILE ('-' for stdout)."
+    return report_option("--json", "json_file", schemas, text)
+
+
+def arguments_of(context: click.Context, ignored: Collection[str]) -> list[str]:
+    """Return the arguments that the user set, for another call of the command.
+
+    Args:
+        context: Of the call.
+        ignored: Names of parameters that are left out.
+    """
+    arguments = []
+    for parameter in given_parameters(context):
+        name = parameter.name or ""
+        value = context.params[name]
+        if name in ignored:
+            continue
+        if isinstance(parameter, click.Argument):
+            arguments.append(value)
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            arguments += parameter.opts
+        else:
+            several = value if isinstance(value, tuple) else (value,)
+            arguments += [f"{parameter.opts[0]}={each}" for each in several]
+    return arguments
+
+
+def given_parameters(context: click.Context) -> Iterator[click.Parameter]:
+    """Yield the arguments and options that the user set."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        default = click.core.ParameterSource.DEFAULT
+        if name in context.params and context.get_parameter_source(name) not in (default, None):
+            yield parameter
 
 
 def target_options(text: str) -> Decorator:
@@ -218,8 +258,17 @@ def _require_writable(option: str, path: str) -> None:
         raise ConfigError(f"{option} {path!r}: {problem}")
 
 
-def write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write the report of ``--json`` to a file, or to stdout for "-"; None writes nothing."""
+def write_json(path: str | None, report: dict[str, Any], option: str = "--json") -> None:
+    """Write a report to a file, or to stdout for "-"; None writes nothing.
+
+    Args:
+        path: The value of the option.
+        report: The report.
+        option: The option, for the error.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     if path is None:
         return
     text = json.dumps(report, indent=2) + "\n"
@@ -230,4 +279,4 @@ def write_json(path: str | None, report: dict[str, Any]) -> None:
         # A lone surrogate, which a message may quote, must not prevent the report.
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"--json {path!r}: {error.strerror}") from error
+        raise ConfigError(f"{option} {path!r}: {error.strerror}") from error

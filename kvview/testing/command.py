@@ -20,13 +20,24 @@ from kvview.cli.output import (
     VERBOSE,
     OutputFile,
     Whole,
+    arguments_of,
+    given_parameters,
     json_option,
     naming,
     target_options,
     write_json,
 )
+from kvview.cli.result_file import (
+    RESULT_OPTION,
+    Colour,
+    Profile,
+    ResultFinding,
+    make_profile,
+    or_could_not_run,
+    write_result,
+)
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, line_of
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.watchdog import HOOK_SECONDS
 from kvview.urls import DOCS_URL
@@ -123,6 +134,7 @@ SEEDS_OF_A_RELEASE = 100
         "upgrade": "kvview.testing.schema:UpgradeModel",
     }
 )
+@RESULT_OPTION
 @click.option(
     "--html",
     "page_file",
@@ -143,6 +155,7 @@ def check(
     transfer_config: str | None,
     pd: bool,
     json_file: str | None,
+    result_file: str | None,
     page_file: str | None,
     self_test: bool,
     **settings: Any,
@@ -157,7 +170,8 @@ def check(
     '{blocks}' and '{bytes}' are the size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
-    console = Console(stderr=json_file == "-", markup=True)  # stdout then only has the report
+    is_piped = "-" in (json_file, result_file)
+    console = Console(stderr=is_piped, markup=True)  # stdout then only has the report
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         _finish(*_self_test(console), json_file)
@@ -181,10 +195,18 @@ def check(
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     if pd and settings["inference"]:
-        if json_file is not None or page_file is not None:
-            raise ConfigError("--pd --inference only prints its report; drop --json and --html")
+        if (json_file, page_file, result_file) != (None, None, None):
+            raise ConfigError(
+                "--pd --inference only prints its report; drop --json, --report-json and --html"
+            )
         sys.exit(_check_real_handoffs(console, target, given))
-    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+    profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
+    with (
+        _ended_in_order(),
+        naming(target),
+        or_could_not_run(result_file, target, profile),
+        progress(f"checking {target}") as on_progress,
+    ):
         found = load_target(target)
         if pd:
             from kvview.testing.handoff import pd_factory
@@ -206,7 +228,35 @@ def check(
     show_report(console, report)
     if page_file is not None:
         _write_page(page_file, report)
+    profile = "inference" if settings["inference"] else report.contract
+    replaced = [] if report.runs is None else report.runs.replaced
+    engine = "" if report.runs is None else report.runs.engine
+    write_result(
+        result_file,
+        target,
+        [_profile(report, profile)],
+        report.versions,
+        replaced,
+        engine,
+    )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _profile(report: Report, name: str) -> Profile:
+    """The verdict of a result file, with one result for each check."""
+    results = []
+    for result in report.results:
+        failure = result.failure
+        evidence = line_of(failure.what) if failure is not None else result.reason
+        law = result.law if failure is None else failure.law
+        results.append(ResultFinding(law, result.outcome, evidence))
+    colours: dict[str, Colour] = {
+        "failed": "red",
+        "unexpected pass": "red",
+        "expected failure": "red",
+        "not checked": "not checked",
+    }
+    return make_profile(name, colours, results)
 
 
 def _write_page(path: str, report: Report) -> None:
@@ -253,28 +303,16 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
         raise ConfigError(
             f"--html shows one release and cannot be combined with --{engine}; drop one of them"
         )
-    options = []
-    for option in _given_options(context):
-        name, value = option.name or "", context.params[option.name or ""]
-        if name in ("target", "vllm", "engine", "json_file"):
-            continue
-        if isinstance(option, click.Option) and option.is_flag:
-            options += option.opts
-        else:
-            several = value if isinstance(value, tuple) else (value,)
-            options += [f"{option.opts[0]}={each}" for each in several]
+    if context.params["result_file"] is not None:
+        raise ConfigError(
+            f"--report-json is about one release and cannot be combined with --{engine}; drop one "
+            "of them"
+        )
+    ignored = ("target", "vllm", "engine", "json_file")
+    options = arguments_of(context, ignored)
     if context.params["seeds"] is None:
         options.append(f"--seeds={SEEDS_OF_A_RELEASE}")
     return options
-
-
-def _given_options(context: click.Context) -> Iterator[click.Parameter]:
-    """Yield the options that the user set."""
-    for option in context.command.params:
-        name = option.name or ""
-        default = click.core.ParameterSource.DEFAULT
-        if name in context.params and context.get_parameter_source(name) not in (default, None):
-            yield option
 
 
 def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
@@ -351,7 +389,7 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
         raise ConfigError(
             "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
         )
-    for option in _given_options(context):
+    for option in given_parameters(context):
         if option.name not in ("self_test", "json_file"):
             raise ConfigError(
                 f"{option.opts[0]} needs a TARGET, which --self-test does not have; drop it"

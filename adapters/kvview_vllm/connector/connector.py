@@ -37,6 +37,7 @@ from kvview import (
     SchedulerConnector,
 )
 from kvview.connector.hook_errors import build_connector, watch_hooks
+from kvview.handoff import HandoffScheduler, HandoffWorker
 from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
@@ -44,6 +45,7 @@ from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.canary_half import CANARY_TARGET
 from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, report_at_start
+from kvview_vllm.connector.handoffs import HandoffOptions, WorkerWire, require_handoffs
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,
@@ -116,6 +118,7 @@ class KVViewOptions(BaseModel):
             extra keys, for routers that know each block from the GPU's events.
         contain_faults: Whether exceptions of hooks are reported and contained (FAULT-1, FAULT-2);
             if not, they propagate unchanged, for a debugger or the kit.
+        handoffs: Wire and address of a connector that hands KV to other engines.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,6 +130,7 @@ class KVViewOptions(BaseModel):
     leak_report_seconds: float | None = Field(default=60.0, gt=0)
     events: Literal["self_describing", "location_only"] = "self_describing"
     contain_faults: bool = True
+    handoffs: HandoffOptions | None = None
 
 
 class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
@@ -189,8 +193,11 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         recomputes = recomputes_failed_loads(vllm_config.kv_transfer_config)
         resumes = options.contain_faults and recomputes
         parallel = vllm_config.parallel_config
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        required = options.handoffs, parallel.world_size, self._release
         if role is KVConnectorRole.SCHEDULER:
             half = connector.make_scheduler()
+            handoffs = require_handoffs(half, target, *required)
             self.needs_block_pool_view = (
                 type(half).bind_gpu_block_pool_view
                 is not SchedulerConnector.bind_gpu_block_pool_view
@@ -206,17 +213,26 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 if options.events == "self_describing" and publishes_events(vllm_config)
                 else None,
             )
+            if handoffs is not None and isinstance(half, HandoffScheduler):
+                me = handoffs.peer(engine_id, self._scheduler.owner)
+                half.bind_peer(me, handoffs.lease_seconds)
             self._group_kinds = event_group_kinds(kv_cache_config)
             self._reporter = Reporter(self._scheduler_side.owner, target)
             if not recomputes:
                 _logger.warning(_LOSES_REQUESTS, target)
         else:
+            worker = connector.make_worker()
+            handoffs = require_handoffs(worker, target, *required)
+            wire = None
+            if handoffs is not None and isinstance(worker, HandoffWorker):
+                wire = WorkerWire(worker, handoffs, engine_id)
             self._worker_side = WorkerSide(
-                connector.make_worker(),
+                worker,
                 kv_cache_config,
                 parallel.rank,
                 self._release,
                 Faults(target, "worker", resumes=resumes),
+                wire,
             )
 
     @property
@@ -288,16 +304,19 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         if isinstance(stats, KVViewStats) and (new := self._news()) is not None:
             stats.aggregate(new)  # 0.11.0 takes no stats from this side
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
         """One KV-cache group: 0.11.0, and connectors without ``SupportsHMA``."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, None]:
-        """Notify the connector, which holds the blocks that it needs; freeing is not delayed."""
+    def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, Any]:
+        """Notify the connector, which holds the blocks that it needs; freeing is not delayed.
+
+        Returns:
+            False, and the parameters of a handoff for the router.
+        """
         aborted = request.status in _NOT_FINISHED_WELL
         reason = FinishReason.ABORTED if aborted else FinishReason.FINISHED
-        self._scheduler.on_finished(request, block_ids, reason)
-        return False, None
+        return False, self._scheduler.on_finished(request, block_ids, reason)
 
     def take_events(self) -> Iterable[Any]:
         """The connector's events, as vLLM's."""

@@ -25,6 +25,7 @@ from typing import Any
 from kvview import ConnectorError, SchedulerConnector
 from kvview.connector.hooks import hooks_of
 from kvview.errors import one_line, split_law
+from kvview.handoff import HandoffScheduler
 
 _logger = logging.getLogger(__name__)
 _AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
@@ -92,7 +93,7 @@ def report_at_start(target: str, error: BaseException) -> None:
 
 def contain(half: SchedulerConnector, faults: Faults) -> None:
     """Make every hook of a watched scheduler half satisfy FAULT-2."""
-    idle = SchedulerConnector()
+    idle = HandoffScheduler() if isinstance(half, HandoffScheduler) else SchedulerConnector()
     for name in hooks_of(type(half)):
         hook, default = getattr(half, name), getattr(idle, name)
         own = inspect.unwrap(hook)

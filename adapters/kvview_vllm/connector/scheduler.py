@@ -32,7 +32,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
 from typing import Any, NamedTuple
 
@@ -55,7 +55,9 @@ from kvview import (
     TransferResult,
 )
 from kvview.connector.job_tracker import JobTracker, check_promise
+from kvview.handoff import HandoffScheduler
 from kvview_vllm.connector.containment import Faults, contain
+from kvview_vllm.connector.handoffs import ACCEPT, OFFER, params_with
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
 from kvview_vllm.events import BlockDescriptions
@@ -180,6 +182,7 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, content)
             if self.descriptions is not None:
                 self.descriptions.follow(request, tracked.content)
+            self._accept(request, content)
         elif tracked.chunks:  # before it starts again: the plan would be too late
             self._lost.add(request.request_id)
             self._on_preemption(request.request_id)
@@ -207,6 +210,13 @@ class SchedulerSide:
             return 0
         tracked.promised = num_tokens
         return num_tokens
+
+    def _accept(self, request: Any, content: RequestContent) -> None:
+        """Pass the parameters of a handoff on, once for each request."""
+        params = params_with(request, ACCEPT)
+        if params is not None and isinstance(self.half, HandoffScheduler):
+            self._attribute_to(request.request_id)
+            self.half.accept_params(request_info(request, content), params)
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Receive allocated blocks; called again when an asynchronous load ended."""
@@ -584,12 +594,19 @@ class SchedulerSide:
 
     # --- a request ends, the engine is idle ---
 
-    def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
-        """Notify the half of a request that is about to free its blocks."""
+    def on_finished(
+        self, request: Any, block_ids: BlockIds, reason: FinishReason
+    ) -> dict[str, Any] | None:
+        """Notify the half of a request that is about to free its blocks.
+
+        Returns:
+            The parameters of the handoff that it offers, for the router.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:  # it was never queried
             content = request_content(request, self.geometry.hash_block_size)
             info = request_info(request, content)
+            self._accept(request, content)
         else:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
@@ -598,7 +615,15 @@ class SchedulerSide:
         if self.descriptions is not None:
             self.descriptions.finish(request, info.content)
         self._attribute_to(request.request_id)
+        offered: Mapping[str, Any] | None = None
+        is_wanted = reason is FinishReason.FINISHED and params_with(request, OFFER)
+        if is_wanted and isinstance(self.half, HandoffScheduler):
+            num_tokens = request.num_prompt_tokens
+            num_computed_tokens = min(info.num_computed_tokens, num_tokens)
+            prompt = replace(info, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+            offered = self.half.offer_blocks(prompt, block_ids)
         self.half.on_request_finished(info, block_ids, reason)
+        return {**offered, ACCEPT: True, OFFER: False} if offered is not None else None
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping."""

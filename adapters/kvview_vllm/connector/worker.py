@@ -27,6 +27,7 @@ from kvview import (
 )
 from kvview.connector.job_tracker import JobTracker
 from kvview_vllm.connector.containment import Faults
+from kvview_vllm.connector.handoffs import WorkerWire
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.releases import ConnectorSeam, reading
 from kvview_vllm.transfer import canonical_kv_caches
@@ -44,6 +45,7 @@ class WorkerSide:
         rank: Rank of this worker in its engine.
         release: How this vLLM is notified of a failed load.
         faults: Policy for a half that fails.
+        wire: The wire of a half with the hooks for handoffs.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WorkerSide:
         rank: int,
         release: ConnectorSeam,
         faults: Faults,
+        wire: WorkerWire | None = None,
     ) -> None:
         self._half = half
         self._kv_cache_config = kv_cache_config
@@ -60,6 +63,7 @@ class WorkerSide:
         self._rank = rank
         self._release = release
         self._faults = faults
+        self._wire = wire
         self._owner = ""
         self._next_stats = 0.0
         self._unacknowledged: dict[int, JobReport] = {}
@@ -81,6 +85,8 @@ class WorkerSide:
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""
         self._owner = metadata.owner
+        if self._wire is not None:
+            self._wire.bind(metadata.owner)
         for job_id in metadata.acknowledged:
             self._unacknowledged.pop(job_id, None)
         plan, lost = metadata.plan, metadata.lost
@@ -183,6 +189,9 @@ class WorkerSide:
             self._half.shutdown()
         except HookError as error:
             self._faults.on_fault(error)
+        finally:
+            if self._wire is not None:
+                self._wire.close()
 
     def _report_failed(self, job: TransferJob, error: str | None) -> None:
         one_group = self._num_groups == 1

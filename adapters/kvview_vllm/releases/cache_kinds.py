@@ -148,6 +148,9 @@ def _mixed_kinds() -> Iterator[CacheKind]:
         mamba_cache_mode="align",
     )
     yield CacheKind("Mamba states and full attention", ((flash, full), (mamba, states)))
+    unpadded = replace(states, page_size_padded=None)
+    yield CacheKind("Mamba states without padding", ((flash, full), (mamba, unpadded)))
+    yield CacheKind("Mamba states alone", ((mamba, unpadded), (mamba, unpadded)))
 
 
 def _kind(name: str, backend: Any, *specs: Any) -> CacheKind:

@@ -26,6 +26,7 @@ from kvview import (
     KVViewError,
     Mamba,
 )
+from kvview.handoff import Peer, Wire
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
@@ -39,12 +40,14 @@ from kvview_vllm.releases.calls import (
 from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness, named
+from kvview_vllm.simulation.handoff import VLLMPDHarness
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
+    from kvview.testing.handoff.harness import PDHarness
     from kvview.testing.handoff.tokens import RealCase
     from kvview.testing.token_runs import TokenCheck
 
@@ -189,6 +192,19 @@ class VLLMEngines:
     ) -> ConnectorHarness:
         """Build an engine."""
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
+
+    def build_for_handoffs(
+        self,
+        scenario: Scenario,
+        connector: Connector,
+        *,
+        clock: Callable[[], float],
+        me: Peer,
+        wire: Wire,
+        lease_seconds: float,
+    ) -> PDHarness:
+        """Build an engine that hands KV to others."""
+        return VLLMPDHarness(scenario, connector, clock, me, wire, lease_seconds)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """The groups that this release serves; the reasons against the others are recorded."""

@@ -188,6 +188,7 @@ class VLLMConnectorHarness:
     """
 
     _longest = cpu_scheduler.MAX_TOKENS
+    _more_options: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -235,7 +236,8 @@ class VLLMConnectorHarness:
         target = f"{__name__}:{HandedConnector.__name__}"
         children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
         for child in children:  # the kit looks for faults, and its clock counts steps
-            child["kv_connector_extra_config"] |= _BARE | {"pin_budget": scenario.pin_budget}
+            extra = _BARE | {"pin_budget": scenario.pin_budget, **self._more_options}
+            child["kv_connector_extra_config"] |= extra
         configs = Configs(
             self._geometry.groups,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
@@ -280,7 +282,7 @@ class VLLMConnectorHarness:
 
     # --- events ---
 
-    def add(self, add: Add, serial: int) -> None:
+    def add(self, add: Add, serial: int, transfer_params: Mapping[str, Any] | None = None) -> None:
         """Queue a request; without output it gets one token, because vLLM requires one."""
         num_output_tokens = max(1, add.num_output_tokens)
         before: Sequence[int] = ()
@@ -311,7 +313,7 @@ class VLLMConnectorHarness:
                 add.stops_after,
                 size,
                 self._drafts,
-                add.transfer_params,
+                transfer_params or add.transfer_params,
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
@@ -605,12 +607,16 @@ class VLLMConnectorHarness:
             self._finish(aborts)
         num_unfinished = len(self.unfinished())
         with named("update_from_output"):
-            self._scheduler.update_from_output(step.output, step.answer)
+            outputs = self._scheduler.update_from_output(step.output, step.answer)
+        self._on_outputs(step, outputs)
         self.stats.finished += num_unfinished - len(self.unfinished())
         for chunk in step.chunks.values():
             request = chunk.planned.request
             chunk.planned.check(request.is_finished() and request.status is not self._aborted)
         self._propose_drafts(step)
+
+    def _on_outputs(self, step: LaunchedStep, outputs: Mapping[int, Any]) -> None:
+        """Receive the outputs of a step, by client."""
 
     def _propose_drafts(self, step: LaunchedStep) -> None:
         """Draft the next tokens of the requests of a step; with steps in flight, a worker does."""

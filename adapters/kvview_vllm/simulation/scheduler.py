@@ -174,6 +174,14 @@ def invalid_blocks(transfers: Any) -> Collection[int]:
     return blocks
 
 
+def failed_requests(transfers: Any) -> Collection[str]:
+    """The requests that a worker's report lists as not loaded; none without a report."""
+    if transfers is None or not installed().connector.failed_requests:
+        return ()
+    requests: Collection[str] = transfers.failed_recving or ()
+    return requests
+
+
 # --- configuration ---
 
 

@@ -50,17 +50,17 @@ class Compute:
         self, geometry: CacheGeometry, num_blocks: int, page_bytes: int, num_layers: int
     ) -> None:
         self._geometry = geometry
-        self._bytes = KVBytes(
+        self.kv_bytes = KVBytes(
             num_blocks, page_bytes, num_groups=len(geometry.groups), num_layers=num_layers
         )
-        self.pages = [cache.tensor for cache in self._bytes.caches.tensors]
+        self.pages = [cache.tensor for cache in self.kv_bytes.caches.tensors]
         self.computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._launched: list[Forward] = []  # and not run
 
     @property
     def mismatch(self) -> str:
         """The latest wrong block, and whose KV is there."""
-        return self._bytes.mismatch
+        return self.kv_bytes.mismatch
 
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
         """The key of a block of a request."""
@@ -100,13 +100,13 @@ class Compute:
     def run(self, forward: Forward) -> None:
         """Write the bytes of a step, and compare the bytes that it reads."""
         assert forward is self._launched.pop(0), "steps run in the order of their launch"
-        self._bytes.poison(forward.begun)
+        self.kv_bytes.poison(forward.begun)
         for blocks, keys in forward.writes:
-            self._bytes.write(blocks, keys)
+            self.kv_bytes.write(blocks, keys)
         for blocks, keys in forward.reads:
-            if count := self._bytes.count_mismatches(blocks, keys):
+            if count := self.kv_bytes.count_mismatches(blocks, keys):
                 forward.wrong.append((set(blocks), count))
-        self._bytes.poison(forward.overwritten)
+        self.kv_bytes.poison(forward.overwritten)
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
         """Overwrite blocks after every launched step, as another owner does."""
@@ -116,7 +116,7 @@ class Compute:
         if self._launched:
             self._launched[-1].overwritten += overwritten
         else:
-            self._bytes.poison(overwritten)
+            self.kv_bytes.poison(overwritten)
 
     def _full_blocks(
         self,
