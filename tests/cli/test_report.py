@@ -132,7 +132,7 @@ def make_page(folder: Path, source: str, target: str, *args: str) -> Path:
 
 def test_page_of_a_pool(tmp_path: Path) -> None:
     select = [arg for law in ("POOL-4", "POOL-6", "GUARD-1") for arg in ("--select", law)]
-    page = Page(make_page(tmp_path, POOLS, "Wrong", *select).read_text())
+    page = Page(make_page(tmp_path, POOLS, "Wrong", *select, "--seeds=20").read_text())
     page.require_self_contained()
     assert "red: POOL-4" in page.text
     assert "the harness does not declare leases" in page.text
@@ -144,12 +144,12 @@ def test_page_of_a_pool(tmp_path: Path) -> None:
 def test_page_when_nothing_fails_or_a_failure_is_expected(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     target = "kvview_reference.harness:pool"
-    assert run(target, "--select", "POOL-1", "--html", file).exit_code == 0
+    assert run(target, "--select", "POOL-1", "--seeds", "5", "--html", file).exit_code == 0
     assert "green: every law that was checked holds" in Page(file.read_text()).text
     expected = tmp_path / "expected"
     expected.write_text("check_pool_4: <known>\n")
     (tmp_path / "target.py").write_text(POOLS)
-    select = ("--select", "check_pool_4")
+    select = ("--select", "check_pool_4", "--seeds", "10")
     wrong = f"{tmp_path / 'target.py'}:Wrong"
     result = run(wrong, *select, "--expected-failures", expected, "--html", file)
     assert result.exit_code == 0, result.output

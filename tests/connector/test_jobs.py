@@ -111,6 +111,11 @@ def test_a_request_waits_for_its_last_load() -> None:
     assert book.end(done(2)) == EndedJob(load(2, "other"), True, done(2), True, False)
     assert book.end(done(1)) == EndedJob(load(1), True, done(1), True, True)
     assert (list(book), list(book.jobs())) == ([], [])
+    begin(book, StepPlan())
+    book.promise("r", 16)
+    begin(book, StepPlan(loads=[load(4)]))
+    ended = EndedJob(load(4), True, done(4), True, False)
+    assert book.end(done(4)) == ended, "an id that is reused forgets a failed load"
 
 
 @pytest.mark.parametrize(

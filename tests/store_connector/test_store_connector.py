@@ -64,7 +64,8 @@ def options(given: Sequence[str]) -> list[str]:
 
 
 def assert_green(target: str, *given: str) -> None:
-    result = CliRunner().invoke(check, [target, "--seeds", "8", *options(given)])
+    few = ("--seed", "3", "--seeds", "8")  # after a steady run, which takes as long as ten others
+    result = CliRunner().invoke(check, [target, *few, *options(given)])
     assert result.exit_code == 0, result.output
 
 

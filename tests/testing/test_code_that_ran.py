@@ -29,6 +29,7 @@ from tests.testing.two_levels import (
 )
 
 FILE = Path(two_levels.__file__)
+SEEDS = ("--seed", "15", "--seeds", "15")  # without steady runs, which take as long as ten others
 
 
 def line_of(text: str) -> int:
@@ -44,7 +45,7 @@ def run(connector: str, *args: str | Path) -> Result:
 
 def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option(tmp_path: Path) -> None:
     place = f"two_levels.py:{line_of('            self.shorten()')}"
-    result = run("TwoLevels", "--seeds", "15")
+    result = run("TwoLevels", *SEEDS)
     assert result.exit_code == ExitCode.NOT_CHECKED, result.output
     assert result.output.startswith(f"not checked: {place} in Recent.add never ran: self.shorten()")
     assert "--option recent_blocks='{blocks}/4'" in result.output
@@ -60,12 +61,14 @@ def test_a_line_that_is_expected_not_to_run_is_green(tmp_path: Path) -> None:
     expected = tmp_path / "expected"
     line = line_of("            self.shorten()")
     expected.write_text(f"coverage: two_levels.py:{line}: the limit is never reached\n")
-    result = run("TwoLevels", "--seeds", "15", "--expected-failures", expected)
+    result = run("TwoLevels", *SEEDS, "--expected-failures", expected)
     assert result.exit_code == ExitCode.CLEAN, result.output
 
 
 def test_with_the_option_all_code_runs() -> None:
-    runs = check_connector(TwoLevels, seeds=15, options={"recent_blocks": "{blocks}/4"})
+    runs = check_connector(
+        TwoLevels, first_seed=15, seeds=15, options={"recent_blocks": "{blocks}/4"}
+    )
     assert not [gap for gap in runs.gaps if "two_levels.py" in gap.name]
     listed = {one.source for one in runs.unrun}
     assert {"raise ValueError(job_id)", 'log.exception("a copy failed")'} <= listed

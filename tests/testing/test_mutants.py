@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvview import ConfigError
+from kvview.cli.commands import cli
 from kvview.targets import is_connector
 from kvview.testing import CHECKS, Mutant, load_mutants, mutants, run_checks
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.command import check
 from kvview.testing.handoff import PDFactory
 from kvview_reference import harness
 from kvview_reference.handoff.pull import PullConnector
@@ -73,7 +73,7 @@ def test_every_law_has_a_mutant_and_every_mutant_a_law() -> None:
 def test_the_self_test_shows_every_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [m for m in FAULTS if m.name in ("FreesDuplicatesOnce", "NeverHits")]
     monkeypatch.setattr(mutants, "load_mutants", lambda: few)
-    result = CliRunner().invoke(check, ["--self-test", "--json", "-"])
+    result = CliRunner().invoke(cli, ["check", "--self-test", "--json", "-"])
     assert result.exit_code == 0, result.output
     assert "3 of 3 injected faults killed; 2 incidents" in result.stderr
     report = json.loads(result.stdout)

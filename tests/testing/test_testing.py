@@ -31,7 +31,7 @@ from kvview.testing import (
     read_expected_failures,
     run_checks,
 )
-from kvview.testing.effort import Effort
+from kvview.testing.effort import Effort, use_effort
 from kvview.testing.harness import capabilities_of
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.repetition import cut_repetitions
@@ -104,7 +104,7 @@ def test_checks_are_named_for_their_law_and_documented() -> None:
 def test_a_check_is_a_plain_function() -> None:
     checks = {check.name: check.function for check in CHECKS}
     checks[QUICK_CHECK](harness.pool)
-    with pytest.raises(LawBroken, match="POOL-4"):
+    with pytest.raises(LawBroken, match="POOL-4"), use_effort(Effort(seeds=5)):
         checks[WRONG_CHECK](DropsEngineReferences)
 
 
@@ -124,7 +124,7 @@ def test_undeclared_capabilities_are_skipped_with_a_reason() -> None:
 def test_expected_failures_and_unexpected_passes() -> None:
     expected = {WRONG_CHECK: "upstream #1", QUICK_CHECK: "upstream #2"}
     select = [WRONG_CHECK, QUICK_CHECK]
-    report = run_checks(DropsEngineReferences, expected_failures=expected, select=select)
+    report = run_checks(DropsEngineReferences, expected_failures=expected, select=select, seeds=5)
     outcomes = {r.check.name: r.outcome for r in report}
     assert outcomes[WRONG_CHECK] is Outcome.EXPECTED_FAILURE
     assert outcomes[QUICK_CHECK] is Outcome.UNEXPECTED_PASS
@@ -150,7 +150,7 @@ def test_names_that_match_nothing(arguments: dict[str, Any], match: str) -> None
 
 
 def test_a_failure_can_be_pasted() -> None:
-    report = run_checks(DropsEngineReferences, select=[WRONG_CHECK])
+    report = run_checks(DropsEngineReferences, select=[WRONG_CHECK], seeds=5)
     (result,) = report.failures
     failure = result.failure
     assert failure is not None
@@ -194,7 +194,7 @@ def test_a_failing_run_is_shrunk_to_a_few_lines() -> None:
             if len(block_ids) > 1:
                 self.pool.allocate_blocks(1)
 
-    report = run_checks(LosesEvictedBlocks, select=["check_pool_*"])
+    report = run_checks(LosesEvictedBlocks, select=["check_pool_*"], seeds=20)
     failure = report.failures[0].failure
     assert failure is not None
     calls = [line for line in failure.script.splitlines() if line.startswith(("h.", "view."))]
@@ -326,7 +326,7 @@ def test_parametrized(check: BoundCheck) -> None:
 
 
 @parametrize_with_checks(
-    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK]
+    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK], seeds=5
 )
 def test_parametrized_expected_failure(check: BoundCheck) -> None:
     check()
@@ -382,7 +382,12 @@ def run(*args: str | Path) -> Result:
 def test_the_command_reports_by_law(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     result = run(
-        "kvview_reference.harness:pool", "--select", "POOL-4", "--steps", "5", "--json", path
+        "kvview_reference.harness:pool",
+        "--select=POOL-4",
+        "--steps=5",
+        "--seeds=20",
+        "--json",
+        path,
     )
     assert result.exit_code == 0, result.output
     assert result.output.startswith("green: every law that was checked holds\n")
@@ -395,7 +400,7 @@ def test_the_command_reports_by_law(tmp_path: Path) -> None:
 def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
     expected = tmp_path / "expected.txt"
     target = f"{__file__}:DropsEngineReferences"
-    result = run(target, "--select", WRONG_CHECK)
+    result = run(target, "--select", WRONG_CHECK, "--seeds", "5")
     assert result.exit_code == 1
     verdict, summary, *_ = result.output.splitlines()
     assert verdict.startswith("red: POOL-4 No foreign frees: view.")
@@ -403,7 +408,7 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
     assert f"{target}: 1 failed" in summary
     assert "expected: BlockNotHeldError" in result.output
     expected.write_text(f"{WRONG_CHECK}: wrong on purpose\n")
-    result = run(target, "--select", WRONG_CHECK, "--expected-failures", expected)
+    result = run(target, "--select", WRONG_CHECK, "--seeds=5", "--expected-failures", expected)
     assert result.exit_code == 0
     assert "1 expected failure" in result.output
 

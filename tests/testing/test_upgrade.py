@@ -56,11 +56,10 @@ def check(folder: Path, *names: str, target: str = EXAMPLE, options: Sequence[st
 
 
 def test_verdicts_of_real_processes(tmp_path: Path) -> None:
-    ran, elsewhere, unheard = check(
-        tmp_path, "reference", "1.0", "unheard-of", options=["--seeds=12"]
-    )
+    few = ["--seed=3", "--seeds=8"]  # after a steady run, which takes as long as ten others
+    ran, elsewhere, unheard = check(tmp_path, "reference", "1.0", "unheard-of", options=few)
     assert (ran.verdict, ran.reason) == (Verdict.GREEN, "")
-    assert ran.report["runs"]["num_seeds"] == 12
+    assert ran.report["runs"]["num_seeds"] == 8
     assert (elsewhere.verdict, elsewhere.reason) == (
         Verdict.COULD_NOT_RUN,
         "it ran in reference, not in 1.0",
@@ -78,7 +77,9 @@ def test_the_first_reason_of_a_failure_names_the_law(tmp_path: Path) -> None:
 
 
 def test_what_was_not_exercised_is_not_green(tmp_path: Path) -> None:
-    (result,) = check(tmp_path, "reference", options=["--seeds=6", "--option=cpu_blocks=0"])
+    (result,) = check(
+        tmp_path, "reference", options=["--seed=3", "--seeds=4", "--option=cpu_blocks=0"]
+    )
     assert result.verdict is Verdict.NOT_CHECKED
     assert "nothing was ever stored" in result.reason
 

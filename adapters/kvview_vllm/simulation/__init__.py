@@ -40,7 +40,6 @@ from kvview_vllm.releases.calls import (
 from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness, named
-from kvview_vllm.simulation.handoff import VLLMPDHarness
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
@@ -204,6 +203,8 @@ class VLLMEngines:
         lease_seconds: float,
     ) -> PDHarness:
         """Build an engine that hands KV to others."""
+        from kvview_vllm.simulation.handoff import VLLMPDHarness  # needs vLLM at import
+
         return VLLMPDHarness(scenario, connector, clock, me, wire, lease_seconds)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
