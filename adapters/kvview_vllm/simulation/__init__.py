@@ -26,6 +26,7 @@ from kvview import (
     KVViewError,
     Mamba,
 )
+from kvview.connector.hook_errors import watch_hooks
 from kvview.handoff import Peer, Wire
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
@@ -40,7 +41,6 @@ from kvview_vllm.releases.calls import (
 from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness, named
-from kvview_vllm.simulation.handoff import VLLMPDHarness
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
@@ -194,6 +194,15 @@ class VLLMEngines:
         """Build an engine."""
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
+    def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
+        """Leave out all groups but the first where loads of several groups cannot fail."""
+        geometry = scenario.geometry
+        if not cpu_scheduler.can_fail_loads(len(geometry.groups)):
+            size = geometry.groups[0].block_size
+            geometry = replace(geometry, scheduler_block_size=size, groups=geometry.groups[:1])
+        fitted, _ = self.fit(replace(scenario, geometry=geometry))
+        return fitted
+
     def build_for_handoffs(
         self,
         scenario: Scenario,
@@ -205,6 +214,9 @@ class VLLMEngines:
         lease_seconds: float,
     ) -> PDHarness:
         """Build an engine that hands KV to others."""
+        from kvview_vllm.simulation.handoff import VLLMPDHarness
+
+        watch_hooks(connector)  # other exceptions are vLLM's (VSIM-1)
         return VLLMPDHarness(scenario, connector, clock, me, wire, lease_seconds)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
