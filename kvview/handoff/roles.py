@@ -75,7 +75,7 @@ class HandoffScheduler(SchedulerConnector, Hooked):
         Args:
             request: The request; ``num_tokens`` counts its prompt alone, because the consumer's
                 request has none of the generated tokens.
-            block_ids: Its block table, per group.
+            block_ids: Block table of the request, per group.
 
         Returns:
             The parameters for the router (HAND-1), at least those of

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: reads jobs as lines of JSON, and prints their results.
+"""One engine in a separate process, which reads jobs as lines of JSON and prints their results.
 
 ``python -m kvview_vllm.handoff.pd_child MODEL CONFIG``, with ``kv_transfer_config`` as JSON.
 """

@@ -24,7 +24,7 @@ _WANTED = {
 
 
 class RealEngine:
-    """One engine in a process of its own.
+    """One engine in a separate process.
 
     Args:
         name: Its name, which is its engine id.

@@ -1,4 +1,4 @@
-"""The made-up compute of a simulated step: the KV bytes that it writes and reads."""
+"""The simulated compute of a step: the KV bytes that it writes and reads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ class Forward:
     begun: list[int] = field(default_factory=list)  # blocks that it does not fill with known tokens
     writes: list[_Blocks] = field(default_factory=list)
     reads: list[_Blocks] = field(default_factory=list)
-    overwritten: list[int] = field(default_factory=list)  # by other owners, after its end
+    # Blocks that other owners overwrite after its end.
+    overwritten: list[int] = field(default_factory=list)
     wrong: list[tuple[set[int], int]] = field(default_factory=list)
 
     @property
     def written(self) -> set[int]:
-        """Blocks that become full in it."""
+        """Blocks that become full in the step."""
         return {block_id for blocks, _ in self.writes for block_id in blocks}
 
     def mismatches(self, invalid: Collection[int]) -> int:
-        """Wrong blocks that it read, except those that the scheduler knows to be ``invalid``."""
+        """Number of wrong blocks that it read, except those that the scheduler calls invalid."""
         return sum(count for blocks, count in self.wrong if not blocks & set(invalid))
 
 
@@ -57,6 +58,11 @@ class Compute:
         self.computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._launched: list[Forward] = []  # and not run
 
+    @property
+    def mismatch(self) -> str:
+        """The latest wrong block, and whose KV is there."""
+        return self.kv_bytes.mismatch
+
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
         """The key of a block of a request."""
         position = self._geometry.block_hash_index(group, number)
@@ -70,7 +76,7 @@ class Compute:
         """Plan a step.
 
         Args:
-            chunks: Tokens that it computes, by request.
+            chunks: Tokens that the step computes, by request.
             tables: Blocks of the requests, by group.
         """
         forward = Forward()
@@ -104,7 +110,7 @@ class Compute:
         self.kv_bytes.poison(forward.overwritten)
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
-        """Overwrite blocks after every launched step, as another owner does."""
+        """Overwrite blocks after every launched step, like another owner."""
         overwritten = list(block_ids)
         for block_id in overwritten:
             self.computed.pop(block_id, None)
