@@ -69,6 +69,10 @@ class ReferenceEngines:
             connector = _OnRanks(connector, scenario.ranks)
         return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
 
+    def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
+        """Return the nearest scenario that two engines can play."""
+        return scenario
+
     def build_for_handoffs(
         self,
         scenario: Scenario,

@@ -95,6 +95,8 @@ ALLOWED_LATER = {
 NAMES_ABOVE = {
     # Defaults of the user's settings `manager` and `worker`, which are targets.
     "adapters/kvview_vllm/offloading_spec.py": {"kvview_reference"},
+    # Real engines get the reference's wire as a target in their settings.
+    "adapters/kvview_vllm/handoff/cases.py": {"kvview_reference"},
     # The trial of a tier uses the bridge of the named engine, if it is installed.
     "adapters/kvview_vllm/doctor/diagnosis.py": {"kvview_lmcache", "kvview_sglang"},
     # Frames of these packages are not the connector's.

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError
 from kvview.cli.commands import cli
-from kvview.testing import Mutant
+from kvview.testing import Mutant, run_checks
+from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffPlayer, PDFactory, pd_factory
 from kvview.testing.search import search
@@ -59,6 +60,20 @@ def test_a_wrong_connector_is_detected(mutant: Mutant) -> None:
     factory = PDFactory(mutant.factory.made_of, "vllm")
     result = search(HandoffPlayer, factory, Effort(seeds=100, is_brief=True))
     assert set(result.failures) == {mutant.law}
+
+
+@needs_loads_between_steps
+def test_an_error_of_vllm_breaks_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    # VSIM-1
+    factory = pd_factory(PullConnector, "vllm")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("a defect of vLLM")
+
+    pool: Any = pytest.importorskip("vllm.v1.core.block_pool")
+    monkeypatch.setattr(pool.BlockPool, "cache_full_blocks", fail)
+    with pytest.raises(InvariantBroken, match=r"ENGINE: .*KeyError"):
+        run_checks(factory, seeds=1)
 
 
 def test_a_release_that_waits_for_loads_within_a_step_is_refused() -> None:

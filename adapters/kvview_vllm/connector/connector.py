@@ -194,7 +194,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         resumes = options.contain_faults and recomputes
         parallel = vllm_config.parallel_config
         engine_id = vllm_config.kv_transfer_config.engine_id
-        required = options.handoffs, parallel.world_size, self._release
+        num_groups = len(self._geometry.groups)
+        required = options.handoffs, parallel.world_size, num_groups, self._release
         if role is KVConnectorRole.SCHEDULER:
             half = connector.make_scheduler()
             handoffs = require_handoffs(half, target, *required)

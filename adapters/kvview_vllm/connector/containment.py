@@ -28,7 +28,7 @@ from kvview.errors import one_line, split_law
 from kvview.handoff import HandoffScheduler
 
 _logger = logging.getLogger(__name__)
-_AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
+_AT_START = {"bind_gpu_block_pool_view", "on_engine_ready", "bind_peer"}
 
 
 class Faults:

@@ -53,6 +53,7 @@ def require_handoffs(
     target: str,
     options: HandoffOptions | None,
     num_workers: int,
+    num_groups: int,
     release: ConnectorSeam,
 ) -> HandoffOptions | None:
     """Check the setting of a connector.
@@ -62,14 +63,16 @@ def require_handoffs(
         target: Target of the connector.
         options: The setting.
         num_workers: Workers of the engine.
-        release: Whether requests wait for their loads between steps.
+        num_groups: KV-cache groups of the engine.
+        release: Whether requests wait for their loads between steps, and which loads may fail.
 
     Returns:
         The setting; None for a connector without the hooks for handoffs.
 
     Raises:
         ConfigError: The setting is missing or useless, or there are several workers.
-        UnsupportedEngineError: A step waits for its loads, so it would wait for another engine.
+        UnsupportedEngineError: A step waits for its loads, so it would wait for another engine; or
+            the engine could not continue after a failed handoff (WORK-2).
     """
     if not isinstance(half, HandoffScheduler | HandoffWorker):
         if options is not None:
@@ -89,6 +92,11 @@ def require_handoffs(
         raise UnsupportedEngineError(
             f"connector {target}: a step of vLLM {engine_version()} waits for its loads, so it "
             f"would wait for another engine; handoffs need 0.18.0 or later"
+        )
+    if num_groups > 1 and not release.failed_requests:
+        raise UnsupportedEngineError(
+            f"connector {target}: vLLM {engine_version()} takes no report of a failed load with "
+            f"{num_groups} KV-cache groups, and handoffs may fail; use 0.30.0 or later"
         )
     return options
 

@@ -26,6 +26,7 @@ from kvview import (
     KVViewError,
     Mamba,
 )
+from kvview.connector.hook_errors import watch_hooks
 from kvview.handoff import Peer, Wire
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
@@ -192,6 +193,15 @@ class VLLMEngines:
         """Build an engine."""
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
+    def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
+        """Leave out all groups but the first where loads of several groups cannot fail."""
+        geometry = scenario.geometry
+        if not cpu_scheduler.can_fail_loads(len(geometry.groups)):
+            size = geometry.groups[0].block_size
+            geometry = replace(geometry, scheduler_block_size=size, groups=geometry.groups[:1])
+        fitted, _ = self.fit(replace(scenario, geometry=geometry))
+        return fitted
+
     def build_for_handoffs(
         self,
         scenario: Scenario,
@@ -205,6 +215,7 @@ class VLLMEngines:
         """Build an engine that hands KV to others."""
         from kvview_vllm.simulation.handoff import VLLMPDHarness  # needs vLLM at import
 
+        watch_hooks(connector)  # other exceptions are vLLM's (VSIM-1)
         return VLLMPDHarness(scenario, connector, clock, me, wire, lease_seconds)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,8 +45,8 @@ class PDHarness(ConnectorHarness, Protocol):
 class BuildsPDEngines(Protocol):
     """An engine factory that builds engines for handoffs."""
 
-    def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """As :meth:`~kvview.testing.connector.harness.EngineFactory.fit`."""
+    def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
+        """Return the nearest scenario that two engines can play."""
 
     def build_for_handoffs(
         self,
@@ -118,7 +118,9 @@ def _load(name: str) -> BuildsPDEngines:
     engines = load_engines(name)
     if not isinstance(engines, BuildsPDEngines):
         raise ConfigError(f"engine {name!r} cannot play handoffs; use reference or vllm")
-    scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=4, events=())
+    scenario = engines.fit_for_handoffs(
+        Scenario(CacheGeometry.single(4), num_gpu_blocks=4, events=())
+    )
     TwoEngines(_Idle, engines, {}).start({"P": scenario}, Network(0, 1), 1.0)
     return engines
 
@@ -193,8 +195,7 @@ class TwoEngines:
 
     def fit(self, scenario: Scenario) -> Scenario:
         """Return the nearest scenario that the engines can play."""
-        fitted, _ = self._factory.fit(scenario)
-        return fitted
+        return self._factory.fit_for_handoffs(scenario)
 
     def start(
         self, scenarios: Mapping[str, Scenario], network: Network, lease_seconds: float

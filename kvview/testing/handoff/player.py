@@ -105,9 +105,9 @@ class HandoffPlayer(Player):
         except ConfigError:
             raise
         except Exception as error:
+            if getattr(error, "law", None) == "ENGINE":
+                raise  # the engine failed, not the connector
             law, _ = split_law(str(error))
-            if law == "ENGINE":
-                raise
             laws = {"CONN-3": "HAND-3", "CONN-4": "HAND-3", "POOL-4": "HAND-3"}
             got = f"{type(error).__name__}: {error}"
             self.fail(

@@ -52,8 +52,8 @@ def real_handoffs(
     Raises:
         ConfigError: The target is neither, or vLLM cannot run here.
     """
-    engines = load_factory_class("vllm")
-    assert isinstance(engines, PlaysRealHandoffs), "vLLM's factory plays them"
     if not is_engine_connector(connector_class):
         require_handoff_connector(connector_class, options)
+    engines = load_factory_class("vllm")
+    assert isinstance(engines, PlaysRealHandoffs), "vLLM's factory plays them"
     return engines.play_handoffs(connector_class, options, on_progress)
