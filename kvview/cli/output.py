@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
@@ -40,7 +40,7 @@ _EXTRAS = {
 
 
 def report_error(error: Exception, is_verbose: bool) -> ExitCode:
-    """Print why a command ends to stderr, in one line; a bug of kvview with its traceback.
+    """Print the error of a command to stderr, in one line; for a bug of kvview with its traceback.
 
     Args:
         error: The exception that the command raised.
@@ -66,7 +66,7 @@ def report_error(error: Exception, is_verbose: bool) -> ExitCode:
 
 @contextmanager
 def naming(target: str) -> Iterator[None]:
-    """Name the connector in every ConnectorError."""
+    """Add the name of the connector to every ConnectorError."""
     try:
         yield
     except ConnectorError as error:
@@ -75,14 +75,14 @@ def naming(target: str) -> Iterator[None]:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """The extra to install if a package of one is missing; None for any other error."""
+    """Return the extra to install for a missing package; None for any other error."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"this needs {error.name}: pip install 'kvview[{_EXTRAS[error.name]}]'"
     return None
 
 
 def refused_by_the_system(error: BaseException) -> str | None:
-    """The file and the reason of an OSError, such as a full disk; None for any other error."""
+    """Return the file and the reason of an OSError; None for any other error."""
     if not isinstance(error, OSError) or not error.strerror:
         return None
     return line_of(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
@@ -117,7 +117,7 @@ class Rate(click.types.FloatParamType):
 
 
 class Seconds(click.types.FloatParamType):
-    """A time that a command waits: not negative, and short enough to end."""
+    """A waiting time in seconds, which is not negative and short enough to end."""
 
     name = "seconds"
 
@@ -172,25 +172,65 @@ class OutputFile(click.ParamType[str]):
 
 
 class JSONOption(click.Option):
-    """``--json FILE``; see :func:`json_option`."""
+    """An option for a file that has a JSON Schema; see :func:`report_option`."""
 
-    def __init__(self, names: list[str], *, schemas: dict[str, str]) -> None:
-        text = "Write the report to FILE ('-' for stdout)."
-        super().__init__(names, type=OutputFile(), metavar="FILE", help=text)
+    def __init__(self, names: list[str], *, schemas: dict[str, str], help: str) -> None:
+        super().__init__(names, type=OutputFile(), metavar="FILE", help=help)
         self.schemas = schemas
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def json_option(schemas: dict[str, str]) -> Decorator:
-    """``--json FILE``: the report of a command.
+def report_option(option: str, name: str, schemas: dict[str, str], text: str) -> Decorator:
+    """An option for a file that the command writes as JSON.
 
     Args:
+        option: The option.
+        name: Its parameter.
         schemas: Dataclasses or pydantic models of the reports that the command may write, as
             targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
+        text: The help.
     """
-    return click.option("--json", "json_file", cls=JSONOption, schemas=schemas)
+    return click.option(option, name, cls=JSONOption, schemas=schemas, help=text)
+
+
+def json_option(schemas: dict[str, str]) -> Decorator:
+    """``--json FILE``: the report of a command; see :func:`report_option`."""
+    text = "Write the report to FILE ('-' for stdout)."
+    return report_option("--json", "json_file", schemas, text)
+
+
+def arguments_of(context: click.Context, ignored: Collection[str]) -> list[str]:
+    """Return the arguments that the user set, for another call of the command.
+
+    Args:
+        context: Of the call.
+        ignored: Names of parameters that are left out.
+    """
+    arguments = []
+    for parameter in given_parameters(context):
+        name = parameter.name or ""
+        value = context.params[name]
+        if name in ignored:
+            continue
+        if isinstance(parameter, click.Argument):
+            arguments.append(value)
+        elif isinstance(parameter, click.Option) and parameter.is_flag:
+            arguments += parameter.opts
+        else:
+            several = value if isinstance(value, tuple) else (value,)
+            arguments += [f"{parameter.opts[0]}={each}" for each in several]
+    return arguments
+
+
+def given_parameters(context: click.Context) -> Iterator[click.Parameter]:
+    """Yield the arguments and options that the user set."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        default = click.core.ParameterSource.DEFAULT
+        if name in context.params and context.get_parameter_source(name) not in (default, None):
+            yield parameter
 
 
 def target_options(text: str) -> Decorator:
@@ -199,17 +239,18 @@ def target_options(text: str) -> Decorator:
 
 
 def _require_writable(option: str, path: str) -> None:
-    """Open a path as the report will be opened, and leave the file unchanged."""
+    """Open a path in the same way as the report, without changing the file."""
     problem = ""
     try:
         if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             problem = "not a file in an existing folder"
-        elif not Path(path).exists():  # only a try shows what /proc refuses
+        elif not Path(path).exists():  # only an attempt shows whether /proc refuses the file
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
             os.unlink(os.path.realpath(path))
         elif Path(path).is_file():
             os.close(os.open(path, os.O_WRONLY))
-        elif not os.access(path, os.W_OK):  # a pipe is not opened: its reader would see it closed
+        # A pipe is not opened, because its reader would see it closed.
+        elif not os.access(path, os.W_OK):
             problem = "not writable"
     except (OSError, ValueError) as error:  # a name that is too long, a circle of links
         problem = getattr(error, "strerror", None) or str(error)
@@ -217,8 +258,17 @@ def _require_writable(option: str, path: str) -> None:
         raise ConfigError(f"{option} {path!r}: {problem}")
 
 
-def write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write the report of ``--json`` to a file, or to stdout for "-"; None writes nothing."""
+def write_json(path: str | None, report: dict[str, Any], option: str = "--json") -> None:
+    """Write a report to a file, or to stdout for "-"; None writes nothing.
+
+    Args:
+        path: The value of the option.
+        report: The report.
+        option: The option, for the error.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     if path is None:
         return
     text = json.dumps(report, indent=2) + "\n"
@@ -229,4 +279,4 @@ def write_json(path: str | None, report: dict[str, Any]) -> None:
         # A lone surrogate, which a message may quote, must not prevent the report.
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"--json {path!r}: {error.strerror}") from error
+        raise ConfigError(f"{option} {path!r}: {error.strerror}") from error

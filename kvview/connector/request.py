@@ -1,4 +1,4 @@
-"""Requests and steps, as a connector sees them.
+"""Requests and steps, in the form in which a connector receives them.
 
 Source: ``Request`` and ``SchedulerOutput`` in ``vllm/v1/request.py`` and
 ``vllm/v1/core/sched/output.py`` (0.33.0).
@@ -32,7 +32,7 @@ class RequestContent:
         lora_id: The LoRA's number in the engine, or None.
         cache_salt: Separates the prefix caches of tenants, or None.
         extra_keys: For each entry of ``block_hashes``, the values besides tokens that the hash
-            covers; it grows too. Empty if no hash covers any.
+            covers; it grows too. Empty if no hash covers such values.
         transfer_params: Its ``kv_transfer_params``, as the client sent them, so they may be
             wrong in every way; None without any. KV does not depend on them.
     """
@@ -76,8 +76,8 @@ class RequestStep:
 
     Args:
         request: The request as of this step.
-        block_ids: Its whole block table, per group; valid during the call only. It
-            may have more blocks than ``num_tokens`` fill (CONN-7).
+        block_ids: Whole block table of the request, per group; valid during the call only. It may
+            have more blocks than ``num_tokens`` fill (CONN-7).
         num_computed_tokens: Tokens whose KV exists before the step, in stream order; the
             same as ``request.num_computed_tokens``.
         num_scheduled_tokens: Tokens computed in the step. They may reach past
@@ -145,7 +145,7 @@ def full_blocks(
     Args:
         geometry: Geometry of the engine.
         request: The request.
-        block_ids: Its block table, per group.
+        block_ids: Block table of the request, per group.
         null_block_id: The id of the null block.
         first_token: Skip blocks that end at or before this many tokens.
         last_token: Skip blocks that end after this many tokens, for example at the end of the

@@ -34,7 +34,7 @@ def self_test() -> Any:
     """A report made from its model, because the command takes minutes."""
     row: dict[str, Any] = {"mutant": "m", "what": "w", "law": "POOL-1", "killed_by": "POOL-1"}
     row |= {"incident": None, "is_killed": True, "is_killed_by_its_law": True}
-    report = {"mutants": [row], "num_survivors": 0, "automatic": {}}
+    report = {"mutants": [row], "num_survivors": 0}
     return SelfTestModel.model_validate(report).model_dump(mode="json")
 
 
@@ -53,6 +53,12 @@ def partition() -> Any:
     return json.loads(json.dumps(asdict(PartitionReport("t", "vllm 0.33.0", rows, rows, []))))
 
 
+def result() -> Any:
+    """The result file of a connector."""
+    arguments = ["check", CONNECTOR, "--seeds", "1", "--report-json", "-", "--quiet"]
+    return json.loads(CliRunner().invoke(cli, arguments).stdout)
+
+
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "report": [
         "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds",
@@ -61,6 +67,7 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "self-test": [self_test],
     "upgrade": [upgrade],
     "partition": [partition],
+    "result": [result],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
     "events": ["events validate recording.jsonl --consumer all", "events tail recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl"],

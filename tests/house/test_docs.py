@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from docs import make_hooks, make_support_matrix
+from docs import make_hooks, make_results, make_support_matrix
 from docs.make_laws import laws
 from kvview import BlockNotHeldError, ConfigError
 from kvview.targets import load_target
@@ -45,7 +45,7 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("maker", [make_hooks, make_support_matrix])
+@pytest.mark.parametrize("maker", [make_hooks, make_results, make_support_matrix])
 def test_a_page_that_is_made_from_the_sources_is_up_to_date(maker: Any) -> None:
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"python {maker.__file__}"
 

@@ -10,18 +10,54 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from typing_extensions import override
 
 from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
 from kvview.bridge import TierOptions, open_tier
 from kvview.targets import load_connector, load_target
 from kvview.testing.command import check
-from kvview.tier import Namespace
+from kvview.testing.connector import generate_scenario, simulate
+from kvview.tier import AsyncStore, Namespace
 from kvview_reference.replay.command import replay
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
 REMOTE = f"{EXAMPLES / 'remote_store.py'}:RemoteStore"
 MEMORY = f"{EXAMPLES / 'host_memory.py'}:HostMemoryStore"
+
+
+class AnswersInTime(AsyncStore):
+    """A service that answers long before its timeout."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        super().__init__(namespace)
+
+    @override
+    async def fetch(self, key: bytes, page: memoryview, /) -> bool:
+        async with asyncio.timeout(30):
+            await asyncio.sleep(0.001)
+            page[:] = self.pages[key]
+        return True
+
+    @override
+    async def send(self, key: bytes, page: memoryview, /) -> bool:
+        async with asyncio.timeout(30):
+            await asyncio.sleep(0.001)
+            self.pages[key] = bytes(page)
+        return True
+
+
+class AnswersInTimeConnector(StoreConnector):
+    store = AnswersInTime
+
+
+def test_clocks_that_jump_end_no_timeout_of_a_coroutine() -> None:
+    jumps = [seed for seed in range(20) if generate_scenario(seed).clock_jump]
+    results = [simulate(AnswersInTimeConnector, generate_scenario(seed)) for seed in jumps]
+    assert not any(result.failure for result in results)
+    assert sum(result.coverage.get("loads", 0) for result in results) > 0
+    assert not any(result.load_error for result in results)
 
 
 def options(given: Sequence[str]) -> list[str]:
@@ -121,7 +157,7 @@ def test_wrong_options_are_refused(given: dict[str, object], message: str) -> No
 def test_a_tier_of_another_engine_takes_the_store_of_a_connector_but_no_transform() -> None:
     target = f"{EXAMPLES / 'two_levels.py'}:TwoLevelConnector"
     with pytest.raises(ConfigError, match="has a transform, which is not applied below"):
-        open_tier(TierOptions(store=target), Namespace("m", weights="1"))
+        open_tier(TierOptions.model_validate({"store": target}), Namespace("m", weights="1"))
 
 
 def test_the_class_gives_defaults_and_the_user_changes_them() -> None:

@@ -9,11 +9,13 @@ from click.testing import CliRunner
 
 pytest.importorskip("vllm.v1.core.block_pool", reason="needs a vLLM release")
 
+from docs import make_results
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.command import partition
 from kvview_vllm.partition.matrix import PairOutcome, check_partition
 from kvview_vllm.partition.pairs import all_pairs
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import engine_version, installed
+from kvview_vllm.releases.versions import RELEASES, vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
 
@@ -75,6 +77,16 @@ def test_each_confusion_is_detected(name: str, ignored: str) -> None:
 
 def test_every_pair_with_other_kv_has_a_confusion() -> None:
     assert {pair.name for pair in all_pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
+
+
+def test_the_results_have_a_row_for_each_connector_and_each_tier_of_the_newest_release() -> None:
+    if engine_version() != RELEASES[-1]:
+        pytest.skip("docs/results.md is about the newest release")
+    connectors = vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory._registry
+    tiers = vllm("v1.kv_offload.tiering.factory").SecondaryTierFactory._registry
+    rows = [row.name for row in make_results.rows()]
+    expected = [*(connectors.keys() - {"KVViewConnector"}), *(f"tier {name}" for name in tiers)]
+    assert [each for each in expected if not any(row.startswith(each) for row in rows)] == []
 
 
 def test_a_store_below_vllms_host_tier_is_checked_too() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Literal
 
 import click
@@ -16,9 +16,19 @@ from kvview import ConfigError
 from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import json_option, naming, target_options, write_json
+from kvview.cli.result_file import (
+    RESULT_OPTION,
+    Colour,
+    Profile,
+    ResultFinding,
+    make_profile,
+    or_could_not_run,
+    write_result,
+)
 from kvview.options import read_options
 from kvview.targets import is_connector, is_engine_connector, load_target
 from kvview.tier.store import is_tier_store
+from kvview.version import versions_of
 
 _UNCHECKED = "bold yellow"
 _STYLES = {
@@ -38,8 +48,8 @@ class PartitionRow:
     Args:
         pair: The property in which the two requests differ; in a layout, the layers and the
             memory layout of both.
-        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, failed or not
-            checked; in a layout: exact, wrong, refused, failed or not checked.
+        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused, failed or
+            not checked; in a layout: exact, wrong, refused, failed or not checked.
         detail: The evidence or the reason; may be empty.
     """
 
@@ -91,12 +101,14 @@ class PartitionReport:
     help="Check only the keys or only the memory layouts.",
 )
 @json_option({"partition": "kvview_vllm.partition.command:PartitionReport"})
+@RESULT_OPTION
 def partition(
     target: str,
     options: tuple[str, ...],
     transfer_config: str | None,
     only: str | None,
     json_file: str | None,
+    result_file: str | None,
 ) -> None:
     """Check that requests get exactly the KV that the model computes for them.
 
@@ -118,8 +130,13 @@ def partition(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
-    console = Console(stderr=json_file == "-", markup=True)
-    with naming(target), progress(f"checking {target}") as on_progress:
+    console = Console(stderr="-" in (json_file, result_file), markup=True)
+    names = ["keys", "layouts"] if only is None else [only]
+    with (
+        naming(target),
+        or_could_not_run(result_file, target, *names),
+        progress(f"checking {target}") as on_progress,
+    ):
         found = load_target(target)
         cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
@@ -138,6 +155,8 @@ def partition(
     replaced = sorted({part for cell in cells for part in cell.replaced})
     report = PartitionReport(target, release, rows[: len(keys)], rows[len(keys) :], replaced)
     num_wrong, num_unchecked = report.count("red"), report.count(_UNCHECKED)
+    if all(row.outcome == "refused" for row in rows):
+        num_unchecked = len(rows)
     title = f"{target} on {release}: {num_wrong} wrong, {num_unchecked} not checked"
     if keys:
         console.print(_table_of_keys(report, title))
@@ -148,8 +167,26 @@ def partition(
     for part in replaced:
         console.print(Text(f"replaced, so not checked: {part}", style="yellow"))
     write_json(json_file, asdict(report))
+    profiles = [_profile("keys", report.rows)] if keys else []
+    profiles += [_profile("layouts", report.layouts)] if layouts else []
+    write_result(result_file, target, profiles, versions_of(found), replaced, release)
     code = ExitCode.NOT_CHECKED if num_unchecked else ExitCode.CLEAN
     sys.exit(ExitCode.WRONG if num_wrong else code)
+
+
+def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
+    """The verdict of a class in a result file."""
+    colours: dict[str, Colour] = {
+        "not shared": "",
+        "refused": "",
+        "shared by vLLM": "",
+        "not checked": "not checked",
+    }
+    if all(row.outcome == "refused" for row in rows):
+        first = ResultFinding(rows[0].pair, "could not run", rows[0].detail)
+        return Profile(name, "could not run", {"refused": len(rows)}, [first])
+    colours |= dict.fromkeys((name for name in _STYLES if _STYLES[name] == "red"), "red")
+    return make_profile(name, colours, [ResultFinding(*astuple(row)) for row in rows])
 
 
 def _table_of_keys(report: PartitionReport, title: str) -> Table:

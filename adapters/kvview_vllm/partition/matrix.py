@@ -24,6 +24,7 @@ from kvview_vllm.simulation.raw.target import classes_of, split_options
 class PairOutcome(StrEnum):
     """The result for one pair; of a layout: exact, wrong, refused, failed or not checked.
 
+    ``REFUSED``: the connector raised an error with a message before the first request.
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
     so its own prefix cache shares the KV too, and a connector that uses the hashes cannot see it.
     """
@@ -113,6 +114,8 @@ def _play(
 
         def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
+            # A server may outlive the row, and must not find the pages of another row.
+            settings = replace(settings, model=f"{settings.model}-{os.path.basename(folder)}")
             config = settings.fill(given)
             engine = PartitionEngine(connector_class, config, settings, stand_ins)
             stack.callback(engine.worker.close)
@@ -134,17 +137,17 @@ def _play(
                 engine.check_other_blocks()
             engine.shutdown()
         except InvariantBroken as broken:
-            if broken.law == "XFER-1" and pair.num_same_tokens < len(PROMPT):
+            cause = broken.__cause__
+            if engine is None and cause is not None and str(cause):
+                return Cell(pair, PairOutcome.REFUSED, line_of(cause))
+            if broken.law == "XFER-1" and cause is None and pair.num_same_tokens < len(PROMPT):
                 has_equal_hashes = engine is not None and engine.last_hashes == hashes
                 is_vllm = has_equal_hashes and pair.second_engine is None
                 outcome = PairOutcome.SHARED_BY_VLLM if is_vllm else PairOutcome.SHARED_WRONGLY
                 return Cell(pair, outcome, str(pair))
-            cause = broken.__cause__
-            if pair.is_of_layouts and engine is None and cause is not None and str(cause):
-                return Cell(pair, PairOutcome.REFUSED, line_of(cause))
             is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
             outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
-            return Cell(pair, outcome, f"{broken.law}: {broken.message}")
+            return Cell(pair, outcome, line_of(f"{broken.law}: {broken.message}"))
         except MissingLibraryError:  # no verdict
             raise
         except Exception as error:  # whatever the connector or vLLM raises is the result

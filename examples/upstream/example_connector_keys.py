@@ -1,0 +1,31 @@
+"""``ExampleConnector`` serves KV to requests for which the model computes other KV (vLLM 0.33.0).
+
+No GPU, no model, no kvview: ``python example_connector_keys.py`` stores the plain request, and
+prints the tokens that the connector promises to a second one. Expected: 48 to the same request, and
+0 to all others.
+"""
+
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+PLAIN = {"prompt_token_ids": list(range(64)), "mm_features": [], "lora_request": None}
+NUM_STORED = 48  # the prompt without its last token, in whole blocks
+
+connector = object.__new__(ExampleConnector)  # the constructor needs a whole VllmConfig
+connector._storage_path, connector._block_size = tempfile.mkdtemp(), 16
+for stored in (torch.arange(64)[:NUM_STORED], torch.tensor([])):  # tokens, or an embedding
+    connector._generate_foldername_debug(stored, [], create_folder=True)
+
+differences: dict[str, dict[str, Any]] = {
+    "the same request": {},
+    "another cache salt": {"cache_salt": "tenant-b"},
+    "a LoRA adapter": {"lora_request": "adapter-b"},
+    "another prompt embedding": {"prompt_token_ids": None},
+}
+for name, difference in differences.items():
+    request: Any = SimpleNamespace(**(PLAIN | difference))
+    print(f"{name}: {connector.get_num_new_matched_tokens(request, 0)[0]} tokens")

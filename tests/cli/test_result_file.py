@@ -1,0 +1,76 @@
+"""The result file (``--report-json``): the verdicts, and the command that repeats them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from docs import make_results
+from kvview.cli.commands import cli
+from kvview.cli.result_file import ResultFinding, make_profile
+
+CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
+
+
+def result_of(*arguments: str) -> Any:
+    """The result file of a command."""
+    path = Path("result.json")
+    CliRunner().invoke(cli, [*arguments, "--quiet", "--report-json", str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "16")
+
+
+def test_a_result_file_has_the_verdict_and_the_command_without_its_files() -> None:
+    options = ["--option", "cpu_blocks={blocks}", "--seeds", "2", "--json", "report.json"]
+    found = result_of("check", CONNECTOR, *options)
+    assert [profile["name"] for profile in found["profiles"]] == ["connector"]
+    assert found["replaced"] == []
+    assert found["reproduce"][-1] == (
+        f"kvview check {CONNECTOR} --seeds=2 '--option=cpu_blocks={{blocks}}'"
+    )
+    assert "export LMCACHE_CHUNK_SIZE=16" in found["reproduce"]
+
+
+def test_the_error_of_a_connector_that_cannot_run_is_a_result() -> None:
+    found = result_of("check", "no_such_module:Connector")
+    (profile,) = found["profiles"]
+    assert profile["verdict"] == "could not run"
+    assert "no_such_module" in profile["findings"][0]["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        (["exact", "refused"], "green"),
+        (["exact", "not checked"], "not checked"),
+        (["wrong", "not checked"], "red"),
+        ([], "not checked"),
+    ],
+)
+def test_the_verdict_is_that_of_the_worst_result(outcomes: list[str], verdict: str) -> None:
+    colours: Any = {"refused": "", "not checked": "not checked", "wrong": "red"}
+    profile = make_profile("layouts", colours, [ResultFinding("a", each, "") for each in outcomes])
+    assert profile.verdict == verdict
+
+
+def test_each_result_file_belongs_to_a_row_and_each_red_class_has_a_link() -> None:
+    found = make_results.verdicts()
+    files = [file for each in found for file in each.files]
+    assert len(files) == len(list(make_results.RESULTS.glob("*.json")))
+    red = [
+        (each.row.name, profile["name"])
+        for each in found
+        for profile in each.profiles()
+        if profile["verdict"] == "red" and profile["name"] not in each.row.upstream
+    ]
+    assert red == []
+    assert all(file["reproduce"] for file in files)
