@@ -9,8 +9,9 @@ round. With a GPU the plain copy is ``copy_`` between pinned memory and the GPU,
 without one it is ``copy_`` inside CPU memory, in the CPU time of all threads, so that a busy
 machine has little effect.
 
-The last rows are about the cost of a job rather than of its bytes: jobs of 8 groups, with the same
-blocks in 1 group as their peer.
+The second table is about the cost of a job rather than of its bytes: jobs of 8 groups, with the
+same blocks in 1 group as their peer. The third compares the host memory of a ``StoreConnector``
+with the worker of the first table.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ import torch
 from harness import Figures, take_turns  # type: ignore[import-not-found, unused-ignore]
 
 from kvview import (
+    CacheGeometry,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    ConnectorConfig,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    StepPlan,
+    StoreConnector,
+    TransferJob,
     TransferSpec,
+    make_offload_key,
 )
+from kvview.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 from kvview_reference.transfer import CPUGPUTransferWorker
 
 PAGE_SIZES = {"1 KiB": 1 << 10, "16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}
@@ -46,14 +54,21 @@ class Bench:
     Args:
         page_bytes: Page size of the tensor.
         num_blocks: GPU blocks, and as many host blocks.
-        num_groups: Groups, all of which refer to the tensor.
+        num_groups: Groups, all of which refer to the tensors.
+        num_layers: Tensors.
     """
 
-    def __init__(self, page_bytes: int, num_blocks: int, num_groups: int = 1) -> None:
-        self.tensor = torch.ones(num_blocks, page_bytes, dtype=torch.int8, device=DEVICE)
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(self.tensor, page_bytes)],
-            [[CanonicalKVCacheRef(0, page_bytes)]] * num_groups,
+    def __init__(
+        self, page_bytes: int, num_blocks: int, num_groups: int = 1, num_layers: int = 1
+    ) -> None:
+        tensors = [
+            torch.ones(num_blocks, page_bytes, dtype=torch.int8, device=DEVICE)
+            for _ in range(num_layers)
+        ]
+        self.tensor = tensors[0]
+        self.caches = caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors],
+            [[CanonicalKVCacheRef(layer, page_bytes) for layer in range(num_layers)]] * num_groups,
         )
         self.worker = CPUGPUTransferWorker(caches, num_blocks)
         self._job_id = 0
@@ -141,6 +156,63 @@ def cost_of_a_job(rounds: int) -> None:
     figures.show()
 
 
+class StoreBench:
+    """The worker half of a ``StoreConnector`` with host memory alone, and jobs on it.
+
+    Args:
+        bench: The raw worker with the same tensors.
+        num_blocks: Blocks of each tensor.
+    """
+
+    def __init__(self, bench: Bench, num_blocks: int) -> None:
+        config = ConnectorConfig(CacheGeometry.single(16), {"cpu_blocks": num_blocks})
+        self.worker = StoreConnector(config).make_worker()
+        self.worker.register_kv_caches(bench.caches)
+        epoch = bytes(EPOCH_BYTES)
+        self._names = [make_offload_key(b"%d" % n, 0) + epoch for n in range(num_blocks)]
+        self._job_id = 0
+
+    def run(self, blocks: Sequence[int], chunks: Sequence[int], to_host: bool) -> None:
+        self._job_id += 1
+        gpu = GPULoadStoreSpec(blocks, [len(blocks)], [0])
+        spec = StoreSpec([self._names[chunk] for chunk in chunks], in_memory=True)
+        if to_host:
+            self.worker.start_plan(StepPlan(stores=[TransferJob(self._job_id, gpu, spec)]))
+        else:
+            self.worker.start_plan(StepPlan(loads=[TransferJob(self._job_id, spec, gpu)]))
+        self.worker.wait([self._job_id])
+        (result,) = self.worker.get_finished()
+        if not result.success:
+            raise RuntimeError(result.error)
+
+
+def store_connector(total: int, rounds: int) -> None:
+    figures = Figures("ms a job", 1e3, "raw worker")
+    for label, page_bytes, num_layers in (
+        ("16 KiB", 16 << 10, 1),
+        ("64 KiB", 64 << 10, 1),
+        ("1 MiB", 1 << 20, 1),
+        ("32 layers of 64 KiB", 64 << 10, 32),
+    ):
+        num_blocks = total // page_bytes // num_layers
+        bench = Bench(page_bytes, num_blocks, num_layers=num_layers)
+        ours = StoreBench(bench, num_blocks)
+        every = list(range(num_blocks))
+        for _ in range(2):  # the allocator recycles memory from then on
+            ours.run(every, every, True)
+        dice = random.Random(0)
+        blocks, chunks = (dice.sample(every, num_blocks // 4) for _ in range(2))
+        for to_host in (True, False):
+            raw = partial(bench.run, spec_of(blocks, chunks, to_host))
+            sides = [partial(ours.run, blocks, chunks, to_host), raw]
+            times = take_turns(sides, rounds=rounds, clock=CLOCK)
+            target = 0.9 if page_bytes * num_layers >= 1 << 20 else None
+            figures.ratio(f"{label}, {'store' if to_host else 'load'}", times, target)
+        ours.worker.shutdown()
+        bench.worker.shutdown()
+    figures.show()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256, help="MiB of the buffers")
@@ -152,6 +224,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     bandwidth(arguments.mib << 20, arguments.rounds)
     cost_of_a_job(arguments.rounds)
+    store_connector(arguments.mib << 20, arguments.rounds)
 
 
 if __name__ == "__main__":

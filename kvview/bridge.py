@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvview.errors import ConfigError
 from kvview.options import make_with_options
+from kvview.store_connector import StoreConnector, Transform
 from kvview.targets import load_target
 from kvview.tier import GuardedTier, Namespace, is_tier_store
 
@@ -19,7 +20,8 @@ class TierOptions(BaseModel):
     """A user's settings of a tier, the same for every engine.
 
     Args:
-        store: Target of the store, which is called with the namespace and its options.
+        store: Target of the store, which is called with the namespace and its options, or of a
+            :class:`~kvview.StoreConnector` that has a store.
         options: Options of the store.
         weights: Revision or digest of the model's weights; any text that you change when
             they change (TIER-10).
@@ -69,14 +71,8 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
         NamespaceMismatchError: The store has entries that belong to other weights or another
             layout.
     """
-    make = load_target(options.store)
-    if not is_tier_store(make):
-        raise ConfigError(
-            f"store {options.store!r} is not a class of tier stores; name a class such as "
-            f"my_store.py:MyStore"
-        )
     return GuardedTier(
-        make_with_options(make, options.options, namespace, flag="options"),
+        make_with_options(_store_of(options.store), options.options, namespace, flag="options"),
         namespace,
         deadline=options.deadline,
         lookup_deadline=options.lookup_deadline,
@@ -85,3 +81,21 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
         retry_after=options.retry_after,
         zero_copy=options.zero_copy,
     )
+
+
+def _store_of(target: str) -> Any:
+    """Return a class of stores: the target itself, or the store of a connector."""
+    found = load_target(target)
+    if isinstance(found, type) and issubclass(found, StoreConnector):
+        if found.transform is not Transform:
+            raise ConfigError(
+                f"connector {target!r} has a transform, which is not applied below the memory of "
+                f"another engine: name its store, and compress in the store"
+            )
+        found = found.store
+    if not is_tier_store(found):
+        raise ConfigError(
+            f"store {target!r} is not a class of tier stores; name a class such as "
+            f"my_store.py:MyStore"
+        )
+    return found

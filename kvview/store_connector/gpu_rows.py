@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import ctypes
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from kvview.transfer import CanonicalKVCaches, GPULoadStoreSpec
 
-_CHUNK_BYTES = 64 << 20  # of GPU memory that a job may need besides its pages
+_STAGED_BYTES = 16 << 20  # of pinned memory, and of GPU memory that a job needs besides its pages
 
 
 class GPURows:
@@ -21,58 +22,112 @@ class GPURows:
 
     def __init__(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         tensors = [cache.tensor for cache in kv_caches.tensors]
-        self._parts = [
-            [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
-            for refs in kv_caches.group_data_refs
+        self._num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
+        self._groups: list[_Blocks] = []
+        for refs in kv_caches.group_data_refs:
+            parts = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
+            is_cuda = any(part.is_cuda for part in parts)
+            self._groups.append(_CUDABlocks(parts) if is_cuda else _HostBlocks(parts))
+        self.page_bytes = [group.page_bytes for group in self._groups]
+
+    def read(self, gpu: GPULoadStoreSpec) -> Iterator[memoryview]:
+        """Yield the bytes of each block of a job; they are valid until the next is taken."""
+        for group, blocks in self._by_group(gpu):
+            yield from group.read(blocks)
+
+    def write(self, gpu: GPULoadStoreSpec, rows: Iterator[memoryview]) -> None:
+        """Write the bytes of each block of a job; each row is used before the next is taken."""
+        for group, blocks in self._by_group(gpu):
+            group.write(blocks, rows)
+
+    def _by_group(self, gpu: GPULoadStoreSpec) -> Iterator[tuple[_Blocks, Sequence[int]]]:
+        if any(not 0 <= block < self._num_blocks for block in gpu.block_ids):
+            raise IndexError(f"a job names a block that is not one of {self._num_blocks}")
+        ends = accumulate(gpu.group_sizes, initial=0)
+        for group, (first, end) in zip(self._groups, pairwise(ends), strict=True):
+            yield group, gpu.block_ids[first:end]
+
+
+class _HostBlocks:
+    """Blocks in host memory.
+
+    Args:
+        parts: Bytes of the blocks in each tensor.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        sizes = [part.shape[1] for part in parts]
+        arrays = [ctypes.c_ubyte * size for size in sizes]
+        strides = [part.stride(0) for part in parts]
+        self._parts = list(zip(parts, strides, arrays, strict=True))
+        self.page_bytes = sum(sizes)
+
+    def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
+        for block in blocks:
+            pieces = self._pieces(block)
+            yield pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+    def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
+        for block, row in zip(blocks, rows):  # noqa: B905  # the next group takes the next rows
+            if len(row) != self.page_bytes:
+                raise ValueError(f"a page has {len(row)} bytes, expected {self.page_bytes}")
+            first = 0
+            for piece in self._pieces(block):
+                piece[:] = row[first : first + len(piece)]
+                first += len(piece)
+
+    def _pieces(self, block: int) -> list[memoryview]:
+        # The address is read for each copy, so that a tensor that is watched sees each copy.
+        return [
+            memoryview(array.from_address(part.data_ptr() + block * stride)).cast("B")
+            for part, stride, array in self._parts
         ]
-        self.page_bytes = [sum(part.shape[1] for part in parts) for parts in self._parts]
-        self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._stream: Any = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def allocate(self, gpu: GPULoadStoreSpec) -> tuple[list[bytearray], list[memoryview]]:
-        """Return memory for a job: an array for each group, and in it a row for each block."""
-        sizes = list(zip(gpu.group_sizes, self.page_bytes, strict=True))
-        arrays = [bytearray(number * page_bytes) for number, page_bytes in sizes]
-        rows = [
-            memoryview(array)[start : start + page_bytes]
-            for array, (_, page_bytes) in zip(arrays, sizes, strict=True)
-            for start in range(0, len(array), page_bytes)
-        ]
-        return arrays, rows
 
-    def read(self, gpu: GPULoadStoreSpec, arrays: Sequence[bytearray]) -> None:
-        """Copy the blocks of a job to host memory."""
-        self._move(gpu, arrays, to_host=True)
+class _CUDABlocks:
+    """Blocks in GPU memory, which are staged in pinned memory, a few at a time.
 
-    def write(self, gpu: GPULoadStoreSpec, arrays: Sequence[bytearray]) -> None:
-        """Copy host memory to the blocks of a job."""
-        self._move(gpu, arrays, to_host=False)
+    Args:
+        parts: Bytes of the blocks in each tensor.
+    """
 
-    def _move(self, gpu: GPULoadStoreSpec, arrays: Sequence[bytearray], *, to_host: bool) -> None:
-        first = 0
-        with torch.cuda.stream(self._stream):  # None changes nothing
-            for group, (number, array) in enumerate(zip(gpu.group_sizes, arrays, strict=True)):
-                blocks = gpu.block_ids[first : first + number]
-                first += number
-                if not blocks:
-                    continue
-                host = torch.frombuffer(array, dtype=torch.int8).view(number, -1)
-                step = max(1, _CHUNK_BYTES // self.page_bytes[group])
-                for start in range(0, number, step):
-                    ids = torch.tensor(blocks[start : start + step], device=self._device)
-                    _move_chunk(self._parts[group], ids, host[start : start + step], to_host)
-        if self._stream is not None:
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self._sizes = [part.shape[1] for part in parts]
+        self.page_bytes = sum(self._sizes)
+        self._device = parts[0].device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._num_staged = max(1, _STAGED_BYTES // self.page_bytes)
+        self._host = torch.empty(
+            (self._num_staged, self.page_bytes), dtype=torch.int8, pin_memory=True
+        )
+        self._rows = _HostBlocks([self._host])
+
+    def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
+        for ids, host in self._chunks(blocks):
+            with torch.cuda.stream(self._stream):
+                rows = torch.cat([part.index_select(0, ids) for part in self._parts], dim=1)
+                host.copy_(rows, non_blocking=True)
+            self._stream.synchronize()
+            yield from self._rows.read(range(len(host)))
+
+    def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
+        for ids, host in self._chunks(blocks):
+            self._rows.write(range(len(host)), rows)
+            with torch.cuda.stream(self._stream):
+                on_gpu = host.to(self._device, non_blocking=True)
+                columns = torch.split(on_gpu, self._sizes, dim=1)
+                for part, column in zip(self._parts, columns, strict=True):
+                    part.index_copy_(0, ids, column)
             self._stream.synchronize()
 
+    def _chunks(self, blocks: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the ids of a few blocks, on the GPU, and the pinned memory for their rows."""
+        for start in range(0, len(blocks), self._num_staged):
+            chunk = blocks[start : start + self._num_staged]
+            with torch.cuda.stream(self._stream):
+                ids = torch.tensor(chunk, device=self._device)
+            yield ids, self._host[: len(chunk)]
 
-def _move_chunk(
-    parts: Sequence[torch.Tensor], ids: torch.Tensor, host: torch.Tensor, to_host: bool
-) -> None:
-    columns = torch.split(host, [part.shape[1] for part in parts], dim=1)
-    for part, column in zip(parts, columns, strict=True):
-        if to_host:
-            column.copy_(part.index_select(0, ids))
-        else:
-            part.index_copy_(0, ids, column.to(part.device))
+
+_Blocks = _HostBlocks | _CUDABlocks

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Generic, TypeVar
 
 from kvview.store_connector.store_plan import PagePlace, StoreSpec, group_of
 from kvview.store_connector.transform import Transform
@@ -14,27 +15,30 @@ from kvview.tier import GuardedTier
 
 _LENGTH_BYTES = 4  # in a store, before the bytes of a page
 
-EndOfBatch = Callable[[list[bool]], None]
-"""Receives a flag for each page of a batch: whether it was moved."""
+EndOfSave = Callable[[list[bool]], None]
+"""Receives a flag for each page: whether it is kept."""
+EndOfLoad = Callable[[list[bytes | None]], None]
+"""Receives the bytes that :meth:`Pages.decode` takes of each page; None for a page without any."""
+ItemT = TypeVar("ItemT")
 _EndOfJob = Callable[[Sequence[bool]], None]
 _StartOfJob = Callable[[GuardedTier, int, Sequence[bytes], Sequence[memoryview]], None]
 
 
-class _Batch:
+class _Batch(Generic[ItemT]):
     """Pages that end one by one, and are reported together."""
 
-    def __init__(self, number: int, end: EndOfBatch) -> None:
-        self._flags = [False] * number
-        self._num_open = number
+    def __init__(self, items: list[ItemT], end: Callable[[list[ItemT]], None]) -> None:
+        self._items = items
+        self._num_open = len(items)
         self._end = end
-        if not number:
+        if not items:
             end([])
 
-    def end_page(self, index: int, flag: bool) -> None:
-        self._flags[index] = flag
+    def end_page(self, index: int, item: ItemT) -> None:
+        self._items[index] = item
         self._num_open -= 1
         if not self._num_open:
-            self._end(self._flags)
+            self._end(self._items)
 
 
 @dataclass(eq=False, slots=True)
@@ -79,32 +83,39 @@ class Pages:
         self._suffix = rank.to_bytes(2, "big") if rank else b""
         self._used = 0
         self._pages: dict[bytes, _Page] = {}
-        self._readers: defaultdict[bytes, list[tuple[_Batch, int, memoryview]]] = defaultdict(list)
-        self._writers: defaultdict[bytes, list[tuple[_Batch, int]]] = defaultdict(list)
+        self._readers: defaultdict[bytes, list[tuple[_Batch[bytes | None], int]]]
+        self._readers = defaultdict(list)
+        self._writers: defaultdict[bytes, list[tuple[_Batch[bool], int]]] = defaultdict(list)
         self._numbers = count()
         self._jobs: dict[int, _EndOfJob] = {}
 
-    def load(self, names: Sequence[bytes], rows: Sequence[memoryview], end: EndOfBatch) -> None:
-        """Fill rows; ``end`` is called when all of them are filled or have failed."""
-        batch = _Batch(len(names), end)
+    def load(self, names: Sequence[bytes], end: EndOfLoad) -> None:
+        """Find pages; ``end`` is called when all of them are found or have failed."""
+        empty: list[bytes | None] = [None] * len(names)
+        batch = _Batch(empty, end)
         absent: list[bytes] = []
-        for index, (name, row) in enumerate(zip(names, rows, strict=True)):
+        for index, name in enumerate(names):
             page = self._pages.get(name)
             if page is None:
                 page = self._pages[name] = _Page(in_store=True, is_stored=True)
             if page.data is not None:
-                batch.end_page(index, self._decode(name, page.data, row))
+                batch.end_page(index, page.data)
             else:
-                self._readers[name].append((batch, index, row))
+                self._readers[name].append((batch, index))
                 absent.append(name)
         self._settle(absent)
 
-    def save(self, spec: StoreSpec, rows: Sequence[memoryview], end: EndOfBatch) -> None:
-        """Keep rows; ``end`` is called when all of them are kept or have failed."""
-        batch = _Batch(len(spec.names), end)
+    def save(self, spec: StoreSpec, rows: Iterable[memoryview], end: EndOfSave) -> None:
+        """Keep rows; ``end`` is called when all of them are kept or have failed.
+
+        A row is encoded before the next one is taken.
+        """
+        batch = _Batch([False] * len(spec.names), end)
         for index, (name, row) in enumerate(zip(spec.names, rows, strict=True)):
             data = self._encode(name, row)
-            page = self._pages.setdefault(name, _Page())
+            page = self._pages.get(name)
+            if page is None:
+                page = self._pages[name] = _Page()
             if data is None or not self._keep(page, data, in_memory=spec.in_memory):
                 self._keep(page, None)
                 batch.end_page(index, False)
@@ -114,6 +125,18 @@ class Pages:
             else:
                 batch.end_page(index, True)
         self._settle(spec.names)
+
+    def decode(self, name: bytes, data: bytes) -> memoryview:
+        """Return the row of a page that was loaded.
+
+        Raises:
+            Exception: The transform cannot read the bytes.
+        """
+        if type(self._transform).decode is Transform.decode:
+            return memoryview(data)
+        row = memoryview(bytearray(self._page_bytes[group_of(name)]))
+        self._transform.decode(name, memoryview(data), row)
+        return row
 
     def place(self, places: Sequence[PagePlace]) -> None:
         """Bring pages to their new places."""
@@ -159,17 +182,12 @@ class Pages:
 
     def _encode(self, name: bytes, row: memoryview) -> bytes | None:
         try:
-            data = bytes(self._transform.encode(name, row))
+            encoded = self._transform.encode(name, row)
+            whole = row.obj  # bytes, if the page was in pieces
+            data = whole if encoded is row and isinstance(whole, bytes) else bytes(encoded)
         except Exception:
             return None
         return data if len(data) <= self._transform.max_bytes(len(row)) else None
-
-    def _decode(self, name: bytes, data: bytes, row: memoryview) -> bool:
-        try:
-            self._transform.decode(name, memoryview(data), row)
-        except Exception:
-            return False
-        return True
 
     # --- the store ---
 
@@ -226,8 +244,8 @@ class Pages:
             if data is None or not self._keep(page, data, in_memory=page.in_memory):
                 page.in_store = page.in_store or page.in_memory  # it stays where it is
                 self._keep(page, None)
-            for batch, index, target in self._readers.pop(name, ()):
-                batch.end_page(index, data is not None and self._decode(name, data, target))
+            for reader, place in self._readers.pop(name, ()):
+                reader.end_page(place, data)
         self._settle(names)
 
     def _end_puts(self, names: Sequence[bytes], flags: Sequence[bool]) -> None:

@@ -133,26 +133,27 @@ class StoreWorker(WorkerConnector):
     def _load(self, job: TransferJob) -> None:
         assert isinstance(job.src, StoreSpec)
         assert isinstance(job.dst, GPULoadStoreSpec)
-        gpu, (arrays, rows) = job.dst, self._gpu.allocate(job.dst)
+        names, gpu = job.src.names, job.dst
 
-        def end(flags: list[bool]) -> None:
+        def end(pages: list[bytes | None]) -> None:
+            found = [page for page in pages if page is not None]
             error = None
-            if not all(flags):
-                error = f"{flags.count(False)} of {len(flags)} pages were missing or damaged"
+            if len(found) < len(pages):
+                missing = len(pages) - len(found)
+                error = f"{missing} of {len(pages)} pages were missing or damaged"
             else:
                 try:
-                    self._gpu.write(gpu, arrays)
+                    self._gpu.write(gpu, map(self._pages.decode, names, found))
                 except Exception as raised:
                     error = one_line(raised)
             self._report(TransferResult(job.job_id, error is None, error=error))
 
-        self._pages.load(job.src.names, rows, end)
+        self._pages.load(names, end)
 
     def _save(self, job: TransferJob) -> None:
         assert isinstance(job.src, GPULoadStoreSpec)
         assert isinstance(job.dst, StoreSpec)
-        spec, (arrays, rows) = job.dst, self._gpu.allocate(job.src)
-        self._gpu.read(job.src, arrays)
+        spec = job.dst
 
         def end(flags: list[bool]) -> None:
             if all(flags):
@@ -161,4 +162,4 @@ class StoreWorker(WorkerConnector):
             error = f"{flags.count(False)} of {len(flags)} pages were not stored"
             self._report(TransferResult(job.job_id, False, error=error, moved=flags))
 
-        self._pages.save(spec, rows, end)
+        self._pages.save(spec, self._gpu.read(job.src), end)

@@ -30,7 +30,7 @@ from tests.tier.shown import expected, shown
 # LMCache's logging uses a class that OpenTelemetry has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler:DeprecationWarning")
 
-FILES = "examples/folder_store.py:FolderStore"
+FILES = "examples/folder_store.py:FolderConnector"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
 NUM_FLOATS = 1024
 

@@ -39,7 +39,7 @@ try:
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-FILES = "examples/folder_store.py:FolderStore"
+FILES = "examples/folder_store.py:FolderConnector"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
 PAGE_SIZE, NUM_PAGES = 4, 12
 NAMED = {

@@ -92,12 +92,12 @@ class Levels:
         self.pages.place([(NAME, in_memory, in_store)])
 
     def load(self) -> tuple[list[bool], bytes]:
-        ended: list[bool] = []
-        page = bytearray(len(PAGE))
-        self.pages.load([NAME], [memoryview(page)], ended.extend)
+        ended: list[bytes | None] = []
+        self.pages.load([NAME], ended.extend)
         self.store.is_held = False
         self.settle()
-        return ended, bytes(page)
+        found = [bytes(self.pages.decode(NAME, data)) for data in ended if data is not None]
+        return [data is not None for data in ended], b"".join(found)
 
 
 @pytest.fixture

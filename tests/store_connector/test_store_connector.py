@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from typing_extensions import override
 
 from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
+from kvview.bridge import TierOptions, open_tier
 from kvview.targets import load_connector, load_target
 from kvview.testing.command import check
 from kvview.testing.connector import generate_scenario, simulate
@@ -153,6 +154,12 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
 def test_wrong_options_are_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StoreConnector(ConnectorConfig(CacheGeometry.single(4), given))
+
+
+def test_a_tier_of_another_engine_takes_the_store_of_a_connector_but_no_transform() -> None:
+    target = f"{EXAMPLES / 'two_levels.py'}:TwoLevelConnector"
+    with pytest.raises(ConfigError, match="has a transform, which is not applied below"):
+        open_tier(TierOptions.model_validate({"store": target}), Namespace("m", weights="1"))
 
 
 def test_the_class_gives_defaults_and_the_user_changes_them() -> None:

@@ -30,7 +30,7 @@ from tests.tier.shown import expected, shown
 
 PAGE = 65_536
 NUM_HOST_CHUNKS = 8
-FILES = "examples/folder_store.py:FolderStore"
+FILES = "examples/folder_store.py:FolderConnector"
 FAULTY = "kvview.testing.tier.faulty_store:FaultyStore"
 
 
@@ -313,7 +313,7 @@ def test_counters_are_among_vllms_own_metrics(
     assert tiering.store(range(8, 16))
     assert tiering.fetch(range(8)) == (8, 8)
     if not tier_seam().tier_metrics:
-        assert "kvview tier examples/folder_store.py:FolderStore, in use: " in caplog.text
+        assert f"kvview tier {FILES}, in use: " in caplog.text
         return
     prometheus_client: Any = import_module("prometheus_client")
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics

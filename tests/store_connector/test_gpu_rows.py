@@ -1,0 +1,68 @@
+"""Pages of several groups and tensors, as rows of bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvview import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+from kvview.store_connector import gpu_rows
+from kvview.store_connector.gpu_rows import GPURows
+
+NUM_BLOCKS = 20
+JOB = GPULoadStoreSpec([3, 7, 1, 19, 0, 5], [4, 2], [0, 0])
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    monkeypatch.setattr(gpu_rows, "_STAGED_BYTES", 300)  # of a page of 96 bytes
+    wide = torch.randint(-128, 127, (NUM_BLOCKS, 100), dtype=torch.int8, device=request.param)
+    narrow = torch.randint(-128, 127, (NUM_BLOCKS, 32), dtype=torch.int8, device=request.param)
+    return [wide[:, :64], narrow]  # the first one has gaps between its pages
+
+
+@pytest.fixture
+def rows(tensors: list[torch.Tensor]) -> GPURows:
+    """Of a group with pages in two tensors, and one with pages in the second alone."""
+    first, second = CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 32)
+    caches = [CanonicalKVCacheTensor(one, one.shape[1]) for one in tensors]
+    return GPURows(CanonicalKVCaches(caches, [[first, second], [second]]))
+
+
+def pages(tensors: list[torch.Tensor]) -> list[bytes]:
+    host = [tensor.cpu() for tensor in tensors]
+    both = [[tensor[block] for tensor in host] for block in JOB.block_ids[:4]]
+    alone = [[host[1][block]] for block in JOB.block_ids[4:]]
+    return [bytes(torch.cat(parts).view(torch.uint8).tolist()) for parts in both + alone]
+
+
+def test_rows_are_the_pages_of_all_tensors_of_a_group(
+    rows: GPURows, tensors: list[torch.Tensor]
+) -> None:
+    assert rows.page_bytes == [96, 32]
+    assert list(map(bytes, rows.read(JOB))) == pages(tensors)
+
+
+def test_rows_are_written_to_the_blocks_of_the_job_alone(
+    rows: GPURows, tensors: list[torch.Tensor]
+) -> None:
+    before = [tensor.clone() for tensor in tensors]
+    new = [bytes([number + 1]) * (96 if number < 4 else 32) for number in range(6)]
+    rows.write(JOB, map(memoryview, new))
+    assert pages(tensors) == new
+    others = [block for block in range(NUM_BLOCKS) if block not in JOB.block_ids]
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(tensors, before, strict=True))
+
+
+def test_wrong_jobs_raise(rows: GPURows) -> None:
+    with pytest.raises(IndexError, match="not one of 20"):
+        list(rows.read(GPULoadStoreSpec([20], [1, 0], [0, 0])))
+    with pytest.raises(ValueError, match="a page has 3 bytes, expected 96"):
+        rows.write(GPULoadStoreSpec([1], [1, 0], [0, 0]), iter([memoryview(b"abc")]))
