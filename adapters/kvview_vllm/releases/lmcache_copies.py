@@ -41,7 +41,6 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
 
     try:
         connectors = importlib.import_module("lmcache.v1.gpu_connector")
-        builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     except ImportError:  # importing LMCache's adapter will report it
         return
     state = vllm("distributed.parallel_state")
@@ -71,7 +70,18 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
     ]
     for owner, name, value in replacements:
         stack.enter_context(patch.object(owner, name, value))
-    # LMCache keeps its engines in a class: the next run must not find the pages of this one.
+    end_engines()
+
+
+def end_engines() -> None:
+    """End the engines that LMCache keeps in a class, so that the next run finds no page of them.
+
+    vLLM's connector does not end them at its shutdown, because its process ends then.
+    """
+    try:
+        builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
+    except ImportError:
+        return
     for name in list(builder._instances):
         builder.destroy(name)
 
