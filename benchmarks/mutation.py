@@ -3,12 +3,12 @@
     python benchmarks/mutation.py [--area engine] [--mutants 400] [--seed 0] [--fresh 7:120]
         [--processes 2] [--seeds 40] [--verdicts FILE.jsonl] [--page FILE.md]
 
-The mutants and the steps of the kit are those of tests/mutation; ``kvview check --self-test`` runs
-a few of the same. ``--area tier`` has those of the store of files and of the guard before a store.
-With ``--verdicts`` each verdict is written at once, and an interrupted run continues there; with
-more ``--seeds`` than before only the survivors run, from the first new seed. ``--fresh`` draws
-again with another seed, for which no check was written. The exit code is 1 if a survivor has no
-reason in tests/mutation/survivors.toml; the missing entries are printed.
+The mutants and the steps of the kit are those of tests/mutation. ``--area tier`` has those of the
+store of files and of the guard before a store. With ``--verdicts`` each verdict is written at once,
+and an interrupted run continues there; with more ``--seeds`` than before only the survivors run,
+from the first new seed. ``--fresh`` draws again with another seed, for which no check was written.
+The exit code is 1 if a survivor has no reason in tests/mutation/survivors.toml; the missing entries
+are printed.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def machine() -> str:
     """Describe the time, the machine and the versions of a run."""
     parts = [f"{datetime.now(UTC):%Y-%m-%d}", f"{os.cpu_count()} cores ({platform.machine()})"]
     if hasattr(os, "getloadavg"):
-        parts.append(f"load {os.getloadavg()[0]:.1f} before")
+        parts.append(f"load average {os.getloadavg()[0]:.1f} before the run")
     parts += [f"Python {platform.python_version()}", PEER]
     for package in ("numpy", "torch"):
         try:

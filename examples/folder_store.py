@@ -1,7 +1,8 @@
-"""A store in a folder, one file for each page, and a connector made of it.
+r"""A store in a folder, one file for each page, and a connector made of it.
 
     kvview check examples/folder_store.py:FolderStore --option root={tmp}
-    kvview check examples/folder_store.py:FolderConnector --option root={tmp} --option weights=1
+    kvview check examples/folder_store.py:FolderConnector --option root={tmp} \
+        --option weights=1 --option 'store_blocks={blocks}'
 
 ``Threaded`` adds threads, jobs and lookups that do not wait. The guard in front of every store
 adds checksums, deadlines and protection against a store that hangs.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvview import StoreConnector
@@ -45,11 +47,16 @@ class FolderStore(Threaded):
             half.unlink(missing_ok=True)  # after a failure
         return True
 
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        """Remove the files of keys."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()
 
 
 class FolderConnector(StoreConnector):
-    """Options ``root``, ``threads`` and ``weights``."""
+    """Options ``root``, ``threads``, ``store_blocks`` and ``weights``."""
 
     store = FolderStore

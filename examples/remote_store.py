@@ -1,9 +1,11 @@
-"""A complete connector: pages on a server that several engines share, through asyncio.
+r"""A complete connector: pages on a server that several engines share, through asyncio.
 
     python examples/page_server.py 9000 &
-    kvview check examples/remote_store.py:RemoteConnector --option port=9000 --option weights=1
+    kvview check examples/remote_store.py:RemoteConnector --option port=9000 \
+        --option 'weights={tmp}'
 
-With the option ``weights``, engines find the pages of each other.
+Engines with equal ``weights`` find the pages of each other. The check gives each of its engines
+another text.
 """
 
 import asyncio

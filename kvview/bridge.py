@@ -1,4 +1,4 @@
-"""The guarded tier that every bridge to an engine makes from a user's settings.
+"""The guarded tier that each bridge to an engine builds from a user's settings.
 
 ``import kvview`` does not import this module, because it needs pydantic.
 """
@@ -26,8 +26,8 @@ class TierOptions(BaseModel):
         deadline: Seconds until a job without a report counts as failed.
         lookup_deadline: Seconds until a key without a lookup result counts as a miss.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store has its own checksums.
-        trip_after: Consecutive failures after which the store is not used for a while.
-        retry_after: Seconds until it is tried again.
+        trip_after: Number of consecutive failures after which the guard pauses the store.
+        retry_after: Seconds until the store is tried again.
         zero_copy: Pass the engine's own pages to the store; see
             :class:`~kvview.tier.GuardedTier`.
     """
@@ -62,15 +62,19 @@ TIER_COUNTERS = {
 
 
 def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
-    """Make the store and the guard before it.
+    """Make the store, and the guard in front of it.
 
     Raises:
         ConfigError: The store does not exist, or refuses its options.
-        NamespaceMismatchError: The store has entries of other KV.
+        NamespaceMismatchError: The store has entries that belong to other weights or another
+            layout.
     """
     make = load_target(options.store)
     if not is_tier_store(make):
-        raise ConfigError(f"store {options.store!r} is not a class of tier stores")
+        raise ConfigError(
+            f"store {options.store!r} is not a class of tier stores; name a class such as "
+            f"my_store.py:MyStore"
+        )
     return GuardedTier(
         make_with_options(make, options.options, namespace, flag="options"),
         namespace,

@@ -36,7 +36,7 @@ class UnknownBlockError(KVViewError, LookupError):
 
 
 class NotAnOffloadKeyError(KVViewError, ValueError):
-    """Bytes were passed as an offload key that cannot be one (KEY-3)."""
+    """A call received bytes that cannot be an offload key (KEY-3)."""
 
 
 class BlockNotHeldError(KVViewError, ValueError):

@@ -1,7 +1,7 @@
 """The offloading contract: the keys that a tier holds, their pages, and their eviction.
 
-The manager lives on the scheduler's side. It moves no bytes: it names pages of
-its medium, protects them while they are read or written, and evicts.
+The manager belongs to the scheduler half. It moves no bytes. It names pages of its medium, protects
+them while they are read or written, and evicts keys.
 
 Laws: OFF-1 to OFF-12 in ``kvview/laws.toml``.
 
@@ -24,13 +24,13 @@ class LookupResult(Enum):
     """The result of :meth:`OffloadingManager.lookup`."""
 
     MISS = auto()
-    """Not held."""
+    """The key is not held."""
     HIT = auto()
-    """Held and loadable now."""
+    """The key is held and can be loaded now."""
     HIT_PENDING = auto()
-    """A store is under way; call again."""
+    """The key is being stored; call again."""
     RETRY = auto()
-    """Unknown for now, because a slow tier is looking it up; call again."""
+    """The result is unknown now, because a slow tier is looking the key up; call again."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PrepareStoreOutput:
     Args:
         keys_to_store: New keys, in the order given; keys already held or below
             the store threshold are skipped.
-        store_spec: A page for each of ``keys_to_store``, same order.
+        store_spec: A page for each of ``keys_to_store``, in the same order.
         evicted_keys: Keys evicted to make room, first evicted first.
     """
 
@@ -64,7 +64,7 @@ class PrepareStoreOutput:
 
 @runtime_checkable
 class OffloadingManager(Protocol):
-    """Tracks the keys that one tier holds: look up, prepare, complete."""
+    """Tracks the keys that one tier holds, with calls to look up, prepare and complete."""
 
     def lookup(self, key: OffloadKey, ctx: ReqContext, /) -> LookupResult:
         """Whether a key is held and loadable now (OFF-6); changes no order."""
@@ -95,9 +95,9 @@ class OffloadingManager(Protocol):
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
         """Record that a request used these keys; the first one becomes the most recent.
 
-        Prefix order in, so that a chain is evicted from its tail: the head
-        serves more requests. Keys not held are ignored; a touch while a key is
-        being stored belongs to the use that stores it.
+        Keys are passed in prefix order, so that a chain is evicted from its tail, because its head
+        serves more requests. Keys that are not held are ignored. A touch while a key is being
+        stored belongs to the use that stores it.
         """
         ...
 
@@ -117,8 +117,8 @@ class OffloadingManager(Protocol):
     ) -> None:
         """End the stores of these keys: they are loadable from now on, or gone (OFF-4).
 
-        The keys of one ``prepare_store`` may be completed in several calls, some with
-        success and some without: a store may succeed in part.
+        A store may succeed in part, so the keys of one ``prepare_store`` may be completed in
+        several calls, some with success and some without.
 
         Raises:
             TransferNotInFlightError: A key is not being stored, a key that is held
@@ -135,7 +135,7 @@ class OffloadingManager(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Release all resources of the manager; callable twice."""
+        """Release all resources of the manager; may be called twice."""
         ...
 
 
@@ -167,7 +167,7 @@ class SupportsStepHooks(Protocol):
     """The manager gathers work over a scheduler step."""
 
     def on_schedule_end(self) -> None:
-        """The last call of a step: flush the gathered work."""
+        """Flush the work of a step; this is the last call of each step."""
         ...
 
     def has_pending_work(self) -> bool:

@@ -16,8 +16,8 @@ IsCached = Callable[[int], bool]
 class CachedBlocks:
     """The blocks of one group that are cached, as far as a search has looked them up.
 
-    A caller that can look up many blocks at once overrides the three methods. The limits that
-    they are called with only fall in the course of one search.
+    A caller that can look up many blocks at once overrides the three methods. During one search
+    they are called with falling limits only.
 
     Args:
         is_cached: Called with block numbers of the group.
@@ -46,7 +46,7 @@ class CachedBlocks:
         return block if block >= start else None
 
     def last_cached(self, num_blocks: int, step: int) -> int:
-        """Return the most of ``num_blocks``, less ``step`` each, that end with a cached block."""
+        """Return the first of ``num_blocks``, ``num_blocks - step``, ... that ends cached."""
         while num_blocks > 0 and not self._is_cached(num_blocks - 1):
             num_blocks -= step
         self._run = num_blocks - 1
@@ -73,7 +73,7 @@ class SearchedGroup(Protocol):
 def search_from_left(
     group: SearchedGroup, max_tokens: int, cached: CachedBlocks, alignment: int
 ) -> int:
-    """Search a group in which every prefix needs all its blocks: stop at the first miss."""
+    """Search a group in which every prefix needs all its blocks, up to the first miss."""
     num_tokens = cached.first_missing(max(0, max_tokens) // group.block_size) * group.block_size
     return num_tokens - num_tokens % alignment
 
@@ -103,7 +103,7 @@ def search_from_right(
         missing = cached.last_missing(required.start, required.stop)
         if missing is None:
             return num_blocks * group.block_size
-        # Every prefix that still needs the missing block is out.
+        # Every prefix that still needs the missing block is excluded.
         num_blocks = missing // step * step
         if needs_last_block:
             num_blocks = cached.last_cached(num_blocks, step)
@@ -128,8 +128,8 @@ def search_common_prefix(
     while True:
         before = num_tokens
         for group, blocks in zip(groups, cached, strict=True):
-            # The greatest common hit is never stepped over: each group only
-            # moves to its own longest hit at or below the candidate.
+            # The search never skips the longest common hit, because each group only moves to its
+            # own longest hit at or below the candidate.
             num_tokens = group.search_prefix(num_tokens, blocks, alignment)
         if num_tokens == before or num_tokens == 0:
             return num_tokens

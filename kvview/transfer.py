@@ -4,9 +4,9 @@ Laws: XFER-1 to XFER-7 in ``kvview/laws.toml``.
 
 Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
 int8; a group refers to one or more of them, and moving one block of a group
-moves one page of each tensor referred to. An offloaded block may hold k GPU
-blocks of its group: ``block_indices`` tells where inside it the first one lies.
-An offloaded block belongs to the group that stored it: no other group loads it.
+moves one page of each tensor referred to. An offloaded block may hold k GPU blocks of its group;
+``block_indices`` gives the position of the first one in it. An offloaded block belongs to the group
+that stored it, and no other group loads it.
 
 Source: vLLM PR #38453; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """
@@ -25,7 +25,7 @@ TensorT = TypeVar("TensorT")
 
 @runtime_checkable
 class LoadStoreSpec(Protocol):
-    """Names pages of one medium, in a way that only the medium defines.
+    """Names pages of one medium, in a form that the medium defines.
 
     Any string is a medium. A spec may list block ids, keys, offsets or anything else
     that pickles; only the two halves of one connector, or a manager and its worker, read
@@ -39,16 +39,16 @@ class LoadStoreSpec(Protocol):
 class GPULoadStoreSpec:
     """GPU blocks to read or write, group after group.
 
-    1. ``sum(group_sizes) == len(block_ids)``, and one block index a group.
-    2. Where an offloaded block is several GPU blocks, the blocks of one group are consecutive
+    1. ``sum(group_sizes) == len(block_ids)``, with one block index per group.
+    2. If an offloaded block holds several GPU blocks, the blocks of one group are consecutive
        blocks of one request.
 
     Args:
         block_ids: GPU block ids, those of group 0 first.
         group_sizes: Blocks of each KV-cache group; 0 for a group not moved.
         block_indices: Number of each group's first block in its request, in
-            blocks of that group. Modulo k it is how many GPU blocks of the first
-            offloaded block are skipped.
+            blocks of that group. Modulo k it is the number of GPU blocks that are skipped in the
+            first offloaded block.
 
     Raises:
         TransferSpecError: The lengths do not agree.
@@ -72,21 +72,21 @@ class GPULoadStoreSpec:
             )
         if len(self.block_indices) != len(self.group_sizes):
             raise TransferSpecError(
-                f"XFER-1: one block index a group: {len(self.block_indices)} block_indices for "
-                f"{len(self.group_sizes)} group_sizes"
+                f"XFER-1: each group needs one block index, got {len(self.block_indices)} "
+                f"block_indices for {len(self.group_sizes)} group_sizes"
             )
         if any(index < 0 for index in self.block_indices):
             raise TransferSpecError(
-                f"XFER-1: block_indices has a negative: {list(self.block_indices)}"
+                f"XFER-1: block_indices has a negative number: {list(self.block_indices)}"
             )
 
 
 @dataclass(slots=True)
 class CPULoadStoreSpec:
-    """Host blocks to read or write, in the order of the GPU side they pair with.
+    """Host blocks to read or write, in the order of the GPU blocks that they pair with.
 
     Args:
-        block_ids: Host block ids, each of k GPU blocks; those of group 0 first.
+        block_ids: Host block ids, each for k GPU blocks; those of group 0 first.
     """
 
     medium: ClassVar[str] = MEDIUM_CPU
@@ -125,19 +125,19 @@ class CanonicalKVCacheRef:
 
 
 class ComputeEvent(Protocol):
-    """A mark in a compute stream; ``torch.cuda.Event`` is one."""
+    """A mark in a compute stream, such as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
         """Whether all work before the mark is done."""
         ...
 
     def synchronize(self) -> None:
-        """Block until it is done; never on the thread that runs the model."""
+        """Block until that work is done; never called on the thread that runs the model."""
         ...
 
 
 class ComputeStream(Protocol):
-    """The stream that the model's kernels run in; ``torch.cuda.Stream`` is one."""
+    """The stream in which the model's kernels run, such as ``torch.cuda.Stream``."""
 
     def record_event(self) -> ComputeEvent:
         """Record an event after all work submitted so far (XFER-6)."""
@@ -150,7 +150,7 @@ class CanonicalKVCaches(Generic[TensorT]):
 
     Args:
         tensors: Unique tensors; groups may share one (same pages, other blocks).
-        group_data_refs: Per KV-cache group, its references.
+        group_data_refs: For each KV-cache group, the tensors that it uses.
         compute_stream: Stream after whose work jobs run (XFER-6). If it is None, jobs on a GPU
             run after the current stream of the submitting thread; without a GPU, compute has
             ended when a plan is started.
@@ -168,13 +168,13 @@ class TransferResult:
     """The end of one job.
 
     Args:
-        job_id: As given to ``transfer_async``.
+        job_id: The number that ``transfer_async`` received.
         success: Whether every byte was moved.
         transfer_size: Bytes moved, None when unknown or failed.
         transfer_time: Seconds that the copy took, None when unknown or failed.
         error: Text of the error, None on success.
         moved: For each GPU block of a failed store, in order, whether all its bytes were moved.
-            None for a load and for a job that succeeded; None for a failed store means that any
+            None for a load and for a job that succeeded. For a failed store, None means that any
             block may be incomplete.
     """
 
@@ -194,13 +194,12 @@ class TransferWorker(Protocol):
         """Start one job.
 
         Args:
-            job_id: Any int that is not in flight: a job is, until it is reported.
+            job_id: Any int that is not in flight. A job is in flight until it is reported.
             spec: ``(source, destination)``, one of them a :class:`GPULoadStoreSpec`.
 
         Returns:
-            True when accepted: the job is reported once by ``get_finished``.
-            False when the worker cannot take it, after ``shutdown`` for example;
-            it is not reported.
+            True if the worker accepts the job, which ``get_finished`` then reports once. False if
+            it cannot, after ``shutdown`` for example; such a job is not reported.
 
         Raises:
             TransferSpecError: The spec names pages that do not exist or do not
@@ -220,7 +219,7 @@ class TransferWorker(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Finish or drop the jobs in flight and release memory; callable twice.
+        """Finish or drop the jobs in flight and release memory; may be called twice.
 
         Dropped jobs need not be reported, and ``wait`` does not wait for them.
         """

@@ -13,14 +13,14 @@ from kvview.errors import UnsupportedContractError
 __version__ = "1.0.0"
 
 CONTRACT_VERSION = "1.0"
-"""Major and minor: a minor release adds what is optional, a major one may break."""
+"""Major and minor version. A minor release adds optional features; a major release may break."""
 
 _NAMED = ("hypothesis", "lmcache", "nixl", "torch", "vllm")
 _VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
 def require_contract(written_to: str, name: str) -> None:
-    """Refuse a connector or store written for a contract that this kvview does not support.
+    """Refuse a connector or store that was written for an unsupported contract version.
 
     Args:
         written_to: A version as in :data:`CONTRACT_VERSION`.

@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page. They can be read without colour too."""
+"""Charts as SVG inside a page, which can be read without colour."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, RIGHT, TOP = 900, 72, 34, 14
-_HATCHED = "held"  # so that it differs not only by colour; the page's style has the colours
+_HATCHED = "held"  # so that areas differ not only by colour; the page's style has the colours
 _HATCH = 7  # pixels from one line to the next
 
 Point = tuple[float, float]

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: they need no other file, and read well dark, light and printed."""
+"""Self-contained HTML pages, readable in dark and light mode and in print."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_page(kind: str, path: str | Path, title: str, parts: Iterable[str]) ->
 
 
 def wide(html: str) -> str:
-    """Wrap HTML that may be wider than a narrow screen, so that it scrolls by itself."""
+    """Wrap HTML that may be wider than a narrow screen, so that only this part scrolls."""
     return f'<div class="wide" tabindex="0">{html}</div>'
 
 
@@ -55,7 +55,7 @@ def share_bar(share: float) -> str:
 
 
 def made_by(versions: Mapping[str, str]) -> list[str]:
-    """Make the end of a page: the versions of the software that made its figures."""
+    """Make the end of a page, with the versions of the software that made its figures."""
     return ["<h2>Made with</h2>", facts(versions.items())]
 
 

@@ -1,7 +1,7 @@
 """The counters of a tier among LMCache's own metrics: ``lmcache_mp.kvview_tier_...``.
 
-LMCache exports through OpenTelemetry, to Prometheus or another configured exporter. If it is not
-installed, nothing is exported; ``report_status`` has the same numbers.
+LMCache exports through OpenTelemetry, to Prometheus or another configured exporter. If
+OpenTelemetry is not installed, no counter is exported; ``report_status`` has the same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def export(guard: GuardedTier, store: str) -> None:
 
     Args:
         guard: The tier.
-        store: Its target, the label of its series.
+        store: Target of the store, which labels its series.
     """
     _tiers[guard] = store
     if _instruments:
@@ -44,7 +44,7 @@ def export(guard: GuardedTier, store: str) -> None:
 
 
 def _observed(observation: Any, name: str, _: Any) -> Iterator[Any]:
-    """One number for each store, over all of its tiers."""
+    """Return one number for each store, summed over all of its tiers."""
     sums: dict[str, int] = {}
     for guard, store in [*_tiers.items()]:
         sums[store] = sums.get(store, 0) + getattr(guard.stats, name)

@@ -37,7 +37,7 @@ class L2AdapterStore(Polled):
     """A :class:`~kvview.tier.TierStore` over an adapter that comes with LMCache.
 
     Args:
-        namespace: LMCache's key has its model and rank, and nothing else.
+        namespace: Namespace of the store; LMCache's key only has its model and rank.
         adapter: Type of the adapter, ``"fs"`` for example.
         options: Options of the adapter.
     """
@@ -55,7 +55,7 @@ class L2AdapterStore(Polled):
         super().__init__(namespace)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """The adapter's results, each of them once."""
+        """Return the adapter's results, each once."""
         if self._is_closed:
             return [False] * len(keys)
         for task in [*self._queried]:
@@ -72,7 +72,7 @@ class L2AdapterStore(Polled):
         return flags
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Delete, and wait for it, as LMCache does."""
+        """Delete keys and wait for the end, like LMCache."""
         if not self._is_closed:
             self._adapter.delete([self._key(key) for key in keys])
 
@@ -113,7 +113,7 @@ class L2AdapterStore(Polled):
 
 
 def _memory(page: memoryview) -> Any:
-    """An object of LMCache over a page."""
+    """Make an object of LMCache over a page."""
     made = torch.frombuffer(page, dtype=torch.uint8)
     metadata = MemoryObjMetadata(
         shape=made.shape,

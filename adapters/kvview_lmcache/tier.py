@@ -37,7 +37,7 @@ from kvview_lmcache.exported_counters import export
 
 if TYPE_CHECKING:
 
-    class _Adapter:  # stands in for LMCache's, which mypy does not see
+    class _Adapter:  # replaces LMCache's class, which mypy does not see
         def __init__(self, max_capacity_bytes: int = 0) -> None: ...
         def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None: ...
         def _notify_keys_accessed(self, keys: list[Any]) -> None: ...
@@ -46,11 +46,11 @@ else:
     _Adapter = L2AdapterInterface
 
 _log = logging.getLogger(__name__)
-_LONGEST_SLEEP = 0.05  # seconds; deadlines pass without a wake-up
+_LONGEST_SLEEP = 0.05  # seconds, because deadlines pass without a wake-up
 
 
 class LMCacheTierOptions(TierOptions):
-    """``adapter_params``.
+    """The settings in ``adapter_params``.
 
     Args:
         kv_dtype: Dtype of the KV cache, if you change it: LMCache does not pass it.
@@ -95,7 +95,7 @@ class KVViewL2Adapter(_Adapter):
 
     Raises:
         ConfigError: An option that cannot be used, or unknown weights.
-        NamespaceMismatchError: The store holds other KV.
+        NamespaceMismatchError: The store has entries of other weights or another layout.
     """
 
     def __init__(self, params: Mapping[str, Any], **given: Any) -> None:
@@ -122,7 +122,7 @@ class KVViewL2Adapter(_Adapter):
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
         self._sizes: dict[Any, int] = {}
-        """Sizes of the pages that this process stored: LMCache counts bytes by salt."""
+        """Sizes of the pages that this process stored, because LMCache counts bytes by salt."""
         self._keys: dict[bytes, Any] = {}  # LMCache's keys of the entries in _sizes
         self._is_closed = False
         export(self.guard, options.store)
@@ -132,27 +132,27 @@ class KVViewL2Adapter(_Adapter):
         self._thread.start()
 
     def get_store_event_fd(self) -> int:
-        """Readable when a store has ended."""
+        """File descriptor that is readable when a store has ended."""
         return int(self._stored_fd.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when a lookup has a result."""
+        """File descriptor that is readable when a lookup has a result."""
         return int(self._found_fd.fileno())
 
     def get_load_event_fd(self) -> int:
-        """Readable when a load has ended."""
+        """File descriptor that is readable when a load has ended."""
         return int(self._loaded_fd.fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start to store."""
+        """Start a store job."""
         return self._submit(self.guard.put, keys, objects, is_load=False)
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Start to load."""
+        """Start a load job."""
         return self._submit(self.guard.get, keys, objects, is_load=True)
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Any) -> int:
-        """Start a lookup without a lock: if a page is removed before its load, the load fails."""
+        """Start a lookup without locks; if a page is removed before its load, the load fails."""
         lookup = _Lookup([key_bytes(key) for key in keys], [None] * len(keys))
         with self._lock:
             task = next(self._numbers)
@@ -161,18 +161,18 @@ class KVViewL2Adapter(_Adapter):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Stores that have ended; a store with a failed key has failed, as LMCache requires."""
+        """Return the ended stores; for LMCache a store with a failed key has failed."""
         with self._lock:
             stored, self._stored = self._stored, {}
         return stored
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """A bit for each key, once; None before the lookup has ended."""
+        """Return a bit for each key, once; None before the lookup has ended."""
         with self._lock:
             return self._found.pop(task_id, None)
 
     def query_load_result(self, task_id: int) -> Any:
-        """A bit for each key, once; None before the load has ended."""
+        """Return a bit for each key, once; None before the load has ended."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 
@@ -186,7 +186,7 @@ class KVViewL2Adapter(_Adapter):
         self._count_gone(made)
 
     def report_status(self) -> dict[str, Any]:
-        """Whether the store is in use, and the counters of the guard."""
+        """Report whether the store is in use, and the counters of the guard."""
         stats = self.guard.stats
         return {
             "is_healthy": self.guard.is_healthy and not self._is_closed,
@@ -196,7 +196,7 @@ class KVViewL2Adapter(_Adapter):
         }
 
     def close(self) -> None:
-        """Fail the jobs in flight and close the store; callable twice."""
+        """Fail the jobs in flight and close the store; may be called twice."""
         if self._is_closed:
             return
         self.guard.close()
@@ -220,7 +220,7 @@ class KVViewL2Adapter(_Adapter):
             except TierJobError as error:
                 _log.error("task %s fails: %s", task, one_line(error))
                 self.guard.put(task, (), ())  # so that the job is reported
-        self._awake.set()  # its deadline does not wake the thread
+        self._awake.set()  # because a deadline does not wake the thread
         return task
 
     def _run(self) -> None:
@@ -252,7 +252,7 @@ class KVViewL2Adapter(_Adapter):
         self._look_up()
 
     def _count_gone(self, made: Sequence[bytes]) -> None:
-        """Remove pages that the store no longer has from LMCache's counts."""
+        """Subtract pages that the store no longer has from LMCache's counts."""
         with self._lock:
             keys = [self._keys.pop(each) for each in made if each in self._keys]
             sizes = [self._sizes.pop(key) for key in keys]

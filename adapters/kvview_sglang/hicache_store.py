@@ -31,7 +31,7 @@ def storage_config(namespace: Namespace, extra: dict[str, Any] | None = None) ->
 
 
 class HiCacheStore(Threaded):
-    """A :class:`~kvview.tier.TierStore` over a backend, which blocks as SGLang lets it.
+    """A :class:`~kvview.tier.TierStore` over a backend, whose calls may block as under SGLang.
 
     Args:
         namespace: Namespace of the store.
@@ -62,7 +62,7 @@ class HiCacheFileStore(HiCacheStore):
     """SGLang's own file backend, ``HiCacheFile``, as a store.
 
     Args:
-        namespace: SGLang's file names have its model and ranks, and nothing else.
+        namespace: Namespace of the store; SGLang's file names only have its model and ranks.
         root: Folder of the files.
         threads: Number of threads that call the backend.
     """

@@ -17,7 +17,7 @@ from kvview.tier import GuardedTier
 
 PREFIX = "sglang:kvview_tier_"
 _GIB = 1 << 30
-_counters: dict[str, Any] = {}  # one per name in a process
+_counters: dict[str, Any] = {}  # one per name, because a process may register a name only once
 
 
 class StorageMeter:
@@ -25,7 +25,7 @@ class StorageMeter:
 
     Args:
         guard: The tier.
-        store: Its target, a label of its series.
+        store: Target of the store, a label of its series.
         config: ``HiCacheStorageConfig``; its ranks are labels too.
     """
 
@@ -42,7 +42,7 @@ class StorageMeter:
         self._series = {name: _counters[name].labels(**labels) for name in TIER_COUNTERS}
 
     def count(self, num_pages: int, num_bytes: int, seconds: float, *, is_get: bool) -> None:
-        """Count the end of a job, without the pages that failed."""
+        """Count a job that ended, without its failed pages."""
         name = "prefetch" if is_get else "backup"
         if num_pages:
             with self._lock:
@@ -51,7 +51,7 @@ class StorageMeter:
                 self._new.setdefault(f"{name}_bandwidth", []).append(rate)
 
     def take(self) -> Any:
-        """SGLang's ``StorageMetrics`` since the last call; its scheduler calls this often."""
+        """Return SGLang's ``StorageMetrics`` since the last call of SGLang's scheduler."""
         stats = self._guard.stats
         for name, series in self._series.items():
             if more := getattr(stats, name) - self._sent[name]:

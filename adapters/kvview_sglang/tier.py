@@ -7,7 +7,7 @@ r"""``KVViewHiCache``: a storage backend of SGLang's cache controller over any t
         "tier": {"weights": "REVISION",
                  "store": "my_store.py:Store", "options": {"root": "/kv"}}}'
 
-1. SGLang's threads for storage wait here, each for its own pages, at most until the guard's
+1. SGLang's storage threads wait in these methods, each for its own pages, at most until the guard's
    deadlines.
 2. The key of a page includes the facts on which its bytes depend and which SGLang's own key
    lacks: the pool, its type, layout, dtype and shape, and the rank unless ranks share the page.
@@ -43,7 +43,7 @@ from kvview_sglang.storage_meter import StorageMeter
 
 if TYPE_CHECKING:
 
-    class _Storage:  # stands in for SGLang's, which mypy does not see
+    class _Storage:  # replaces SGLang's class, which mypy does not see
         mem_pool_host: Any
         registered_pools: dict[Any, Any]
 else:
@@ -65,7 +65,7 @@ class KVViewHiCache(_Storage):
 
     Raises:
         ConfigError: An option that cannot be used, or unknown model or weights.
-        NamespaceMismatchError: The store holds other KV.
+        NamespaceMismatchError: The store has entries of other weights or another layout.
     """
 
     def __init__(self, storage_config: Any, given: Any = None) -> None:
@@ -80,7 +80,9 @@ class KVViewHiCache(_Storage):
         try:
             settings = (config.extra_config or {}).get("tier")
             if not isinstance(settings, dict):
-                raise ConfigError("it needs an object 'tier' with 'store' and 'weights'")
+                raise ConfigError(
+                    "the extra config needs an object 'tier' with 'store' and 'weights'"
+                )
             options = parse_options(TierOptions, settings)
             namespace = Namespace(
                 str(config.model_name or ""),
@@ -114,7 +116,7 @@ class KVViewHiCache(_Storage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """The length of the prefix that can be restored from all pools together."""
+        """Return the length of the prefix that can be restored from all pools together."""
         stored = self._held(PoolName.KV, keys)
         num = _leading(stored)
         hits: dict[Any, int] = {PoolName.KV: num} if num else {}
@@ -234,7 +236,7 @@ class KVViewHiCache(_Storage):
     def _moved(
         self, call: Callable[..., None], name: Any, keys: list[str], pages: list[memoryview]
     ) -> list[bool]:
-        """Start a job and wait for its end, which comes at its deadline at the latest."""
+        """Run a job to its end, at most until its deadline."""
         began = time.monotonic()
         try:
             with self._lock:

@@ -1,4 +1,4 @@
-"""kvview on vLLM: real vLLM objects of every release, wrapped; imports no vLLM by itself."""
+"""kvview on vLLM: wrappers of the real objects of every release; the import needs no vLLM."""
 
 from __future__ import annotations
 

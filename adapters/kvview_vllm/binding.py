@@ -1,6 +1,6 @@
-"""How a connector gets the pool view, whichever hook the installed vLLM calls.
+"""The binding of a connector to the pool view, with the hook of the installed vLLM.
 
-- BIND-1 A connector overrides ``bind_gpu_block_pool_view`` and nothing else.
+- BIND-1 A connector only overrides ``bind_gpu_block_pool_view``.
 - BIND-2 Binding the same pool again **must** change nothing; another pool closes
   the view of the first one (POOL-10).
 - BIND-3 A connector that needs the view and has none **must** report it at its first
@@ -44,7 +44,7 @@ class BlockPoolViewMixin:
     trace_holds: bool = False
     leak_report_seconds: float | None = 60.0
     view_owner: str = ""
-    _bound_pool: ClassVar[Any] = None  # shadowed by the instance once bound
+    _bound_pool: ClassVar[Any] = None  # replaced on the instance once bound
     _bound_view: GuardedView | None = None
     _hold_watch: LeakReporter | None = None
 
@@ -63,7 +63,7 @@ class BlockPoolViewMixin:
     # --- for the connector ---
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        """Receive the view. Override this one.
+        """Receive the view. Override this method.
 
         Args:
             view: Valid until another pool is bound or :meth:`close_block_pool_view`.
@@ -71,7 +71,7 @@ class BlockPoolViewMixin:
 
     @property
     def block_pool_view(self) -> GuardedView:
-        """The view.
+        """The bound view.
 
         Raises:
             ViewNotBoundError: The engine never bound a pool.
@@ -104,7 +104,7 @@ class BlockPoolViewMixin:
         return leak
 
     def _late_work(self, seconds: float) -> list[str]:
-        """Log lines about other work that has taken this long."""
+        """Return log lines about other work that has taken this long."""
         return []
 
     def close_block_pool_view(self) -> None:
@@ -141,7 +141,7 @@ class BlockPoolViewMixin:
 
 
 def walk_connectors(connector: Any) -> Iterator[Any]:
-    """A connector and, under ``MultiConnector``, its children, parents first.
+    """Yield a connector and, for a ``MultiConnector``, its children, parents first.
 
     Source: ``MultiConnector._connectors``, the same name in 0.11.0 to 0.33.0.
     """

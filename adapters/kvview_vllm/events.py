@@ -1,10 +1,10 @@
-"""A connector's offloading events as the KV-cache events of the installed vLLM.
+"""The conversion of a connector's offloading events into KV-cache events of the installed vLLM.
 
 1. An event describes its block, as the GPU's own events do: tokens, parent, LoRA and extra keys
    as well as hash, size, group and medium. Routers drop stores without them (EVENT-2).
-2. The content of a block is remembered from its request, for as many blocks as the pool has.
-   For an older block, or with ``location_only``, an event only has the location. Nothing is
-   guessed.
+2. The content of a block is remembered from its request, for as many blocks as the pool has. For an
+   older block, or with ``location_only``, an event only has the location, because the content is
+   never guessed.
 3. The block size is that of the key's group, never 0, and hashes take the form that the
    GPU's own events have. The connector's name of the medium is published.
 
@@ -49,13 +49,13 @@ class _Chain:
 
 class _Place(NamedTuple):
     chain: _Chain
-    number: int  # of the block, in blocks of its group
+    number: int  # number of the block, in blocks of its group
 
 
 class BlockDescriptions:
     """Remembers the content of blocks (2.).
 
-    A request costs one entry until events are taken: only then its keys are indexed.
+    A request takes one entry until events are taken, because its keys are indexed only then.
 
     Args:
         geometry: Geometry of the engine.
@@ -67,8 +67,8 @@ class BlockDescriptions:
         self.num_blocks = num_blocks
         self._living: dict[str, _Chain] = {}
         self._finished: OrderedDict[int, _Chain] = OrderedDict()  # by identity, oldest first
-        self._num_finished = 0  # hashes of these
-        self._unwritten: dict[int, _Chain] = {}  # the finished ones that are not indexed yet
+        self._num_finished = 0  # number of hashes of these
+        self._unwritten: dict[int, _Chain] = {}  # finished requests that are not indexed yet
         self._places: dict[OffloadKey, _Place] = {}
 
     def follow(self, request: Any, content: RequestContent) -> None:
@@ -129,7 +129,7 @@ def _kept(extra_keys: list[Any]) -> Sequence[Any]:
 
 
 class _Nothing(Sequence[Any]):
-    """As many Nones as there are blocks, in one object."""
+    """One None per block, as a single shared object."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -151,8 +151,8 @@ def to_vllm_events(
     """Convert events, splitting each by KV-cache group, and stores by runs of blocks.
 
     Args:
-        events: In order.
-        geometry: Has the block size of each group.
+        events: The events, in order.
+        geometry: Geometry of the engine, for the block size of each group.
         descriptions: The content of blocks; None for locations only.
         group_kinds: The release's event fields for each group besides its number.
 
@@ -181,7 +181,7 @@ def _runs(
     event: OffloadingEvent, places: Mapping[OffloadKey, _Place]
 ) -> Iterator[list[OffloadKey]]:
     """The keys of one event, in runs of consecutive blocks of one group's prefix."""
-    runs: dict[int, list[OffloadKey]] = {}  # of keys without a known place: by group
+    runs: dict[int, list[OffloadKey]] = {}  # keys without a known place, by group
     run: list[OffloadKey] = []
     for key in event.keys:
         if key not in places:

@@ -1,7 +1,7 @@
 """The geometry of a real vLLM engine, read from its configuration.
 
-- VGEO-1 Block sizes **must** be those that vLLM resolved; where a release has a
-  function for it, that function is called (0.20.0 and later).
+- VGEO-1 Block sizes **must** be those that vLLM resolved. If a release has a function for this
+  (0.20.0 and later), that function is called.
 - VGEO-2 A group whose needs a :class:`~kvview.CacheGeometry` cannot express is refused
   with :class:`~kvview.UnsupportedEngineError`, never approximated.
 
@@ -30,7 +30,7 @@ from kvview_vllm.releases import GeometrySeam, installed
 from kvview_vllm.releases.calls import context_parallel_sizes
 from kvview_vllm.releases.versions import vllm
 
-# By exact type: a subclass may skip other tokens than its base (RSWASpec does).
+# By exact type, because a subclass may skip other tokens than its base (like RSWASpec).
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "TQFullAttentionSpec")
 _WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CHUNKED = ("ChunkedLocalAttentionSpec",)
@@ -44,8 +44,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: Its ``KVCacheConfig``; None in 0.11.0, which has one
-            full-attention group whenever a connector is used.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0, which has one full-attention
+            group whenever a connector is used.
 
     Raises:
         UnsupportedEngineError: A group or a setting that cannot be expressed.
@@ -55,8 +55,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
     for name, size in context_parallel_sizes(vllm_config.parallel_config, release).items():
         if size != 1:
             raise UnsupportedEngineError(
-                f"{name}={size}: a block's tokens are spread over several workers, "
-                f"which a CacheGeometry cannot express; use 1"
+                f"{name}={size} spreads the tokens of a block over several workers, which a "
+                f"CacheGeometry cannot express; use 1"
             )
     block_size = vllm_config.cache_config.block_size
     if kv_cache_config is None:
@@ -71,9 +71,9 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
     sizes = [group.block_size for group in groups]
     if {*sizes} != {hash_block_size} and not release.named_by_last_hash:
         raise GeometryError(
-            f"GEO-2: block sizes {sizes} over hash_block_size {hash_block_size}: this vLLM names "
-            f"a larger block by all its hashes joined, not by the last; use one block size for "
-            f"all groups or a newer vLLM"
+            f"GEO-2: block sizes {sizes} over hash_block_size {hash_block_size} are not "
+            f"supported, because this vLLM names a larger block by all its hashes instead of the "
+            f"last one; use one block size for all groups or a newer vLLM"
         )
     return CacheGeometry(scheduler_block_size, hash_block_size, groups)
 
@@ -85,9 +85,9 @@ def read_facts(
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: Its ``KVCacheConfig``; without one (0.11.0) the page sizes
-            are computed from the model's configuration.
-        geometry: A result of :func:`read_geometry`.
+        kv_cache_config: vLLM's ``KVCacheConfig``; without it (0.11.0) the page sizes are computed
+            from the model's configuration.
+        geometry: Result of :func:`read_geometry`.
         num_gpu_blocks: Blocks of the pool, the null block included.
     """
     scheduler = vllm_config.scheduler_config
@@ -128,7 +128,7 @@ def _group(index: int, spec: Any, release: GeometrySeam) -> CacheGroup:
     elif name in _FULL:
         return FullAttention(spec.block_size)
     elif name in _WINDOW:
-        # 0.30 keeps some blocks longer for speculative decoding: a wider window.
+        # 0.30 keeps some blocks longer for speculative decoding, like a wider window.
         retained = spec.extra_retained_tokens if release.retained_tokens else 0
         return SlidingWindow(spec.block_size, spec.sliding_window + retained)
     elif name in _CHUNKED:
@@ -136,8 +136,8 @@ def _group(index: int, spec: Any, release: GeometrySeam) -> CacheGroup:
     elif name in _MAMBA and _has_cached_states(spec, release):
         return Mamba(spec.block_size)
     raise UnsupportedEngineError(
-        f"KV-cache group {index} has a {spec!r}, whose needs a CacheGeometry cannot express; "
-        f"known: {', '.join(_KNOWN)} (Mamba with cached states and without speculative blocks)"
+        f"KV-cache group {index} has a {spec!r}, which a CacheGeometry cannot express; known: "
+        f"{', '.join(_KNOWN)} (Mamba with cached states and without speculative blocks)"
     )
 
 
@@ -153,8 +153,8 @@ def _block_sizes(
         resolve = vllm("v1.core.kv_cache_utils").resolve_kv_cache_block_sizes
         scheduler_block_size, hash_block_size = resolve(kv_cache_config, vllm_config)
         return scheduler_block_size, hash_block_size
-    # Before, requests are hashed by the configured block size, and only the hybrid
-    # coordinator has the multiple to which hits are aligned.
+    # In older releases requests are hashed by the configured block size, and only the hybrid
+    # coordinator has the alignment of hits.
     hash_block_size = vllm_config.cache_config.block_size
     return math.lcm(*(group.block_size for group in groups)), hash_block_size
 

@@ -1,4 +1,4 @@
-"""The guard in vLLM: the view that a connector gets, and the log of its holds.
+"""The guard in vLLM: it makes the view of a connector, and logs its holds.
 
 Source: :mod:`kvview.guard`, whose laws it satisfies.
 """
@@ -28,7 +28,7 @@ def guarded_view(
     Args:
         block_pool: The scheduler's pool.
         owner: Owner in errors and reports: the user's connector.
-        pin_budget: Largest share of the pool to hold, None for no limit.
+        pin_budget: Largest share of the pool to hold; None for no limit.
         trace_holds: Whether to record the line that took each hold (slow).
     """
     return GuardedView(
@@ -65,7 +65,7 @@ class LeakReporter:
     ) -> None:
         self.guard = guard
         self.oldest: dict[str, float] = {}
-        """When the oldest reference of each owner was taken, as Unix time."""
+        """Unix time at which the oldest reference of each owner was taken."""
         self._report_after = report_after
         self._describe = describe
         self._late_work = late_work
@@ -102,7 +102,9 @@ class LeakReporter:
                 _logger.warning("kvview: %s", line)
             more = len(leaks[_MOST_LINES:]) + len(late[_MOST_LINES:])
             if more:
-                _logger.warning("kvview: and %d more of %r", more, self.guard.owner)
+                _logger.warning(
+                    "kvview: %d further reports about %r are omitted", more, self.guard.owner
+                )
 
 
 def _log(when: str, leaks: list[Leak]) -> None:

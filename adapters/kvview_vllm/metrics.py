@@ -1,8 +1,8 @@
 """The metrics of a connector, in vLLM's own ``/metrics`` and stats log.
 
-Everything is counted on the scheduler's side, which sees every hold and the end of every job.
-A dictionary of changes goes to the front end with the step's output, and there into
-Prometheus (0.11.1 and later) and into the log line of vLLM's stats.
+All metrics are counted on the scheduler's side, which knows every hold and the end of every job.
+Changes are sent to the front end with the step's output. There they go into Prometheus (0.11.1 and
+later) and into the log line of vLLM's stats.
 
 - METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (empty
   except for the children of a connector of several).
@@ -62,10 +62,11 @@ COUNTERS = {
 }
 
 Values = dict[str, float]
-"""Values of one child, by name: gauges directly, counters since the last update."""
+"""Values of one child by name: current gauges, and counters since the last update."""
 
 MetricUpdate = dict[str, Any]
-"""``{scheduler half: {"connector": target, "children": {child: Values}}}``; goes over the wire."""
+"""The message to the front end, ``{scheduler half: {"connector": target, "children": {child:
+Values}}}``."""
 
 
 class Meter:
@@ -110,11 +111,11 @@ class Meter:
     def values(
         self, half: SchedulerConnector, guard: GuardedView | None, oldest: Mapping[str, float]
     ) -> dict[str, Values]:
-        """The values of all metrics but faults, by child.
+        """Return the values of all metrics except faults, by child.
 
         Args:
-            half: May count the blocks that it skipped.
-            guard: Its view, None before it has one.
+            half: The scheduler half, which may count the blocks that it skipped.
+            guard: View of the half; None before it has one.
             oldest: Unix time of the oldest reference of each owner, as of the last examination.
         """
         found: dict[str, Values] = {child: dict(counts) for child, counts in self._counts.items()}
@@ -129,7 +130,7 @@ class Meter:
             values["active_leases"] = sum(each.active_leases for each in accounts)
             values["refused_calls"] = sum(each.refused for each in accounts)
             values["expired_leases"] = sum(each.expired for each in accounts)
-            if held:  # both times may be too early: the examination is some seconds old
+            if held:  # both times may be too early, because the examination is some seconds old
                 since = self._held_since.setdefault(owner, time.time())
                 values["oldest_hold_timestamp_seconds"] = max(since, oldest.get(owner, 0.0))
             else:
@@ -143,7 +144,7 @@ class Reporter:
 
     Args:
         owner: Id of the scheduler half.
-        connector: Its target.
+        connector: Target of the connector.
     """
 
     def __init__(self, owner: str, connector: str) -> None:
@@ -152,7 +153,7 @@ class Reporter:
         self._sent: dict[str, Values] = {}
 
     def update(self, children: Mapping[str, Mapping[str, float]]) -> MetricUpdate | None:
-        """The changes; None without changes.
+        """Return the changes; None without changes.
 
         Args:
             children: All values of each child, counters from the start.
@@ -206,7 +207,7 @@ def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
     """The values of the label ``child``, for a connector with the option ``connectors``.
 
     Args:
-        extra: ``kv_connector_extra_config``, of any shape: the engine reports a wrong one.
+        extra: ``kv_connector_extra_config`` of any form, because the engine reports a wrong one.
     """
     options = extra.get("options")
     children = options.get("connectors") if isinstance(options, Mapping) else None
@@ -242,7 +243,7 @@ class PromMetrics:
             name: gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
             for name, text in GAUGES.items()
         } | {name: counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
-        # Two connectors of one target share a series: the last value of each half.
+        # Two connectors with one target share a series, which has the last value of each half.
         self._last: dict[tuple[Any, ...], dict[str, float]] = {}
         self._started: set[tuple[Any, ...]] = set()
 

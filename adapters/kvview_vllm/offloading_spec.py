@@ -6,7 +6,7 @@
         "spec_module_path": "kvview_vllm.offloading_spec",
         "kvview": {"num_blocks": 1000}}}'
 
-A job that failed ends the engine: vLLM asserts that none does (#39732).
+A failed job ends the engine, because vLLM asserts that no job fails (#39732).
 
 Source: ``OffloadingSpec``, vllm/v1/kv_offload/base.py (before 0.21 spec.py).
 """
@@ -68,7 +68,7 @@ _Result: Any = require_class("TransferResult")
 
 
 class KVViewOffloadingOptions(BaseModel):
-    """The key ``kvview`` of ``kv_connector_extra_config``.
+    """The settings in the key ``kvview`` of ``kv_connector_extra_config``.
 
     Args:
         num_blocks: Capacity of the tier in offloaded blocks.
@@ -77,7 +77,7 @@ class KVViewOffloadingOptions(BaseModel):
         worker: Target of the transfer worker, called with the KV caches,
             ``num_blocks``, ``blocks_per_chunk=`` and its options.
         worker_options: Options of the worker.
-        media: From the manager's media to vLLM's names, where they differ.
+        media: A map from the manager's media to vLLM's names, for the media that differ.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -179,7 +179,7 @@ class WorkerForVLLM(_Worker):
     def submit_load(
         self, job_id: int, src_spec: PagesSpec, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Start a load, which only waits for earlier jobs on its own pages."""
+        """Start a load; a load only waits for earlier jobs on its own pages."""
         return self.worker.transfer_async(job_id, (src_spec.spec, self._blocks(dst_spec)))
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
@@ -190,7 +190,7 @@ class WorkerForVLLM(_Worker):
         return self.submit_store(job_id, src, dst)
 
     def get_finished(self) -> list[Any]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         results = self.worker.get_finished()
         if not _release.transfer_dataclass:
             return [(result.job_id, result.success) for result in results]
@@ -224,7 +224,7 @@ class WorkerForVLLM(_Worker):
 
 
 def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
-    """The fields that kvview's class has."""
+    """Return the fields that kvview's class has."""
     return CanonicalKVCaches(
         [CanonicalKVCacheTensor(one.tensor, one.page_size_bytes) for one in kv_caches.tensors],
         [

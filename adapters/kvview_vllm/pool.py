@@ -1,6 +1,6 @@
 """The view over a real vLLM ``BlockPool``, the same for every release.
 
-How the view satisfies the laws of :mod:`kvview.pool` over a pool that checks nothing:
+The view satisfies the laws of :mod:`kvview.pool` over a pool without checks as follows.
 
 1. The pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts the view's own
    references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` is passed
@@ -45,7 +45,7 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
 
     Args:
         block_pool: The scheduler's pool, of any tested release.
-        owner: Named in errors and reports.
+        owner: Name of the owner in errors and reports.
 
     Raises:
         UnsupportedEngineError: The pool has a shape that no tested release has.
@@ -77,13 +77,13 @@ class VLLMBlockPoolView(LedgerView):
     Args:
         block_pool: The pool, recognised by :func:`probe_pool`.
         release: The result of :func:`probe_pool` for it.
-        owner: Named in errors and reports.
+        owner: Name of the owner in errors and reports.
     """
 
     def __init__(self, block_pool: Any, release: PoolSeam, owner: str) -> None:
         touch = block_pool.touch
         if release.touch_nested:
-            # Up to 0.13 touch takes one list per KV-cache group.
+            # Up to 0.13 touch expects one list per KV-cache group.
             touch = lambda blocks: block_pool.touch((blocks,))  # noqa: E731
         ledger = ledger_of(block_pool, lambda: Ledger(block_pool.blocks, NULL_BLOCK_ID))
         super().__init__(ledger, owner, touch, block_pool.free_blocks)
@@ -120,7 +120,7 @@ class VLLMBlockPoolView(LedgerView):
                             self._open_pool()
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """All free blocks, next victim first."""
+        """Walk all free blocks, next victim first."""
         with self._walking(hashed_only=False) as walk:
             for block in walk.blocks():
                 yield block.block_id
@@ -170,7 +170,8 @@ class VLLMBlockPoolView(LedgerView):
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
         """The first key of each block, or None."""
         self._open_pool()
-        # In C as far as possible: connectors query every block that they wait for, every step.
+        # Done in C as far as possible, because connectors query in every step each block for which
+        # they wait.
         if set(map(type, block_ids)) - {int} or min(block_ids, default=0) < 0:
             check_block_ids(block_ids, self.num_blocks)
         try:
@@ -234,7 +235,7 @@ class NotifyingBlockPoolView(VLLMBlockPoolView):
         self._watched.update((b, on_reuse) for b in block_ids if b != NULL_BLOCK_ID)
 
     def _unpin(self, blocks: list[Any]) -> None:
-        # The engine keeps one watcher per block: this one also calls the earlier one.
+        # The engine keeps one watcher per block, so this watcher also calls the earlier one.
         watchers = reuse_watchers(self._open_pool())
         others = {block.block_id: watchers.get(block.block_id) for block in blocks}
 

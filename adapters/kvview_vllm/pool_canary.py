@@ -1,4 +1,4 @@
-"""A canary for the pool: a view of a small new pool, used once.
+"""A canary for the pool, which uses a view of a small new pool once.
 
 The other canaries are in ``connector/`` and ``offloading/``.
 """

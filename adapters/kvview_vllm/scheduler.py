@@ -1,7 +1,7 @@
-"""vLLM's schedulers with a step that binds the block pool: for ``--scheduler-cls``.
+"""vLLM's schedulers with a step that binds the block pool, for ``--scheduler-cls``.
 
-Needed where a release has no hook for the pool (0.11 to 0.18) or does not pass it
-to the children of ``MultiConnector`` (0.19 to 0.21). Harmless elsewhere: binding
+They are needed for releases that have no hook for the pool (0.11 to 0.18) or do not pass it to the
+children of ``MultiConnector`` (0.19 to 0.21). In other releases they are harmless, because binding
 the same pool again changes nothing (BIND-2).
 
 Source: ``SchedulerConfig.scheduler_cls``, vllm/config/scheduler.py, every release.
@@ -24,7 +24,7 @@ check_scheduler()
 
 
 class ViewScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler; binds the pool to every connector that takes the view."""
+    """vLLM's scheduler, which binds the pool to every connector that needs the view."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,7 +32,7 @@ class ViewScheduler(Scheduler):  # type: ignore[misc]
 
 
 class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc]
-    """The same for ``--async-scheduling``."""
+    """The same scheduler for ``--async-scheduling``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -3,8 +3,8 @@ r"""A secondary tier of vLLM with the interface of a store, so that the kit can 
     kvview check kvview_vllm.secondary_tiers:SecondaryTierStore --option type=fs \
       --option root_dir={tmp}
 
-1. The tier gets the arguments that vLLM would pass: a spec, rows of the host's memory, keys of
-   a hash and a group. All rows have one size, so pages of about one size (with their length
+1. The tier gets the arguments that vLLM would pass: a spec, rows of the host's memory, keys of a
+   hash and a group. All rows of a tier have one size, so pages of each size (with their length
    behind them) have their own tier, and their own part of the job.
 2. The tier's results are not improved: each lookup queries the tier again.
 
@@ -87,10 +87,10 @@ class SecondaryTierStore(Polled):
         self._numbers = itertools.count()
         self._answers = {answer: flag for flag, answer in lookup_answers().items()}
         self._requests = 0
-        self._tier(2 * _SECTOR)  # for lookups before the first put
+        self._tier(2 * _SECTOR)  # so that lookups before the first put have a tier
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """The results of the tiers of all sizes: True if one of them has the key."""
+        """Merge the results of the tiers of all sizes: True if one of them has the key."""
         if self._is_closed:
             return [False] * len(keys)
         flags: list[bool | None] = [False] * len(keys)
@@ -122,7 +122,7 @@ class SecondaryTierStore(Polled):
             self._submit(_Part(job, found, *chosen, is_get, self._tier(size)))
 
     def collect(self) -> None:
-        """Jobs of the tiers that ended."""
+        """Return the jobs of all tiers that ended."""
         for tier in self._tiers.values():
             for result in tier.tier.get_finished_jobs():
                 self._finish(self._parts.pop(result.job_id), result)

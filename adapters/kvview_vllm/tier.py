@@ -9,8 +9,8 @@
           "type": "kvview", "weights": "REVISION",
           "store": "my_store.py:Store", "options": {"root": "/kv"}}]}}'
 
-- VTIER-1 A tier **must not** start if the weights, or the root of the chain of hashes, are not
-  known: it would return KV of other weights, or never find its own. If vLLM chooses the root
+- VTIER-1 A tier **must not** start if the weights, or the root of the chain of hashes, are unknown,
+  because it would return KV of other weights, or never find its own KV. If vLLM chooses the root
   later, the tier **must** be suspended, and log the reason.
 - VTIER-3 If the engine publishes KV events, they **must** include those of the tier: the keys
   that it stored and the keys that it can no longer load, in the medium ``STORAGE``.
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
 
-    class _Tier:  # stands in for vLLM's, which mypy does not see
+    class _Tier:  # replaces vLLM's class, which mypy does not see
         tier_type: str
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
@@ -85,11 +85,11 @@ class KVViewTier(_Tier):
 
     Raises:
         ConfigError: An option that cannot be used, or unknown weights or hashes (VTIER-1).
-        NamespaceMismatchError: The store holds other KV.
+        NamespaceMismatchError: The store has entries of other weights or another layout.
     """
 
     medium = storage_medium()
-    tolerates_off_thread_polling = False  # it serves no external requests (0.33)
+    tolerates_off_thread_polling = False  # this tier serves no external requests (0.33)
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **given: Any
@@ -104,8 +104,9 @@ class KVViewTier(_Tier):
             seed = os.environ.get("PYTHONHASHSEED", "")
             if not seed and not tier_seam().fixed_hash_root:
                 raise ConfigError(
-                    "VTIER-1: this vLLM starts its block hashes at random, so after a restart "
-                    "no stored page would be found. Start it with: export PYTHONHASHSEED=0"
+                    "VTIER-1: this vLLM starts its block hashes at random, so no stored page "
+                    "would be found after a restart. Set this before the start: export "
+                    "PYTHONHASHSEED=0"
                 )
             namespace = Namespace(**facts, weights=options.weights, hash_seed=seed)
             self.guard = open_tier(options, namespace)
@@ -119,7 +120,7 @@ class KVViewTier(_Tier):
         self._has_started = False
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
-        """Whether a chunk is stored, or whether to retry."""
+        """Return whether a chunk is stored, or whether to retry."""
         (flag,) = self.guard.lookup((bytes(key),))
         if flag is False and self._events is not None:
             self._events.gone(bytes(key))
@@ -159,11 +160,11 @@ class KVViewTier(_Tier):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
-        """The series of a tier (0.25)."""
+        """Return the series of a tier (0.25)."""
         return definitions()
 
     def get_stats(self) -> Any:
-        """The changes since the last call (0.25)."""
+        """Return the changes since the last call (0.25)."""
         return self._reporter.news()
 
     def has_pending_work(self) -> bool:
@@ -175,27 +176,27 @@ class KVViewTier(_Tier):
         self.guard.touch([bytes(key) for key in keys])
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Return no preference; at the first request, check the root of the hashes."""
+        """Return no preference, and check the root of the hashes at the first request."""
         if not self._has_started:
             self._has_started = True
             if has_random_hash_root():
                 _log.error(
                     "VTIER-1: the block hashes of this server start at random, so no stored page "
-                    "would be found after a restart: the tier is suspended. Start the server "
-                    "with: export PYTHONHASHSEED=0"
+                    "would be found after a restart. The tier is suspended. Set this before the "
+                    "start: export PYTHONHASHSEED=0"
                 )
                 self.guard.close()
         return request_preference()
 
     def drain_jobs(self) -> None:
-        """Block until every job has ended, at its deadline at the latest."""
+        """Block until every job has ended, at most until its deadline."""
         while not self.guard.drain(1.0):
             pass
 
     def shutdown(self) -> None:
         """Close the store and release the host's memory."""
         self.guard.close()
-        self._memory.release()  # else vLLM cannot close its region
+        self._memory.release()  # otherwise vLLM cannot close its region
 
     def _submit(self, call: Any, job: Any, *, is_get: bool) -> None:
         size, memory = self._page_bytes, self._memory

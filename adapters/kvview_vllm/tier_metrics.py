@@ -21,11 +21,11 @@ LABELS = ("store",)
 GAUGES = {"in_use": "1 while the store is used, 0 while it is suspended or closed."}
 
 _LOG_EVERY = 10.0  # seconds
-_log = logging.getLogger("vllm.kvview_tier")  # vLLM configures no other loggers
+_log = logging.getLogger("vllm.kvview_tier")  # because vLLM configures no other loggers
 
 
 def definitions() -> dict[str, Any]:
-    """The series, as vLLM declares those of a tier."""
+    """Return the series in the form in which vLLM declares those of a tier."""
     counters = {PREFIX + name: text for name, text in TIER_COUNTERS.items()}
     gauges = {PREFIX + name: text for name, text in GAUGES.items()}
     return metric_definitions(counters, gauges, LABELS)
@@ -36,7 +36,7 @@ class TierReporter:
 
     Args:
         guard: The tier.
-        store: Its target, the label of its series.
+        store: Target of the store, which labels its series.
     """
 
     def __init__(self, guard: GuardedTier, store: str) -> None:
@@ -47,7 +47,7 @@ class TierReporter:
         self._next_line = 0.0
 
     def news(self) -> Any:
-        """The changes as vLLM's stats; None without changes."""
+        """Return the changes as vLLM's stats; None without changes."""
         counters, gauges = self._changed()
         if not counters and not gauges:
             return None
@@ -75,7 +75,7 @@ class TierReporter:
         counters = {
             name: value - self._sent.get(name, 0)
             for name, value in now.items()
-            if value != self._sent.get(name)  # a zero too, the first time
+            if value != self._sent.get(name)  # the first time also zeros
         }
         gauges = {} if in_use == self._in_use else {"in_use": float(in_use)}
         self._sent, self._in_use = now, in_use

@@ -1,7 +1,7 @@
 """The KV-cache tensors of a vLLM worker, seen as pages (XFER).
 
-- PAGE-1 A page **must** be one run of bytes: a block of several runs, such as one for each head,
-  has a page in as many tensors. A block whose elements do not touch is refused with
+- PAGE-1 A page **must** be one run of bytes. A block of several runs, for example one for each
+  head, has a page in as many tensors. A block whose elements do not touch is refused with
   :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
 - PAGE-3 Pages that vLLM passes to an offloading spec **must** hold all bytes of a block and no
@@ -42,8 +42,8 @@ def canonical_kv_caches(
     """View the tensors of all layers as pages, group by group.
 
     Args:
-        kv_caches: Layer name to tensor, as vLLM registers them.
-        kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0: one group.
+        kv_caches: Tensors by layer name, as vLLM registers them.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0, which has one group.
 
     Raises:
         UnsupportedEngineError: A layout without pages (PAGE-1).
@@ -60,7 +60,7 @@ def canonical_kv_caches(
     for layers in groups:
         group_refs: dict[int, CanonicalKVCacheRef] = {}
         for layer in layers:
-            if layer not in kv_caches:  # another pipeline stage has it
+            if layer not in kv_caches:  # because another pipeline stage has it
                 continue
             for pages in _pages(layer, kv_caches[layer], num_blocks):
                 page_bytes = pages.shape[1]
@@ -80,7 +80,7 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
         kv_caches: vLLM's ``CanonicalKVCaches``.
 
     Raises:
-        UnsupportedEngineError: They hold fewer, or two pages share bytes.
+        UnsupportedEngineError: The caches have fewer bytes, or two pages share bytes.
     """
     tensors = sorted((one.tensor for one in kv_caches.tensors), key=torch.Tensor.data_ptr)
     if any(_share_bytes(*pair) for pair in combinations(tensors, 2)):
@@ -139,8 +139,8 @@ def _runs(layer: str, blocks: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     if 1 not in strides:
         raise UnsupportedEngineError(
-            f"layer {layer!r}: in a block of shape {tuple(sizes)} with strides {strides} no two "
-            f"elements touch; nothing was registered"
+            f"layer {layer!r}: no two elements of a block of shape {tuple(sizes)} with strides "
+            f"{strides} are adjacent; no cache was registered"
         )
     outer = 1 + max(range(len(sizes)), key=lambda dim: (sizes[dim] > 1, strides[dim]))
     for index in range(blocks.shape[outer]):
@@ -155,10 +155,11 @@ def _blocks_first(layer: str, state: torch.Tensor, num_blocks: int) -> list[torc
         parts = [state[0], state[1]]  # up to 0.22: keys, then values
     else:
         raise UnsupportedEngineError(
-            f"layer {layer!r}: shape {tuple(shape)} has no dimension of {num_blocks} blocks in "
-            f"front, nor behind a dimension of 2 for keys and values; nothing was registered"
+            f"layer {layer!r}: expected a shape with {num_blocks} blocks in the first dimension, "
+            f"or in the second after 2 for keys and values, got {tuple(shape)}; no cache was "
+            f"registered"
         )
-    # Kernel blocks may be a fraction of the manager's: k of them make a page.
+    # Kernel blocks may be a fraction of the manager's blocks, so that k of them make a page.
     return [part.view(num_blocks, -1, *part.shape[1:]) for part in parts]
 
 

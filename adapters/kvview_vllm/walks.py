@@ -1,8 +1,9 @@
-"""Walks over the free queue of a real vLLM pool: walks of one step, and resumed walks.
+"""Walks over the free queue of a real vLLM pool, either within one step or resumed in later steps.
 
 A block that leaves the real queue loses its links, and a block that joins it is linked at the
-front or the back; a view only sees its own touches. Both kinds of walk step aside before the
-view touches, and compare their place with the blocks that they have seen when they resume.
+front or the back; a view only sees its own touches. Both kinds of walk move to a safe place before
+the view touches blocks. When they resume, they compare their place with the blocks that they have
+seen.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py``.
 """
@@ -20,14 +21,14 @@ _LARGEST_CHUNK = 1024
 
 
 def is_queued(block: Any) -> bool:
-    """Whether a block is in the free queue: only there it has links."""
+    """Whether a block is in the free queue, because only there it has links."""
     return bool(block.next_free_block is not None)
 
 
 class Walk:
     """One walk over the real free queue, in chunks read ahead.
 
-    1. A chunk doubles in size: taking k blocks reads at most about 2k of them.
+    1. Each chunk has twice the size of the last one, so taking k blocks reads at most about 2k.
     2. A block that leaves the queue loses its links, and a block that joins it is in front of
        the cursor or behind ``_last``; both move out of the way of the view's own
        touches (:meth:`before_touch`).
@@ -59,11 +60,11 @@ class Walk:
             size = min(2 * size, _LARGEST_CHUNK)
 
     def has(self, block: Any) -> bool:
-        """Whether a block that was yielded is still part of the walk: free, and not touched."""
+        """Whether a yielded block is still part of the walk: free, and not touched."""
         return is_queued(block) and block.block_id not in self._gone
 
     def before_touch(self, blocks: Iterable[Any]) -> None:
-        """Step aside before the view takes these blocks out of the queue."""
+        """Move to a safe place before the view takes these blocks out of the queue."""
         leaving = {block.block_id for block in blocks if is_queued(block)}
         while self._cursor.block_id in leaving:
             self._cursor = self._cursor.next_free_block
@@ -77,7 +78,7 @@ class Walk:
         self._gone.update(block.block_id for block in blocks)
 
     def _read(self, size: int) -> list[Any]:
-        """The next blocks of the queue, at most ``size``; none at the end."""
+        """Return the next blocks of the queue, at most ``size``; empty at the end."""
         seen, gone, tail, last = self._seen, self._gone, self._tail, self._last
         num_seen = len(seen)
         hashed_only, missing = self._hashed_only, size
@@ -88,8 +89,8 @@ class Walk:
                 if self._rescanned or self._unseen <= len(seen) - num_seen:
                     break
                 self._rescanned = True
-                # From 0.24 unhashed blocks join in front (PR #42656): the last pass
-                # could not tell them from missed ones.
+                # From 0.24 on unhashed blocks join in front (PR #42656), so the last pass could not
+                # distinguish them from missed ones.
                 self._hashed_only = hashed_only = hashed_only or self._joins_in_front
                 block = self._head.next_free_block
                 continue
@@ -105,7 +106,7 @@ class Walk:
         return chunk
 
     def _place(self) -> Any:
-        """The block to resume at: the cursor if it kept its place, else the front."""
+        """Return the block at which to resume: the cursor, or the front if the cursor moved."""
         block, last = self._cursor, self._last
         if not self._rescanned and (
             last is self._head or (last.block_id in self._seen and is_queued(last))
@@ -130,7 +131,7 @@ class ResumedWalk:
     """A :class:`~kvview.FreeBlockWalk` over the real free queue (POOL-13).
 
     Args:
-        open_pool: The pool, or raises when the view was closed.
+        open_pool: Returns the pool, or raises if the view was closed.
         more_keys: Keys of a block besides its primary one.
         has_more_keys: Whether any block has more keys.
         num_blocks: Blocks in the pool.
@@ -156,7 +157,7 @@ class ResumedWalk:
         self._is_closed = False
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """The next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
+        """Return the next items, at most ``max_blocks`` blocks; empty at the end of the queue."""
         self._open()
         place, has_more = self._place, self._has_more_keys()
         items: list[tuple[int, OffloadKey]] = []
@@ -181,7 +182,7 @@ class ResumedWalk:
         self._place.pass_over(blocks)
 
     def close(self) -> None:
-        """End the walk; callable twice."""
+        """End the walk; may be called twice."""
         self._is_closed = True
         own = self._place.before_touch
         self._before_touch[:] = [other for other in self._before_touch if other != own]
@@ -199,14 +200,14 @@ class ResumedWalk:
 class Place:
     """The place of a resumed walk in the real free queue.
 
-    1. Its place is behind ``_before``, the last block passed, which steps back before the
-       view's own touches. That block stayed if it is queued with the same key, and the block
-       before it was passed too.
+    1. Its place is behind ``_before``, the last block passed, which moves back before the view's
+       own touches. That block stayed if it is queued with the same key, and the block before it was
+       also passed.
     2. If the engine moved it, the walk reads from the front and skips the blocks that it has
        seen, so a block that stayed is neither missed nor yielded twice.
-    3. If the engine takes and releases a run of blocks in one piece, with its keys, between two
-       calls, the move is invisible. So at the end of the queue, once as many blocks were read as
-       are free, one more pass from the front looks for missed blocks.
+    3. If the engine takes and releases a run of blocks together, with its keys, between two calls,
+       the move is invisible. So at the end of the queue, once as many blocks were read as are free,
+       the walk reads once more from the front to find missed blocks.
     4. Blocks that the view releases to the head count as passed, once any block was passed.
     """
 
@@ -221,7 +222,7 @@ class Place:
         """Go back to the next victim."""
         self._before = self._head
         self._seen[:] = [None] * len(self._seen)
-        self._is_lost = False  # then seen blocks are skipped, up to the end
+        self._is_lost = False  # so that seen blocks are skipped, up to the end
         self._has_passed = False
         self._num_read = 0  # since the last pass from the front
 
@@ -249,7 +250,7 @@ class Place:
             self._before = before
 
     def before_touch(self, blocks: list[Any]) -> None:
-        """Step aside before the view takes these blocks out of the queue."""
+        """Move to a safe place before the view takes these blocks out of the queue."""
         seen = self._seen
         block_ids = [block.block_id for block in blocks]
         for block_id in block_ids:
@@ -266,7 +267,7 @@ class Place:
         for block in blocks:
             if is_queued(block):
                 self._seen[block.block_id] = block.block_hash
-        self._is_lost |= self._before is self._head  # it would read them first
+        self._is_lost |= self._before is self._head  # because the walk would read them first
 
     def _starts_again(self, num_read: int) -> bool:
         """Whether to read from the front once more, at the end of the queue."""

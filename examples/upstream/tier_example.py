@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager
 
 host = np.ones((4, 64), np.uint8)
-tier = ExampleSecondaryTierManager(SimpleNamespace(), memoryview(host), "example")
+tier = ExampleSecondaryTierManager(SimpleNamespace(), memoryview(host.data), "example")
 request: Any = None
 tier.submit_store(TransferJob(1, [b"key"], np.array([0]), False, request))
 host[0] = 0  # the chunk is evicted from host memory, and other KV takes its place

@@ -1,4 +1,4 @@
-"""The command line of every package; only modules named ``command`` import it.
+"""The command line of all packages; only modules named ``command`` import it.
 
 A command belongs to the package that does the work, which names it among the entry
 points ``kvview.commands``; it is imported when it is called.

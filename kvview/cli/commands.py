@@ -173,7 +173,7 @@ def _versions() -> str:
 
 
 def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:
-    """Make the stand-in for a command that does not import."""
+    """Make the replacement for a command that cannot be imported."""
     why = (
         missing_extra(error)
         or f"{point.value} of {_package(point)} does not import: {one_line(error)}"

@@ -50,7 +50,7 @@ class Console(rich_console.Console):
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Show a title, followed by the text that the yielded function was last called with."""
+    """Show a title, followed by the latest text that was passed to the yielded function."""
     console = Console(stderr=True)
     if not console.is_terminal:  # a file or a pipe would receive empty lines
         yield lambda text: None

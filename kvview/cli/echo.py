@@ -1,4 +1,4 @@
-"""The only way of a command's text to the terminal.
+"""The only functions with which a command prints text to the terminal.
 
 A text may come from a file, a socket or an exception, and a terminal obeys control characters
 in it. :func:`echo` and :class:`~kvview.cli.console.Console` write them as escapes;
@@ -12,7 +12,7 @@ import click
 
 from kvview.errors import printable
 
-_LONGEST_LINE = 4000  # characters: more than a path, less than a screen can show
+_LONGEST_LINE = 4000  # characters, which is more than a path has and less than a screen shows
 
 
 def echo(line: str, *, err: bool = False) -> None:

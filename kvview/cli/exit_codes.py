@@ -14,16 +14,16 @@ class ExitCode(IntEnum):
 
     CLEAN = 0, "clean"
     WRONG = 1, "the run found something wrong: a mismatch, a leak, a broken law"
-    COULD_NOT_RUN = 2, "it could not run"
-    CONNECTOR_RAISED = 3, "a hook or a thread of the connector raised, or a hook returned nonsense"
-    NOT_CHECKED = 4, "nothing is wrong, and not all was checked that must be"
+    COULD_NOT_RUN = 2, "the command could not run"
+    CONNECTOR_RAISED = 3, "the connector raised, or one of its hooks returned a wrong value"
+    NOT_CHECKED = 4, "nothing is wrong, but a required check is missing"
     BUG = 5, "a bug of kvview or of a command"
-    INTERRUPTED = 130, "interrupted, and nothing wrong until then"
+    INTERRUPTED = 130, "interrupted, and nothing was wrong until then"
 
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> ExitCode:
-        """Make a member with its number and its meaning."""
+        """Make a member from its number and its meaning."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

@@ -1,4 +1,4 @@
-"""Ctrl-C in a command that reads rows: the result of the rows so far is reported."""
+"""Handling of Ctrl-C in commands that read rows, which then report the result of the rows so far."""
 
 from __future__ import annotations
 

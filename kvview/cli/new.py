@@ -122,8 +122,16 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.ht
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--name", metavar="NAME", help="Prefix of the class names.  [default: from FILE]")
-@click.option("--hooks", is_flag=True, help="Write a connector from the hooks.")
-@click.option("--raw", is_flag=True, help="Write a connector of vLLM, without kvview.")
+@click.option(
+    "--hooks",
+    is_flag=True,
+    help=("Write a connector that overrides the hooks, instead of a StoreConnector."),
+)
+@click.option(
+    "--raw",
+    is_flag=True,
+    help=("Write a connector for vLLM's own interface, which does not import kvview."),
+)
 def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     """Write a complete connector to FILE, its test, and a CI job.
 
@@ -135,7 +143,7 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
         raise ConfigError("--hooks and --raw are two kinds of connector; drop one of them")
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
-        raise ConfigError(f"{file}: not the name of a Python module; try my_connector.py")
+        raise ConfigError(f"{file}: the name is not that of a Python module; try my_connector.py")
     for module in (stem, f"test_{stem}"):
         if place := _place_of(module, file.parent):
             raise ConfigError(
@@ -145,7 +153,9 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
     kind = _RAW if raw else _HOOKS if hooks else _STORE
     if not name.isidentifier() or name in kind.taken:
-        raise ConfigError(f"--name {name!r}: not usable in a class name; try --name Mine")
+        raise ConfigError(
+            f"--name {name!r}: the text cannot be a part of a class name; try --name Mine"
+        )
     test = file.with_name(f"test_{file.name}")
     workflow = file.parent / ".github" / "workflows" / f"kvview-{stem}.yml"
     words = {"module": stem, "name": name, "test": test.name, "arguments": kind.arguments}

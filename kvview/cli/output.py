@@ -40,7 +40,7 @@ _EXTRAS = {
 
 
 def report_error(error: Exception, is_verbose: bool) -> ExitCode:
-    """Print why a command ends to stderr, in one line; a bug of kvview with its traceback.
+    """Print the error of a command to stderr, in one line; for a bug of kvview with its traceback.
 
     Args:
         error: The exception that the command raised.
@@ -66,7 +66,7 @@ def report_error(error: Exception, is_verbose: bool) -> ExitCode:
 
 @contextmanager
 def naming(target: str) -> Iterator[None]:
-    """Name the connector in every ConnectorError."""
+    """Add the name of the connector to every ConnectorError."""
     try:
         yield
     except ConnectorError as error:
@@ -75,14 +75,14 @@ def naming(target: str) -> Iterator[None]:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """The extra to install if a package of one is missing; None for any other error."""
+    """Return the extra to install for a missing package; None for any other error."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"this needs {error.name}: pip install 'kvview[{_EXTRAS[error.name]}]'"
     return None
 
 
 def refused_by_the_system(error: BaseException) -> str | None:
-    """The file and the reason of an OSError, such as a full disk; None for any other error."""
+    """Return the file and the reason of an OSError; None for any other error."""
     if not isinstance(error, OSError) or not error.strerror:
         return None
     return line_of(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
@@ -117,7 +117,7 @@ class Rate(click.types.FloatParamType):
 
 
 class Seconds(click.types.FloatParamType):
-    """A time that a command waits: not negative, and short enough to end."""
+    """A waiting time in seconds, which is not negative and short enough to end."""
 
     name = "seconds"
 
@@ -239,17 +239,18 @@ def target_options(text: str) -> Decorator:
 
 
 def _require_writable(option: str, path: str) -> None:
-    """Open a path as the report will be opened, and leave the file unchanged."""
+    """Open a path in the same way as the report, without changing the file."""
     problem = ""
     try:
         if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             problem = "not a file in an existing folder"
-        elif not Path(path).exists():  # only a try shows what /proc refuses
+        elif not Path(path).exists():  # only an attempt shows whether /proc refuses the file
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
             os.unlink(os.path.realpath(path))
         elif Path(path).is_file():
             os.close(os.open(path, os.O_WRONLY))
-        elif not os.access(path, os.W_OK):  # a pipe is not opened: its reader would see it closed
+        # A pipe is not opened, because its reader would see it closed.
+        elif not os.access(path, os.W_OK):
             problem = "not writable"
     except (OSError, ValueError) as error:  # a name that is too long, a circle of links
         problem = getattr(error, "strerror", None) or str(error)

@@ -43,7 +43,7 @@ class ResultFinding:
 
     Args:
         subject: The law, the pair of requests, or the kind of layers and the memory layout.
-        outcome: As the report of the command names it.
+        outcome: Name of it in the report of the command.
         evidence: The first wrong thing, or the reason; one line.
     """
 

@@ -75,14 +75,14 @@ class SchedulerConnector(Hooked):
     """The half next to the scheduler. Every method has a default that does nothing."""
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        """Receive the view of the pool: the first event after construction (CONN-1).
+        """Receive the view of the pool, in the first call after construction (CONN-1).
 
         Args:
             view: Valid until the engine closes it (POOL-10).
         """
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        """Receive the facts of the started engine, right after the bind."""
+        """Receive the facts of the started engine, right after the view."""
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         """Promise the number of tokens that can be loaded beyond the GPU's own hit.
@@ -112,11 +112,11 @@ class SchedulerConnector(Hooked):
 
         Args:
             request: The request.
-            block_ids: Its whole block table, per group.
+            block_ids: The whole block table of the request, per group.
             num_computed_tokens: Tokens that the GPU prefix cache hit.
             num_external_tokens: Tokens to load right behind those, at most the number that
-                ``match_prefix`` promised; 0 for no load. In each group, only the blocks of
-                ``required_blocks`` of the sum must be loaded.
+                ``match_prefix`` promised; 0 for no load. In each group, only the blocks that
+                ``required_blocks`` returns for the sum must be loaded.
         """
 
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -135,7 +135,7 @@ class SchedulerConnector(Hooked):
 
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens.
-            block_ids: Its block table, per group; the null block stands for a block that
+            block_ids: Block table of the request, per group; the null block stands for a block that
                 the request has already lost.
         """
 
@@ -147,8 +147,8 @@ class SchedulerConnector(Hooked):
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
                 which is less than ``num_tokens`` if a token was sampled.
-            block_ids: Its block table, per group; empty if it never had blocks.
-            reason: Whether it finished or was aborted.
+            block_ids: Block table of the request, per group; empty if it never had blocks.
+            reason: Whether the request finished or was aborted.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -164,7 +164,7 @@ class SchedulerConnector(Hooked):
         return True
 
     def shutdown(self) -> None:
-        """Free every held block; callable twice."""
+        """Free every held block; may be called twice."""
 
 
 @runtime_checkable
@@ -183,7 +183,7 @@ class WorkerConnector(Hooked):
         """Receive the KV-cache tensors, once, before the first plan."""
 
     def start_plan(self, plan: StepPlan) -> None:
-        """Start the jobs of one step; must not wait for them."""
+        """Start the jobs of one step, without waiting for them."""
 
     def get_finished(self) -> list[TransferResult]:
         """Return the results of jobs that ended since the last call; never blocks."""
@@ -193,7 +193,7 @@ class WorkerConnector(Hooked):
         """Block until these jobs have ended; ``get_finished`` still returns their results."""
 
     def shutdown(self) -> None:
-        """Release memory; callable twice."""
+        """Release memory; may be called twice."""
 
 
 class Connector(Hooked):

@@ -1,7 +1,8 @@
 """Hook calls. An exception or a wrong return value of a hook becomes a ``HookError``.
 
-An engine calls hooks in the middle of its own work, so a plain exception could come from either.
-A :class:`~kvview.HookError` is one line with the hook and the connector's own line of source.
+An engine calls hooks in the middle of its own work, so a plain exception could come from the engine
+or from the hook. A :class:`~kvview.HookError` is one line with the hook and the connector's own
+line of source.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def build_connector(connector_class: type[Connector], config: ConnectorConfig) -
 
     Raises:
         ConfigError: The connector refuses its options.
-        UnsupportedContractError: It was written for another contract.
-        MissingLibraryError: A library that it needs is not installed.
-        HookError: Its constructor raised another exception, or did not make a ``Connector``.
+        UnsupportedContractError: The connector was written for another contract.
+        MissingLibraryError: A library that the connector needs is not installed.
+        HookError: The constructor raised another exception, or did not make a ``Connector``.
     """
     require_contract(connector_class.contract_version, connector_class.__qualname__)
     try:
@@ -78,7 +79,7 @@ def watch_hooks(part: PartT) -> PartT:
 
     1. The halves that a connector makes are watched too.
     2. The type of a return value is checked as far as an engine relies on it.
-    3. ``KeyboardInterrupt`` passes unchanged, and ``ConfigError`` of a hook that runs at start.
+    3. ``KeyboardInterrupt`` and the ``ConfigError`` of a hook that runs at start pass unchanged.
 
     Returns:
         The same object.
@@ -127,7 +128,8 @@ def where(error: BaseException, *packages: str) -> str | None:
     lines = [
         (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename, number)
         for frame, number in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith("<")  # generated code, as of a dataclass
+        # Generated code, such as that of a dataclass.
+        if not frame.f_code.co_filename.startswith("<")
     ]
     theirs = [package for package, _, _ in lines if package not in _NOT_THEIRS]
     first = {name.partition(".")[0] for name in packages}

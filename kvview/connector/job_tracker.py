@@ -40,11 +40,11 @@ class EndedJob(NamedTuple):
     job: TransferJob
     is_load: bool
     result: TransferResult
-    """A failed one if there is any, with the blocks that all workers have moved; else the last."""
+    """A failed result, with the blocks that all workers have moved, or otherwise the last one."""
     is_last_load: bool
-    """Whether its request waits for no other load."""
+    """Whether the request of the job waits for no other load."""
     load_failed: bool
-    """Whether a load of its request failed."""
+    """Whether a load of the job's request failed."""
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class JobTracker:
 
 
 def _joined(before: TransferResult | None, result: TransferResult) -> TransferResult:
-    """A failed result, of whose blocks another worker may have failed to move some as well."""
+    """Merge failed results: a block is moved only if every worker has moved it."""
     if before is None or result.moved is None or before.moved is None:
         return result if before is None else replace(before, moved=None)
     moved = [a and b for a, b in zip(before.moved, result.moved, strict=False)]

@@ -18,7 +18,7 @@ class TransferJob:
         dst: Destination of the bytes.
         request_id: The request that waits for the job; None for stores. If a job that
             belongs to a request fails, the engine recomputes that request's blocks.
-        owner: The child that planned the job, in a connector of several; for reports.
+        owner: Name of the child that planned the job, if the connector has children; for reports.
     """
 
     job_id: int
@@ -36,8 +36,8 @@ class StepPlan:
     plan of a subclass reaches the worker half in every step, even without jobs.
 
     Args:
-        loads: Started before the step's compute reads their destination.
-        stores: They read blocks whose compute was launched before (XFER-6).
+        loads: Loads, which start before the step's compute reads their destination.
+        stores: Stores, which read blocks whose compute was launched before (XFER-6).
     """
 
     loads: Sequence[TransferJob] = ()

@@ -1,4 +1,4 @@
-"""Requests and steps, as a connector sees them.
+"""Requests and steps, in the form in which a connector receives them.
 
 Source: ``Request`` and ``SchedulerOutput`` in ``vllm/v1/request.py`` and
 ``vllm/v1/core/sched/output.py`` (0.33.0).
@@ -6,7 +6,7 @@ Source: ``Request`` and ``SchedulerOutput`` in ``vllm/v1/request.py`` and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ ExtraKeys = tuple[Any, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class RequestContent:
-    """The input from which a request's KV is computed; one object for its whole life.
+    """The input of a request: one object for its whole life.
 
     Args:
         token_ids: Prompt and generated tokens. The sequence grows with the request, is not a
@@ -32,7 +32,9 @@ class RequestContent:
         lora_id: The LoRA's number in the engine, or None.
         cache_salt: Separates the prefix caches of tenants, or None.
         extra_keys: For each entry of ``block_hashes``, the values besides tokens that the hash
-            covers; it grows too. Empty if no hash covers any.
+            covers; it grows too. Empty if no hash covers such values.
+        transfer_params: Its ``kv_transfer_params``, as the client sent them, so they may be
+            wrong in every way; None without any. KV does not depend on them.
     """
 
     token_ids: Sequence[int] = ()
@@ -40,6 +42,7 @@ class RequestContent:
     lora_id: int | None = None
     cache_salt: str | None = None
     extra_keys: Sequence[ExtraKeys] = ()
+    transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class RequestInfo:
             tokens of a launched step are included until they are rejected; the last sampled
             token is not, because the next step computes it. While the request has no
             blocks, it is 0, except in ``match_prefix``, where it is the hit.
-        content: The input of the KV; the same object at every call.
+        content: The input of the request; the same object at every call.
     """
 
     request_id: str
@@ -73,8 +76,8 @@ class RequestStep:
 
     Args:
         request: The request as of this step.
-        block_ids: Its whole block table, per group; valid during the call only. It
-            may have more blocks than ``num_tokens`` fill (CONN-7).
+        block_ids: Whole block table of the request, per group; valid during the call only. It may
+            have more blocks than ``num_tokens`` fill (CONN-7).
         num_computed_tokens: Tokens whose KV exists before the step, in stream order; the
             same as ``request.num_computed_tokens``.
         num_scheduled_tokens: Tokens computed in the step. They may reach past
@@ -142,7 +145,7 @@ def full_blocks(
     Args:
         geometry: Geometry of the engine.
         request: The request.
-        block_ids: Its block table, per group.
+        block_ids: Block table of the request, per group.
         null_block_id: The id of the null block.
         first_token: Skip blocks that end at or before this many tokens.
         last_token: Skip blocks that end after this many tokens, for example at the end of the

@@ -1,9 +1,10 @@
 """The event contract, and the wire format in which engines publish it.
 
-:mod:`kvview.events.tier` has the events of a tier, :mod:`kvview.events.fold` their fold,
-:mod:`kvview.events.block_sizes` the join with the GPU's events, and :mod:`kvview.events.formats`
-the wire formats of every producer. :mod:`kvview.events.wire` and :mod:`kvview.events.channel`
-read and write bytes. They need the extra ``events``, so this package does not import them.
+:mod:`kvview.events.tier` defines the events of a tier. :mod:`kvview.events.fold` computes the
+contents of a tier from them, and :mod:`kvview.events.block_sizes` joins them with the GPU's events.
+:mod:`kvview.events.formats` has the wire formats of every producer. :mod:`kvview.events.wire` and
+:mod:`kvview.events.channel` read and write bytes. They need the extra ``events``, so this package
+does not import them.
 """
 
 from kvview.events.block_sizes import (

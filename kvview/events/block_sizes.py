@@ -52,11 +52,11 @@ GPUEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class BlockSizeIndex:
     """Finds the block size of an offloaded key from the GPU events of its block.
 
-    1. A size is known while the GPU or any offloading medium holds the key, in whatever order
-       they report it. A GPU block may be evicted before the event of its offloading arrives,
-       because vLLM publishes the offloading events of a step last (#57159).
-    2. So the size of a key that no medium holds is remembered for a while, but not returned.
-       It is dropped once as many other keys were released after it as were ever held at
+    1. A size is known while the GPU or any offloading medium holds the key, in any order of their
+       events. A GPU block may be evicted before the event of its offloading arrives, because vLLM
+       publishes the offloading events of a step last (#57159).
+    2. So the size of a key that no medium holds is remembered for a while, but not returned. It is
+       dropped after further releases of other keys: as many as the most keys that were ever held at
        once, at least 1,024. So memory is proportional to the number of cached keys.
 
     Apply every GPU event and every offloading event, each stream in order. The two streams may

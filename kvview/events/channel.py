@@ -52,7 +52,9 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
         return None
     sequence = int.from_bytes(number, "big", signed=True)
     if sequence < 0:
-        raise WireFormatError(f"not a message of KV events: its number is {sequence}")
+        raise WireFormatError(
+            f"not a message of KV events: its number is {sequence}, expected 0 or more"
+        )
     try:
         require_size(payload)
     except ValueError as error:
@@ -156,7 +158,7 @@ class Listener:
         endpoint: Endpoint of the publisher.
         replay_endpoint: Endpoint for requests for missed messages, or None.
         topic: Prefix of the topics to receive.
-        replay_seconds: Longest wait for each message of a replay.
+        replay_seconds: Maximum of seconds to wait for each message of a replay.
 
     Attributes:
         num_replayed: Messages that :meth:`follow` received from replays.
@@ -211,7 +213,7 @@ class Listener:
         If the caller stops, the next call continues there.
 
         Args:
-            seconds: Longest wait for the next message.
+            seconds: Maximum of seconds to wait for the next message.
             report: Called with a line about frames that are not a message, or about a replay
                 that failed (3.).
         """
@@ -248,7 +250,7 @@ class Listener:
             WireFormatError: The frames are not a message, or its number is not higher.
         """
         if self._replay_endpoint is None:
-            raise ConfigError("no replay endpoint was given")
+            raise ConfigError("the listener has no replay endpoint; pass replay_endpoint")
         self._check_open()
         socket = self._connect(zmq.DEALER, self._replay_endpoint)
         try:
@@ -256,7 +258,7 @@ class Listener:
             while True:
                 if not socket.poll(int(self._replay_seconds * 1000)):
                     raise ConfigError(
-                        f"replay endpoint {self._replay_endpoint!r}: no response in "
+                        f"replay endpoint {self._replay_endpoint!r} did not respond within "
                         f"{self._replay_seconds:g} s"
                     )
                 _, *frames = socket.recv_multipart()
@@ -265,7 +267,7 @@ class Listener:
                     return
                 if message.sequence < first:
                     raise WireFormatError(
-                        f"replay endpoint {self._replay_endpoint!r}: sent message "
+                        f"replay endpoint {self._replay_endpoint!r} sent message "
                         f"{message.sequence}, expected {first} or later"
                     )
                 first = message.sequence + 1

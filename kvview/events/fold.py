@@ -1,4 +1,4 @@
-"""The fold of events: the blocks that each medium advertises after a stream of events."""
+"""The fold of events, which computes the blocks that each medium advertises after a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class FoldedEvents(Generic[KeyT]):
-    """The state that a stream of events has described so far.
+    """The blocks of each medium after the events so far.
 
     Keys are of any kind, because an engine names a block by hash and group, and a tier by
     offload key.
@@ -27,8 +27,8 @@ class FoldedEvents(Generic[KeyT]):
     def change(self, medium: str, key: KeyT, *, removed: bool) -> bool:
         """Apply one change; returns whether EVENT-1 allows it.
 
-        In a tier, stores and removals of a key alternate, and a store comes first. On the GPU
-        several blocks may hold one key, so only a removal can be wrong.
+        In a tier, stores and removals of a key alternate, starting with a store. On the GPU several
+        blocks may hold one key, so only a removal can be wrong.
         """
         held = self.held.setdefault(medium, Counter())
         if not removed:

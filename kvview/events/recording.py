@@ -16,7 +16,7 @@ from kvview.errors import ConfigError, WireFormatError, line_of
 from kvview.input_files import DAMAGED_GZIP, open_rows, read_rows
 
 MAX_PAYLOAD_BYTES = 16 << 20
-"""Largest batch; a prompt of a million tokens takes five million bytes."""
+"""Bytes of the largest batch; a prompt of a million tokens takes five million bytes."""
 
 _LONGEST = 24 << 20  # bytes of a line: base64, the topic and the numbers
 
@@ -59,7 +59,7 @@ class Recording:
         self._file.close()
 
     def write(self, message: Message) -> None:
-        """Add a message; it is in the file when this returns.
+        """Add a message, and write it to the file before this returns.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -92,7 +92,9 @@ def read_recording(path: str) -> Iterator[Message]:
                     raise WireFormatError(why) from None
                 yield message
     except DAMAGED_GZIP as error:
-        raise WireFormatError(f"{path}: cut off or not gzip: {line_of(error)}") from None
+        raise WireFormatError(
+            f"{path}: the file is cut off or not in gzip format: {line_of(error)}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path!r}: {error.strerror}") from error
 

@@ -43,7 +43,7 @@ class SupportsSilentTiers(Protocol):
     """A scheduler half over several tiers, some of which emit no events."""
 
     def comes_from_silent_tier(self, request_id: str) -> bool:
-        """Return whether the last promise to a request comes from a tier without events (EVENT-2).
+        """Return whether a tier without events made the last promise to a request (EVENT-2).
 
         Args:
             request_id: A request that has just received a promise from ``match_prefix``.

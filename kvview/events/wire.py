@@ -60,7 +60,7 @@ _ALL_FIELDS = {field.name for wire_format in WIRE_FORMATS for field in wire_form
 
 
 class _Shell(msgspec.Struct, array_like=True):
-    """A batch with undecoded events, limited because an event takes far more than its bytes."""
+    """A batch with undecoded events, whose number is limited because decoding takes memory."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=2**17)]
@@ -68,7 +68,7 @@ class _Shell(msgspec.Struct, array_like=True):
 
 
 class Codec:
-    """Encodes and decodes one format; :func:`codec` makes it once.
+    """Encodes and decodes one format; :func:`codec` makes one object per format.
 
     Args:
         wire_format: A row of the table.
@@ -100,13 +100,15 @@ class Codec:
                 names: Iterable[str] = kind.__struct_fields__
                 made: WireEvent = kind(**{name: values.get(name) for name in names})
                 return made
-        raise WireFormatError(f"{tag!r}: not an event; expected BlockStored, BlockRemoved, ...")
+        raise WireFormatError(
+            f"{tag!r} is not an event; expected BlockStored, BlockRemoved or AllBlocksCleared"
+        )
 
     def decode(self, payload: bytes) -> Batch:
         """Decode a batch of this format (1.).
 
         Raises:
-            WireFormatError: The bytes are not one, or would be encoded to other bytes.
+            WireFormatError: The bytes are not such a batch, or would be encoded to other bytes.
         """
         try:
             return self.decode_or_raise(payload)
@@ -119,7 +121,7 @@ class Codec:
         read: Any = self._read(payload)
         batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
         if self.encode(batch) != payload:
-            raise ValueError("it would be encoded to other bytes")
+            raise ValueError("the decoded batch would be encoded to other bytes")
         return batch
 
     def decode_event(self, source: bytes) -> WireEvent | None:
@@ -296,5 +298,5 @@ def decode(
 
 
 def encode(batch: Batch) -> bytes:
-    """Encode a batch in its format; a batch with problems to the bytes that were decoded."""
+    """Encode a batch in its format; a batch with problems keeps its original bytes."""
     return codec(batch.wire_format).encode(batch) if batch.source is None else batch.source

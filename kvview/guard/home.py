@@ -1,4 +1,4 @@
-"""The checks before every call of a guard: its thread, its process, and that it is open.
+"""The checks before every call of a guard: the right thread, the right process, an open guard.
 
 GUARD-4, GUARD-6 and POOL-10. The ident of a thread or process is reused after it has ended, so
 each thread of each process has its own :class:`Home` object here.
@@ -34,11 +34,11 @@ class _Here(local):
 
 
 here = _Here()
-"""``here.home`` is the :class:`Home` of the calling thread."""
+"""The :class:`Home` of the calling thread, as ``here.home``."""
 
 
 def _begin_child() -> None:
-    """Give a forked child another process object, and its first thread another home."""
+    """Make a new process object, and a new home for the first thread, in a forked child."""
     Home.process = object()
     here.home = Home()
 

@@ -1,4 +1,4 @@
-"""Leases: references that are released exactly once, and their expiry.
+"""Leases, which are references that are released exactly once and may expire.
 
 ``GuardedView.lease`` takes them. They satisfy GUARD-2, 3 and 7 to 9.
 
@@ -66,7 +66,7 @@ class Hold:
         job: Name of the job, for reports.
         stamp: Time, request and caller of the lease.
         deadline: Seconds on the guard's clock; infinite for no deadline.
-        is_active: False once it was released or expired.
+        is_active: False once the lease was released or has expired.
     """
 
     block_ids: tuple[int, ...]
@@ -158,10 +158,11 @@ class GuardedLeases(AtHome):
         super().__init__(owner, view)
         self.now = clock
         self._lease_view: LedgerView | None = None
-        # Of leases, until their blocks are back; in the order in which they were taken or renewed.
+        # The records of leases whose blocks are not released yet, in the order in which they were
+        # taken or renewed.
         self._holds: dict[Hold, None] = {}
         self.next_deadline = NEVER
-        """No lease expires before this time; the lease that had it may have ended."""
+        """Time before which no lease expires; the lease with this deadline may have ended."""
 
     @property
     def now(self) -> Callable[[], float]:
@@ -197,7 +198,7 @@ class GuardedLeases(AtHome):
         return GuardedLease(self, hold)
 
     def release_expired(self) -> list[Leak]:
-        """Release the leases whose deadline has passed, as every other call does too.
+        """Release the leases whose deadline has passed; every other call does this, too.
 
         Returns:
             The leases that ended, earliest deadline first.

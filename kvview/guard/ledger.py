@@ -1,4 +1,4 @@
-"""The ledger: it checks ids, counts references and undoes calls that fail.
+"""The ledger, which checks ids, counts references and undoes calls that fail.
 
 A pool has one :class:`Ledger`, and each owner of references a :class:`LedgerView`. The ledger
 views form a tree: the views of the guards are below the view that they guard, and the view of
@@ -67,7 +67,7 @@ class GuardStats:
 
 
 def check_block_ids(block_ids: Iterable[Any], num_blocks: int | None) -> None:
-    """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
+    """Raise ``UnknownBlockError`` unless each id is an int that names a block (POOL-4)."""
     last = float("inf") if num_blocks is None else num_blocks - 1
     for block_id in block_ids:
         # A negative index would silently mean a block at the end.
@@ -79,7 +79,7 @@ def check_block_ids(block_ids: Iterable[Any], num_blocks: int | None) -> None:
 
 
 class _AnyId:
-    """The blocks of a pool of unknown size: each id is its own block."""
+    """The blocks of a pool of unknown size, in which each id stands for its block."""
 
     def __getitem__(self, block_id: int) -> int:
         return block_id
@@ -124,7 +124,7 @@ class Ledger:
         return self._token is None or self._token in _POOLS
 
     def count_holders(self) -> None:
-        """Start to count the blocks that all views together hold."""
+        """Start to count the blocks that all views hold together."""
         if self.num_holders is None and self.num_blocks is not None:
             self.num_holders = [0] * self.num_blocks
             for view in self.views:
@@ -295,7 +295,7 @@ class LedgerView(NotCopyable):
         self.free_with(self._free, block_ids)
 
     def free_with(self, move: Move, block_ids: Sequence[int]) -> None:
-        """Release like ``free_blocks``, by another call of the engine."""
+        """Release like ``free_blocks``, but with another call of the engine."""
         ledger, held = self.ledger, self._held
         blocks, num_holders = ledger.blocks, ledger.num_holders
         if type(block_ids) is not list:
@@ -343,7 +343,7 @@ class LedgerView(NotCopyable):
             self.stats.freed += len(found)
 
     def _free_repeated(self, move: Move, block_ids: list[int]) -> None:
-        """Free every mention but a block's last one, then the last mentions (POOL-11)."""
+        """Free all mentions of each block except its last one, then the last ones (POOL-11)."""
         blocks, null = self.ledger.blocks, self.ledger.null_block_id
         last = dict.fromkeys(reversed(block_ids))
         last.pop(null, None)
@@ -375,7 +375,7 @@ class LedgerView(NotCopyable):
         if not self.is_open:
             self.count_refused()
             raise ViewClosedError(
-                f"POOL-10: the view of {self.owner!r} was closed; use the view of the next bind"
+                f"POOL-10: the view of {self.owner!r} was closed; use the view that was bound last"
             )
 
     def _refusal(self, block_ids: list[int]) -> KVViewError:
@@ -464,7 +464,7 @@ class LedgerView(NotCopyable):
 
 
 def _closed(blocks: list[Any]) -> None:
-    raise ViewClosedError("POOL-10: the view was closed; use the view of the next bind")
+    raise ViewClosedError("POOL-10: the view was closed; use the view that was bound last")
 
 
 class CheckedView(LedgerView):

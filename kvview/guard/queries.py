@@ -1,4 +1,4 @@
-"""The optional queries of a guard, which are those of the view under it."""
+"""The optional queries of a guard, which has the same ones as the view under it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class GuardedQueries(GuardedLeases):
             raise
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Query the view below, after a check of the ids, because it may check none (POOL-4)."""
+        """Check the ids, because the view below may not (POOL-4), and query that view."""
         below = self._below
         if isinstance(below, GuardedQueries):
             below._enter()
@@ -110,7 +110,7 @@ class GuardedQueries(GuardedLeases):
 
 
 class _GuardedWalk:
-    """A walk of the view below, for this guard's thread and while it is open (POOL-13)."""
+    """A walk of the view below, which checks the thread and that the guard is open (POOL-13)."""
 
     def __init__(self, walk: FreeBlockWalk, guard: GuardedQueries) -> None:
         self._walk = walk

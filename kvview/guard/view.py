@@ -1,4 +1,4 @@
-"""The guard: the view that a connector gets by default, instead of a bare one.
+"""The guard, which is the view that a connector gets by default instead of an unguarded one.
 
 If an engine does not check, a connector can free a block twice, free a block that another
 connector holds, or pin the whole pool. The damage appears hours later, as in vLLM #42571 and
@@ -77,10 +77,10 @@ class GuardedView(GuardedQueries):
             raise ConfigError(f"pin_budget must be a share of the pool in (0, 1], got {pin_budget}")
         size: int | None = getattr(view, "num_blocks", None)
         if size is None and pin_budget is not None:
-            raise ConfigError("a pin budget needs a view that knows num_blocks")
+            raise ConfigError("pin_budget needs a view with num_blocks (SupportsPoolSize)")
         max_blocks = None
         if size is not None and pin_budget is not None:
-            # 0.29 * 100 is 28.999..., and that means 29 blocks.
+            # 0.29 * 100 is 28.999..., which stands for 29 blocks.
             max_blocks = max(1, int(pin_budget * size + 1e-6))
         super().__init__(owner, _open_view(view, owner, max_blocks), clock)
         self._below = view
@@ -143,7 +143,7 @@ class GuardedView(GuardedQueries):
         Raises:
             StaleBlockError: A block no longer holds the expected key.
             NotAnOffloadKeyError: An expected key cannot be a key.
-            PinBudgetExceeded: The budget does not allow so many blocks.
+            PinBudgetExceeded: More blocks would be held than the budget allows.
             ConfigError: ``ttl`` is not positive, or the view has no ``block_keys``.
         """
         self._enter()
@@ -161,7 +161,7 @@ class GuardedView(GuardedQueries):
         return [guard for guard in _guards if guard._view in views]
 
     def held_blocks(self) -> Mapping[int, int]:
-        """Return all references, those of leases and guards over this one too, by block."""
+        """Return all references by block, including those of leases and of guards over this one."""
         self._enter()
         return self._view.held_blocks()
 

@@ -50,6 +50,10 @@ class Wire(Protocol):
         """Return the messages that arrived since the last call, from any sender."""
         ...
 
+    def close(self) -> None:
+        """Drop all messages. The engine closes its wire after the worker half has shut down."""
+        ...
+
 
 class HandoffScheduler(SchedulerConnector, Hooked):
     """The scheduler half. Every method has a default that does nothing."""
@@ -69,8 +73,9 @@ class HandoffScheduler(SchedulerConnector, Hooked):
         was not aborted.
 
         Args:
-            request: The request.
-            block_ids: Its block table, per group.
+            request: The request; ``num_tokens`` counts its prompt alone, because the consumer's
+                request has none of the generated tokens.
+            block_ids: Block table of the request, per group.
 
         Returns:
             The parameters for the router (HAND-1), at least those of

@@ -1,4 +1,4 @@
-"""Leases and budgets, as a connector sees them; :mod:`kvview.guard` implements them.
+"""The interface of leases and budgets for connectors; :mod:`kvview.guard` implements it.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps).
 """
@@ -17,7 +17,7 @@ class SupportsPinBudget(Protocol):
     """The view limits the number of blocks that may be held."""
 
     def num_pinnable_blocks(self) -> int:
-        """Return the number of further blocks that may be held; a touch of more raises."""
+        """Return the number of further blocks that may be held; a touch of more blocks raises."""
         ...
 
 
@@ -32,7 +32,7 @@ class Lease(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """False once it was released, expired, or the view was closed."""
+        """False once the lease was released or has expired, or the view was closed."""
         ...
 
     def renew(self, ttl: float) -> None:
@@ -83,6 +83,6 @@ class SupportsLeases(Protocol):
         Raises:
             StaleBlockError: A block no longer holds the expected key.
             NotAnOffloadKeyError: An expected key cannot be a key.
-            PinBudgetExceeded: The budget does not allow so many blocks.
+            PinBudgetExceeded: More blocks would be held than the budget allows.
         """
         ...

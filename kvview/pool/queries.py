@@ -103,7 +103,7 @@ class SupportsFreeOrder(Protocol):
     """The view walks the whole free queue, which shows the eviction rank of every block."""
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """Walk all free blocks, with a hash or without, next victim first; lazily as POOL-6."""
+        """Walk all free blocks, with or without a hash, next victim first, and lazily (POOL-6)."""
         ...
 
 
@@ -138,7 +138,7 @@ class FreeBlockWalk(Protocol):
         ...
 
     def close(self) -> None:
-        """End the walk; callable twice, and after the view was closed."""
+        """End the walk; may be called twice, and after the view was closed."""
         ...
 
 
@@ -161,7 +161,7 @@ class SupportsResumableWalk(Protocol):
 
 @runtime_checkable
 class SupportsGiveBack(Protocol):
-    """The view frees blocks without making them more recent."""
+    """The view can free blocks without making them more recent."""
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
         """Release like ``free_blocks``, to the head of the queue (POOL-12).

@@ -32,12 +32,12 @@ class Behaviour:
     Args:
         mode: The moment at which blocks are stored.
         prefetch: Whether pages go from the store to memory when they are promised.
-        memory: Budget of memory; 0 for no such level.
+        memory: Budget of memory; 0 for no pages in memory.
         is_in_bytes: Whether the budget of memory is in bytes, not blocks.
         store: Budget of the store in blocks; 0 for no store.
         can_delete: Whether pages are deleted from the store.
         policy: Makes the policy of a level.
-        max_bytes: Returns the most bytes that a page of so many bytes needs.
+        max_bytes: Returns the maximum of bytes that a page of this size needs.
         shared: Store of other runs as well, for lookups; None for a store of this run alone.
         events: Whether events are recorded.
     """
@@ -64,11 +64,11 @@ class Behaviour:
 class PageIndex:
     """The keys of both levels.
 
-    1. A page has a name: its key and an epoch. Each run and each reset has an epoch of its own, so
-       that pages of other weights are never read.
+    1. A page has a name: its key and an epoch. Each run and each reset has its own epoch, so that
+       pages of other weights are never read.
     2. Places change here at once; the worker half follows with the next plan.
-    3. A page that is being loaded keeps its place. If a load failed, the page is a miss at once,
-       and loses its place with the end of its last load.
+    3. A page that is being loaded keeps its place. If a load failed, lookups of the page miss at
+       once, and it loses its place when its last load has ended.
 
     Args:
         geometry: Geometry of the engine.
@@ -166,7 +166,7 @@ class PageIndex:
                         del self._failed[key]
 
     def fetch(self, keys: Iterable[OffloadKey]) -> None:
-        """PagePlace pinned pages of the store in memory, as far as there is room for them."""
+        """Move pinned pages of the store into memory, as far as there is room for them."""
         behaviour = self._behaviour
         if not behaviour.memory or not behaviour.store:
             return

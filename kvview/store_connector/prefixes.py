@@ -13,11 +13,13 @@ def longest_prefix(
     geometry: CacheGeometry,
     request: RequestInfo,
     num_computed_tokens: int,
+    most_tokens: int,
     is_held: Callable[[OffloadKey], bool],
 ) -> int:
     """Return the tokens of the longest prefix that the GPU and the held keys make together.
 
-    The last token is always computed, because the engine needs its logits.
+    It has at most ``most_tokens``, unless the GPU has more. The last token is always computed,
+    because the engine needs its logits.
     """
 
     def is_there(group: int, block: int) -> bool:
@@ -26,7 +28,8 @@ def longest_prefix(
         key = geometry.block_key(request.block_hashes, group, block)
         return key is not None and is_held(key)
 
-    return max(num_computed_tokens, geometry.longest_prefix(request.num_tokens - 1, is_there))
+    most_tokens = min(most_tokens, request.num_tokens - 1)
+    return max(num_computed_tokens, geometry.longest_prefix(most_tokens, is_there))
 
 
 def keys_beyond(

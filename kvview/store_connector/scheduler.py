@@ -29,6 +29,7 @@ from kvview.store_connector.gpu_blocks import GPUBlocks
 from kvview.store_connector.page_index import Behaviour, PageIndex
 from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.prefixes import blocks_to_load, keys_beyond, longest_prefix
+from kvview.store_connector.request_limits import RequestLimits
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import GPULoadStoreSpec, TransferResult
 
@@ -96,10 +97,13 @@ class StoreScheduler(SchedulerConnector):
     @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         index, prefix = self._index, (self._geometry, request, num_computed_tokens)
-        unknown = index.look_up(keys_beyond(*prefix))
-        num_tokens = longest_prefix(*prefix, index.__contains__)
+        limits = RequestLimits.of(request.content.transfer_params)
+        most_tokens = num_computed_tokens + limits.max_load_tokens
+        is_held = index.__contains__ if limits.uses_store else index.memory.held.__contains__
+        unknown = index.look_up(keys_beyond(*prefix)) if limits.uses_store else ()
+        num_tokens = longest_prefix(*prefix, most_tokens, is_held)
         if unknown:
-            most = longest_prefix(*prefix, lambda key: key in index or key in unknown)
+            most = longest_prefix(*prefix, most_tokens, lambda key: is_held(key) or key in unknown)
             if most > num_tokens and self._may_wait(request.request_id):
                 return None
         if self._behaviour.prefetch:
@@ -195,7 +199,9 @@ class StoreScheduler(SchedulerConnector):
         if first is None or self._gpu is None:
             return  # it never had blocks
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
-        self._seen[request.request_id] = end = min(request.num_computed_tokens, hashed)
+        limits = RequestLimits.of(request.content.transfer_params)
+        end = min(request.num_computed_tokens, hashed, limits.max_offload_tokens)
+        self._seen[request.request_id] = end
         if end <= first:
             return
         blocks: Iterable[FullBlock] = full_blocks(
@@ -204,6 +210,7 @@ class StoreScheduler(SchedulerConnector):
             block_ids,
             null_block_id=self._gpu.null_block_id,
             first_token=first,
+            last_token=end,
         )
         if not self._admits_all:
             blocks = [block for block in blocks if self._policy.admits(block, request)]

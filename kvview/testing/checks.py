@@ -1,8 +1,8 @@
 """The registry: every check of every contract, in one list.
 
-A check is a plain function of a factory. It makes a harness, calls it, and
-raises :class:`~kvview.testing.LawBroken` if a law does not hold; it can be called
-alone. A runner finds it here with its law and the capabilities that it requires.
+A check is a plain function that takes a factory. It makes a harness, calls it, and raises
+:class:`~kvview.testing.LawBroken` if a law does not hold. It can be called alone. A runner finds it
+in this list, with its law and the capabilities that it requires.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from functools import wraps
 from kvview.testing.harness import Capability, Contract, Factory
 
 EXCEPTIONS = "exceptions"
-"""In place of a law where a hook or a thread of a connector raised an exception, or a hook
-returned a value that no engine can use."""
+"""Replaces a law if a hook or thread of a connector raised, or a hook returned a wrong value."""
 
 _FAMILIES = ("CONN", "HAND", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
@@ -29,7 +28,7 @@ class Check:
 
     Args:
         name: Name of the function, which ``expected_failures`` and ``select`` take.
-        law: The law that it checks; ``POOL-*`` when it is all of a contract.
+        law: The law that it checks; ``POOL-*`` for all laws of a contract.
         contract: The contract of the harnesses that its factory makes.
         requires: Capabilities without which it is skipped.
         function: The check itself.
@@ -43,7 +42,7 @@ class Check:
 
     @property
     def summary(self) -> str:
-        """The promise, in one line."""
+        """The checked promise, in one line."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -54,14 +53,14 @@ _running: ContextVar[CheckFunction | None] = ContextVar("kvview_check", default=
 
 
 def running_check() -> CheckFunction | None:
-    """The check that is running, for a script that runs it again; None outside any."""
+    """The check that is running, for a script that runs it again; None outside of checks."""
     return _running.get()
 
 
 def check(
     law: str, *requires: Capability, contract: Contract
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a function of a factory as a check of a law."""
+    """Register a function as a check of a law."""
 
     def register(function: CheckFunction) -> CheckFunction:
         @wraps(function)

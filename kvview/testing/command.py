@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 _PAGE_WIDTH = 120
 _LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
-DEFAULT_MUTANTS = 20
 SEEDS_OF_A_RELEASE = 100
-"""Of each release, unless the user sets a number."""
+"""Number of seeds for each release, unless the user sets a number."""
 
 
 @click.command()
@@ -59,17 +58,24 @@ SEEDS_OF_A_RELEASE = 100
     "--select",
     multiple=True,
     metavar="NAME",
-    help="Only this check or law ('check_pool_7_*', 'POOL-7'). Repeatable.",
+    help="Run only this check or law ('check_pool_7_*', 'POOL-7'). Repeatable.",
 )
 @click.option(
     "--expected-failures",
     "expected_failures_file",
     metavar="FILE",
-    help="Lines of 'check_name: reason' or 'coverage: name: reason'; a pass is reported.",
+    help=(
+        "File of expected failures, with lines of 'check_name: reason' or 'coverage: name: "
+        "reason'. A check in it that passes is reported."
+    ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
-@click.option("--steps", type=Whole(), help="Longest sequence of calls; fewest steps of a run.")
-@click.option("--seeds", type=Whole(), help="Number of runs.  [default: 100; of a connector, 200]")
+@click.option(
+    "--steps",
+    type=Whole(),
+    help=("Maximum of calls in one sequence; for a connector, minimum of steps in one run."),
+)
+@click.option("--seeds", type=Whole(), help="Number of runs. [default: 100; for a connector 200]")
 @click.option(
     "--engine",
     metavar="NAME",
@@ -81,14 +87,19 @@ SEEDS_OF_A_RELEASE = 100
     "--vllm",
     multiple=True,
     metavar="RELEASE",
-    help="Check in this vLLM release (0.33, 0.33.0), or 'all': its sources are fetched, "
-    "nothing is installed. Repeatable.",
+    help=(
+        "Check in this vLLM release (0.33, 0.33.0), or in 'all'. The sources of the release are "
+        "fetched, but not installed. Repeatable."
+    ),
 )
 @click.option(
     "--kv-transfer-config",
     "transfer_config",
     metavar="JSON",
-    help="Of a connector of vLLM, as vllm serve takes it; --option goes into its extra config.",
+    help=(
+        "Configuration of a vLLM connector in the form that vllm serve accepts; --option goes "
+        "into its extra config."
+    ),
 )
 @click.option(
     "--inference",
@@ -99,20 +110,22 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--pd",
     is_flag=True,
-    help="Check a connector that hands KV from one engine to another, in two engines with a "
-    "router and a faulty network between them (docs/handoff.md).",
+    help=(
+        "Check a connector that passes KV from one engine to another, in two engines with a "
+        "router and a faulty network between them (docs/handoff.md)."
+    ),
 )
 @click.option(
     "--hook-seconds",
     type=float,
     default=HOOK_SECONDS,
     show_default=True,
-    help="CPU time of one call of a hook.",
+    help="CPU seconds that one call of a hook may take.",
 )
 @click.option(
     "--keep-going",
     is_flag=True,
-    help="Play all seeds of a connector: without it the first that fails ends the run.",
+    help="Play all seeds of a connector; by default the first failing seed ends the run.",
 )
 @json_option(
     {
@@ -127,19 +140,12 @@ SEEDS_OF_A_RELEASE = 100
     "page_file",
     type=OutputFile(may_be_stdout=False),
     metavar="FILE",
-    help="Write the printed report to FILE, as a page.",
+    help="Write the printed report to FILE, as an HTML page.",
 )
 @click.option(
     "--self-test",
     is_flag=True,
-    help="Check the checks: planted faults and automatic mutants must die.",
-)
-@click.option(
-    "--mutants",
-    "num_mutants",
-    type=Whole(0),
-    help="Automatic mutants that --self-test plays, drawn with --seed.  "
-    f"[default: {DEFAULT_MUTANTS}]",
+    help="Check the checks: every injected fault must be detected; needs a checkout.",
 )
 def check(
     target: str | None,
@@ -152,32 +158,32 @@ def check(
     result_file: str | None,
     page_file: str | None,
     self_test: bool,
-    num_mutants: int | None,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
 
     TARGET is package.module:name or path/to/file.py:name. It names a factory of
     harnesses over a pool view, a coordinator, an offloading manager or a transfer
-    worker; a class of tier stores, which is made with the --options; or a connector
-    class, which runs in an engine with injected faults: one of kvview, or with
-    --engine vllm any KVConnectorBase_V1 of vLLM, unmodified. In an option, '{tmp}'
-    is a fresh folder for each connector and run; '{blocks}' and '{bytes}' are the
-    size of the connector's tier in that run.
+    worker; a class of tier stores, which is built with the --options; or a connector class, which
+    runs in an engine with injected faults. With --engine vllm, the connector may be any unmodified
+    KVConnectorBase_V1 of vLLM. In an option, '{tmp}' is a new folder for each connector and run;
+    '{blocks}' and '{bytes}' are the size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
     is_piped = "-" in (json_file, result_file)
-    console = Console(stderr=is_piped, markup=True)  # stdout is the report's alone then
+    console = Console(stderr=is_piped, markup=True)  # stdout then only has the report
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
-        number = DEFAULT_MUTANTS if num_mutants is None else num_mutants
-        _finish(*_self_test(console, number, settings["seed"]), json_file)
+        _finish(*_self_test(console), json_file)
     if target is None:
-        raise ConfigError("give a TARGET, package.module:factory, or --self-test")
-    if num_mutants is not None:
-        raise ConfigError("--mutants is for --self-test")
+        raise ConfigError(
+            "TARGET is missing; pass package.module:factory or file.py:factory, or --self-test"
+        )
     if vllm and settings["inference"]:
-        raise ConfigError("--inference runs in the installed vLLM: leave out --vllm")
+        raise ConfigError(
+            "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "
+            "of them"
+        )
     if vllm:
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
@@ -191,7 +197,7 @@ def check(
     if pd and settings["inference"]:
         if (json_file, page_file, result_file) != (None, None, None):
             raise ConfigError(
-                "--pd --inference prints its report; drop --json, --report-json and --html"
+                "--pd --inference only prints its report; drop --json, --report-json and --html"
             )
         sys.exit(_check_real_handoffs(console, target, given))
     profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
@@ -287,13 +293,21 @@ def _check_in_releases(
 
 
 def _options_of_each(context: click.Context, engine: str) -> list[str]:
-    """Return the user's arguments for each process, without those about all releases."""
+    """Return the user's arguments for each process, without those that concern all releases."""
     if context.params["engine"] not in (None, engine):
-        raise ConfigError(f"--{engine} runs that engine, and not {context.params['engine']!r}")
+        raise ConfigError(
+            f"--{engine} runs the engine {engine}, not {context.params['engine']!r}; drop "
+            f"--engine or --{engine}"
+        )
     if context.params["page_file"] is not None:
-        raise ConfigError(f"--html is for one release: leave out --{engine}, or --html")
+        raise ConfigError(
+            f"--html shows one release and cannot be combined with --{engine}; drop one of them"
+        )
     if context.params["result_file"] is not None:
-        raise ConfigError(f"--report-json is for one release: drop --{engine} or --report-json")
+        raise ConfigError(
+            f"--report-json is about one release and cannot be combined with --{engine}; drop one "
+            "of them"
+        )
     ignored = ("target", "vllm", "engine", "json_file")
     options = arguments_of(context, ignored)
     if context.params["seeds"] is None:
@@ -332,7 +346,7 @@ def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
 
 @contextmanager
 def _without_own_warnings() -> Iterator[None]:
-    """Drop warnings of kvview's packages: the checks cause them, by faults that they inject.
+    """Drop warnings of kvview's packages, because the checks cause them with injected faults.
 
     Warnings of the target, and those that a logging configuration selects, are printed.
     """
@@ -354,7 +368,7 @@ def _without_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: with its summary and its report."""
+    """End the run at SIGTERM like at Ctrl-C, with its summary and its report."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
@@ -376,21 +390,19 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
             "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
         )
     for option in given_parameters(context):
-        if option.name not in ("self_test", "num_mutants", "seed", "json_file"):
-            raise ConfigError(f"{option.opts[0]} is for a TARGET: --self-test has none")
+        if option.name not in ("self_test", "json_file"):
+            raise ConfigError(
+                f"{option.opts[0]} needs a TARGET, which --self-test does not have; drop it"
+            )
 
 
-def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.mutants import load_mutants, run_automatic_mutants, run_mutants
+def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
+    from kvview.testing.mutants import load_mutants, run_mutants
     from kvview.testing.schema import MutantModel, SelfTestModel
-    from kvview.testing.terminal import show_automatic_mutants, show_mutants
+    from kvview.testing.terminal import show_mutants
 
     mutants = load_mutants()
-    automatic: dict[str, Any] = {"mutants": [], "num_killed": 0, "unexplained": []}
-    if num_mutants:  # before anything starts a thread: they are forked
-        with progress(f"running {num_mutants} automatic mutants") as on_progress:
-            automatic = run_automatic_mutants(num_mutants, seed, on_progress)
-    with progress(f"running {len(mutants)} planted faults") as on_progress:
+    with progress(f"running {len(mutants)} injected faults") as on_progress:
         results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
     show_mutants(console, results)
     rows = [
@@ -399,15 +411,12 @@ def _self_test(console: Console, num_mutants: int, seed: int) -> tuple[ExitCode,
             what=result.mutant.what,
             law=result.mutant.law,
             incident=result.mutant.incident,
-            killed_by=None if result.broken is None else result.broken.law,
+            killed_by=result.killed_by,
             is_killed=result.is_killed,
             is_killed_by_its_law=result.is_named,
         )
         for result in results
     ]
-    if num_mutants:
-        show_automatic_mutants(console, automatic)
     num_survivors = sum(not result.is_killed for result in results)
-    told = SelfTestModel(mutants=rows, num_survivors=num_survivors, automatic=automatic)
-    is_clean = not num_survivors and not automatic["unexplained"]
-    return ExitCode.CLEAN if is_clean else ExitCode.WRONG, told.model_dump(mode="json")
+    report = SelfTestModel(mutants=rows, num_survivors=num_survivors)
+    return ExitCode.WRONG if num_survivors else ExitCode.CLEAN, report.model_dump(mode="json")

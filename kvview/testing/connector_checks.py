@@ -1,4 +1,4 @@
-"""The laws of connectors as checks: one for each that a simulated run can break.
+"""The laws of connectors as checks, one for each law that a simulated run can break.
 
 They share one set of runs (:func:`shared_runs`), which the first check starts. A run ends at
 the first law that it breaks.
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from kvview.testing.connector.coverage import Gap
 
 COVERAGE = "coverage"
-"""In place of a law where the runs did not exercise an event or some code; also the first word of
-a gap in expected failures: ``coverage: loads``."""
+"""Replaces a law if the runs did not exercise an event or some code.
+
+It is also the first word of a gap in expected failures (``coverage: loads``).
+"""
 NUM_SEEDS = 200
-"""Simulated runs of a connector, by default."""
+"""Default number of simulated runs of a connector."""
 
 _GAPS_IN_WORDS = 2
 
@@ -38,12 +40,14 @@ _NUMBERS = {
     "POOL": (1, 2, 4, 10),
 }
 LAWS = frozenset(f"{family}-{one}" for family, numbers in _NUMBERS.items() for one in numbers)
-"""The laws that a simulated run can break, each with a check of its own. Any other law that is
-broken fails the check for all others."""
+"""The laws that a simulated run can break, each with its own check.
+
+If another law is broken, the check for all other laws fails.
+"""
 
 
 class NotJudged(Exception):
-    """Its runs ended at a failure, before they could show whether a law holds."""
+    """The runs ended at a failure, before they could show whether a law holds."""
 
 
 class NotExercised(LawBroken):
@@ -69,7 +73,7 @@ class NotExercised(LawBroken):
 
 
 def shared_runs(factory: Factory) -> ConnectorRuns:
-    """The runs of a connector class, simulated or real, with the current settings; made once.
+    """The simulated or real runs of a connector class with the current settings, made once.
 
     Raises:
         ConfigError: A library is not installed, or the connector refuses its options.
@@ -78,8 +82,8 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
         from kvview.testing.connector import check_connector, load_engines
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the target is a connector, and checking one needs {error.name}: "
-            "pip install 'kvview[reference]'"
+            f"the target is a connector, and the check of connectors needs {error.name}: pip "
+            f"install 'kvview[reference]'"
         ) from error
     effort = current_effort()
     if factory not in effort.shared and effort.inference:
@@ -160,9 +164,9 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law:
 
     Args:
         factory: Makes the connector.
-        laws: Whether a law is one of them.
+        laws: Returns whether a law is one of these.
         expected: Meaning of the laws, for the message.
-        law: The law, if it is one only. A law of transfers is not checked if the engine replaced
+        law: The law, if there is only one. A law of transfers is not checked if the engine replaced
             a part of the connector, because the replaced parts copy the bytes.
     """
     runs = shared_runs(factory)
@@ -196,7 +200,7 @@ def law_check(law: str, runs: str) -> CheckFunction:
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:
-    """Skip: the law held until the runs ended early, which is not a verdict."""
+    """Skip the check, because the law held until the runs ended early, which is not a verdict."""
     if runs.is_interrupted:
         raise KeyboardInterrupt
     if runs.is_cut_short:
@@ -222,7 +226,7 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
 
 @check(EXCEPTIONS, contract="connector")
 def check_exceptions_in_simulated_runs(factory: Factory) -> None:
-    """No hook and no thread raises, and hooks return what an engine can use."""
+    """No hook and no thread raises, and hooks return values that an engine can use."""
     expected = "no exception, and values that an engine can use"
     check_law(factory, lambda broken: broken == EXCEPTIONS, expected)
 
@@ -234,7 +238,7 @@ for _law in sorted(LAWS):
 
 @check("*", contract="connector")
 def check_any_other_law_in_simulated_runs(factory: Factory) -> None:
-    """No other law is broken either."""
+    """No other law is broken."""
     check_law(factory, lambda broken: broken not in (*LAWS, EXCEPTIONS), "no law broken")
 
 

@@ -1,4 +1,4 @@
-"""The cost of a call without a clock: Python lines run, bytes allocated, and bytes that stay."""
+"""The cost of a call without a clock: Python lines run, bytes allocated, and bytes kept."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FEW_BYTES = 8192
 
 @dataclass(frozen=True)
 class Cost:
-    """Lines run and bytes allocated at most."""
+    """Maximum of lines run and bytes allocated."""
 
     lines: int
     num_bytes: int
 
     def times(self, factor: int) -> Cost:
-        """So many times this, and a little."""
+        """Return this cost times a factor, plus a small constant."""
         return Cost(self.lines * factor + _FEW_LINES, self.num_bytes * factor + _FEW_BYTES)
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
 
 
 def cost_of(call: Callable[[], object]) -> Cost:
-    """Measure the cost of a call: a loop shows in the lines, a copy by C code in the bytes."""
+    """Measure the cost of a call. The lines show a loop, the bytes show a copy by C code."""
     lines = 0
 
     def count_lines(frame: FrameType, event: str, arg: object) -> Any:
@@ -64,7 +64,7 @@ def cost_of(call: Callable[[], object]) -> Cost:
 
 
 def growth_of(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
-    """Measure the bytes that stay allocated after work, which a warm-up precedes."""
+    """Measure the bytes that stay allocated after some work, following a warm-up."""
     tracemalloc.start()
     try:
         warm_up()

@@ -29,21 +29,21 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Effort:
-    """The settings of a run, which is the same every time.
+    """The settings of a run; equal settings give equal runs.
 
     Args:
         seed: The first seed.
-        steps: Longest sequence of calls of a search; of a connector, the fewest scheduler steps
-            of a run. None for 40, and for the steps of each scenario.
-        seeds: Number of runs; None for 100 of a search, for 200 of a connector, and for one with
+        steps: Maximum of calls in one sequence of a search, by default 40; for a connector, minimum
+            of scheduler steps in a run, by default those of each scenario.
+        seeds: Number of runs; by default 100 for a search, 200 for a connector, and 1 with
             inference.
         engine: Engine that runs a connector: ``"reference"`` (the default) or ``"vllm"``.
         options: Options of the connector or store.
         hook_seconds: CPU seconds that one call of a hook may take.
-        inference: Whether a connector serves a model, in place of simulated runs.
+        inference: Whether a connector serves a model instead of simulated runs.
         keep_going: Whether all seeds of a connector are played; otherwise the first failure ends
             the runs.
-        is_brief: Whether a search ends at its first failure, which is not shrunk.
+        is_brief: Whether a search ends at its first failure, without shrinking it.
         shared: Results that the checks of one run share.
 
     Raises:
@@ -68,10 +68,13 @@ class Effort:
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if self.inference and self.steps is not None:
-            raise ConfigError("steps applies to simulated runs only; with inference, drop it")
+            raise ConfigError(
+                "steps only applies to simulated runs and cannot be combined with inference; "
+                "drop it"
+            )
 
     def for_connectors(self) -> list[str]:
-        """Return the names of the given settings that only a connector has."""
+        """Return the names of the given settings that only apply to connectors."""
         return [name for name in _FOR_CONNECTORS if getattr(self, name) != getattr(_DEFAULT, name)]
 
 
@@ -80,7 +83,7 @@ _current: ContextVar[Effort] = ContextVar("kvview_effort", default=_DEFAULT)
 
 
 def current_effort() -> Effort:
-    """Return the settings of the run that a check is part of; the default ones outside any."""
+    """Return the settings of the current run; the defaults outside of a run."""
     return _current.get()
 
 

@@ -21,12 +21,16 @@ from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
 Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
-"""The contract that a harness is for; a connector class is its own harness, and of a class of
-stores the kit makes one."""
+"""The contract of a harness.
+
+A connector class is its own harness, and the kit makes a harness of a class of stores.
+"""
 
 Factory = Callable[..., Any]
-"""Makes a harness in its first state; every check calls it at least once. A connector class
-is given as it is."""
+"""Makes a harness in its first state; every check calls it at least once.
+
+For connectors, the class itself is passed.
+"""
 
 MIN_POOL_BLOCKS = 16
 MIN_CACHED_BLOCKS = 64
@@ -64,7 +68,7 @@ def needs_of(*texts: str) -> tuple[Need, ...]:
 
 
 class Capability(StrEnum):
-    """A feature of an implementation beyond the core; declared, never guessed.
+    """A feature of an implementation beyond the core, which a harness must declare.
 
     Attributes:
         value: Name by which a harness declares it.
@@ -76,7 +80,7 @@ class Capability(StrEnum):
     needs: tuple[Need, ...]
 
     def __new__(cls, value: str, contracts: str, *needs: str) -> Capability:
-        """Make a member from the texts of its needs."""
+        """Make a member from its needs, given as text."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.contracts = frozenset(contracts.split())
@@ -85,15 +89,15 @@ class Capability(StrEnum):
 
     # pool
     CACHE = "cache", "pool", "harness.cache(3)"
-    """``cache(block_ids, block_hashes, group_idx)``: the prefix cache is on."""
+    """``cache(block_ids, block_hashes, group_idx)`` caches blocks; the prefix cache is on."""
     MANY_HASHES = "many_hashes", "pool", "harness.cache(3)"
     """A block that is cached twice under different hashes keeps both."""
     EVICT = "evict", "pool", "harness.evict(1)"
     """``evict(block_ids)``: the engine drops blocks from its prefix cache."""
     RESET = "reset", "pool", "harness.reset(0)"
-    """``reset() -> bool``: False when the engine's cache reset was refused."""
+    """``reset() -> bool`` resets the cache; False if the engine refused that."""
     CLOSE = "close", "pool", "harness.close(0)"
-    """``close() -> {block_id: count}``: the engine goes and closes the view."""
+    """``close() -> {block_id: count}``: the engine shuts down and closes the view."""
     SIZED = "sized", "pool offloading", "harness.sized(1)"
     """``sized(num_blocks)``: a new harness over a pool, or a manager, of another size."""
     POOL_SIZE = "pool_size", "pool", "view.num_blocks", "view.null_block_id"
@@ -117,27 +121,29 @@ class Capability(StrEnum):
     HOLDS = "holds", "pool", "view.held_blocks(0)"
     """The view has ``held_blocks()``."""
     VIEWS = "views", "pool", "harness.another_view(0)"
-    """``another_view()``: another view of the same pool."""
+    """``another_view()`` makes another view of the same pool."""
     ENGINE_REFUSES = "engine_refuses", "pool", "harness.share(1)"
-    """``release``, ``cache`` and ``evict`` raise, as a view does, for blocks that the engine cannot
-    mean, and so does ``share(block_ids)``: one reference more on each, free or in use."""
+    """``release``, ``cache`` and ``evict`` raise like a view for impossible blocks, and so does
+    ``share(block_ids)``, which takes one further reference on each block, free or in use."""
     GPU_EVENTS = "gpu_events", "pool", "harness.telling(0)"
-    """``telling()``: a new harness whose engine tells of its prefix cache; ``take_events()`` of
-    that is what it told since the last call, as :class:`~kvview.BlockStored`,
-    :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`."""
+    """``telling()`` makes a harness whose engine emits events of its prefix cache.
+
+    Its ``take_events()`` returns the events since the last call, as :class:`~kvview.BlockStored`,
+    :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`.
+    """
     LEASES = "leases", "pool", "view.lease(1)", "harness.advance(1)"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
     LEAKS = "leaks", "pool", "view.leaks(1)"
-    """The guard has ``leaks(older_than)``, of things like :class:`~kvview.Leak`."""
+    """The guard has ``leaks(older_than)``, which returns objects like :class:`~kvview.Leak`."""
     PIN_BUDGET = "pin_budget", "pool", "harness.budgeted(1)"
-    """``budgeted(num_blocks)``: a new harness whose guard may hold so many blocks."""
+    """``budgeted(num_blocks)`` makes a harness whose guard may hold this number of blocks."""
     GUARDS = "guards", "pool", "harness.guard_over(2)"
-    """``guard_over(view, num_blocks)``: another guard, with the clock of the first, over any
-    view; it may hold so many blocks, or any number with None."""
+    """``guard_over(view, num_blocks)`` makes another guard over any view, with the clock of the
+    first. It may hold this number of blocks, or any number with None."""
     STATS = "stats", "pool", "view.stats"
     """The guard has ``stats``, like :class:`~kvview.GuardStats`."""
     TRACE = "trace", "pool", "harness.traced(0)"
-    """``traced()``: a new harness whose guard notes the line that took each hold."""
+    """``traced()`` makes a harness whose guard records the line that took each hold."""
     ENGINE_SIDE = (
         "engine_side",
         "pool",
@@ -146,8 +152,8 @@ class Capability(StrEnum):
         "view.guards(0)",
         "view.free_all(0)",
     )
-    """The guard has what an engine asks of it: ``speak_of(request_id)``, ``accounts()``,
-    ``guards()`` and ``free_all()``, as :class:`~kvview.GuardedView`."""
+    """The guard has the methods for engines: ``speak_of(request_id)``, ``accounts()``, ``guards()``
+    and ``free_all()``, as in :class:`~kvview.GuardedView`."""
     ONE_THREAD = "one_thread", "pool"
     """The view refuses calls from another thread than the one that made it."""
 
@@ -161,23 +167,24 @@ class Capability(StrEnum):
     HYBRID = "hybrid", "geometry"
     """``with_geometry`` takes several groups."""
     CACHING_OFF = "caching_off", "geometry", "harness.without_caching(0)"
-    """``without_caching()``: a new harness of the same geometry whose prefix cache is off."""
+    """``without_caching()`` makes a harness of the same geometry whose prefix cache is off."""
 
     # offloading
     RESETS = "resets", "offloading"
-    """``OffloadingManager.reset`` does something."""
+    """``OffloadingManager.reset`` forgets all keys."""
     EVENTS = "events", "offloading"
-    """``take_events`` reports what is stored and removed."""
+    """``take_events`` reports stored and removed keys."""
     PAGES = "pages", "offloading"
-    """Specs name their pages: they have ``block_ids``."""
+    """Specs name their pages with ``block_ids``."""
     POLICIES = "policies", "offloading", "harness.with_policy(1)", "harness.policies"
     """``with_policy(name)`` makes a manager; ``policies`` names the known ones."""
     LRU = "lru", "offloading"
-    """The manager evicts what was used longest ago (OFF-10)."""
+    """The manager evicts the key that was used longest ago (OFF-10)."""
     ARC = "arc", "offloading"
-    """The manager evicts as ARC does (OFF-11)."""
+    """The manager evicts keys like ARC (OFF-11)."""
     STORE_THRESHOLD = "store_threshold", "offloading", "harness.with_threshold(1)"
-    """``with_threshold(num_offers)``: a new harness whose manager stores a key at so many."""
+    """``with_threshold(num_offers)`` makes a harness whose manager stores a key after this number
+    of offers."""
 
     TIER_COUNTS = (
         "tier_counts",
@@ -185,17 +192,18 @@ class Capability(StrEnum):
         "manager.num_free_blocks(0)",
         "manager.num_protected_blocks(0)",
     )
-    """The manager has ``num_free_blocks()``, what a store may take without an eviction, and
-    ``num_protected_blocks()``, what transfers use, those from before a reset included."""
+    """The manager has ``num_free_blocks()``, the blocks that a store may take without an eviction,
+    and ``num_protected_blocks()``, the blocks that transfers use, including those of transfers
+    older than a reset."""
     LEADING_HITS = "leading_hits", "offloading", "manager.num_leading_hits(1)"
-    """The manager has ``num_leading_hits(keys)``: how many keys ``lookup`` calls a hit, up to the
-    first that it does not."""
+    """The manager has ``num_leading_hits(keys)``, which returns the number of keys before the first
+    one that is not a hit."""
 
     # transfer
     FAIL = "fail", "transfer", "harness.fail_next(0)"
     """``fail_next()``: the copy of the job that is submitted next fails."""
     PAUSE = "pause", "transfer tier", "harness.pause(0)", "harness.resume(0)"
-    """``pause()`` and ``resume()``: copies submitted in between start at ``resume``."""
+    """``pause()`` and ``resume()``; copies that are submitted in between start at ``resume``."""
     FAIL_BLOCK = "fail_block", "transfer", "harness.fail_block(1)"
     """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block
     fails, counted in the order of the job; the copies of others need not."""
@@ -203,35 +211,36 @@ class Capability(StrEnum):
     """``with_caches(kv_caches, num_cpu_blocks)``: makes a worker over other KV caches, which is
     shut down by the checks."""
     COMPUTE = "compute", "transfer", "harness.hold_compute(0)", "harness.release_compute(0)"
-    """``hold_compute()`` and ``release_compute()``: what the worker's compute stream is given
-    in between ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
+    """``hold_compute()`` and ``release_compute()``; work that the worker's compute stream gets in
+    between ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
     COMPUTE_FAILS = "compute_fails", "transfer", "harness.fail_compute(1)"
-    """``fail_compute(when)``: the compute stream raises at the job that is submitted next, when it
-    is asked for a mark (``"mark"``) or waited for (``"wait"``)."""
+    """``fail_compute(when)``: the compute stream raises at the next submitted job, when the worker
+    requests a mark (``"mark"``) or waits for it (``"wait"``)."""
     TIER_SPEC = "tier_spec", "transfer", "harness.tier_spec(1)"
-    """``tier_spec(pages)``: how the tier names its pages, which may be anything: keys, offsets,
-    files. Without it by :class:`~kvview.CPULoadStoreSpec`, and any other page is refused."""
+    """``tier_spec(pages)`` makes a spec that names pages of the tier by keys, offsets, files or
+    anything else. Without this capability the checks use :class:`~kvview.CPULoadStoreSpec`, and
+    a page that does not exist must be refused."""
     HOST_BYTES = "host_bytes", "transfer", "worker.host_bytes"
-    """The worker has ``host_bytes``: of host memory that its tier takes, 0 after shutdown."""
+    """The worker has ``host_bytes``, the host memory that its tier takes; 0 after shutdown."""
 
     # tier
     REOPEN = "reopen", "tier", "harness.reopen(0)"
-    """``reopen()``: a new harness over the same bytes; the store before is closed by then."""
+    """``reopen()`` makes a harness over the same bytes, after the earlier store was closed."""
     NAMESPACES = "namespaces", "tier", "harness.with_namespace(1)"
-    """``with_namespace(namespace)``: a new harness beside this one, in the same place."""
+    """``with_namespace(namespace)`` makes another harness in the same place."""
     DAMAGE = "damage", "tier", "harness.damage(1)"
-    """``damage(how)``: spoil what lies on the medium (``"flip"``, ``"cut"``, ``"grow"``,
-    ``"swap"``); returns how many entries."""
+    """``damage(how)`` corrupts the entries on the medium (``"flip"``, ``"cut"``, ``"grow"``,
+    ``"swap"``), and returns their number."""
     VERIFIES = "verifies", "tier", "harness.damage(1)"
-    """The store itself sees damaged bytes, also without a guard."""
+    """The store itself detects damaged bytes, even without a guard."""
     GONE = "gone", "tier", "harness.lose_medium(0)", "harness.folder"
-    """``lose_medium()``: the medium, ``folder``, is taken away under the store."""
+    """``lose_medium()`` removes the medium, ``folder``, while the store is open."""
     BUDGET = "budget", "tier", "harness.with_budget(1)", "harness.occupied_bytes(0)"
-    """``with_budget(max_bytes)``: a new harness in a place of its own; ``occupied_bytes()`` is
-    what its store takes there."""
+    """``with_budget(max_bytes)`` makes a harness in a new place; ``occupied_bytes()`` returns the
+    bytes that its store takes there."""
     KILL = "kill", "tier", "harness.start_writer(1)"
-    """``start_writer(keys)``: a process that opens the place and puts keys, which are given with
-    the bytes of their pages (:class:`kvview.testing.tier.writer.Writer`)."""
+    """``start_writer(keys)`` starts a process that opens the place and puts keys, which are given
+    with the sizes of their pages (:class:`kvview.testing.tier.writer.Writer`)."""
     DELETE = "delete", "tier", "store.delete(1)"
     """The store has ``delete(keys)``."""
     USAGE = "usage", "tier", "store.usage(0)"
@@ -243,11 +252,11 @@ class Capability(StrEnum):
 
 
 class PoolHarness(Protocol):
-    """A view under test and its engine; fresh: nothing held, nothing cached.
+    """A view under test and its engine; at first no block is held or cached.
 
     1. Ids are 0 to ``num_blocks - 1``; all but the null block are free at first.
-    2. ``allocate`` and ``release`` are calls of the engine, which bypass the view: a block
-       may be in use by both. The view is not notified.
+    2. ``allocate`` and ``release`` are calls of the engine that bypass the view, which is not
+    notified. A block may be held by the engine and by the view.
     """
 
     @property
@@ -262,7 +271,7 @@ class PoolHarness(Protocol):
 
     @property
     def null_block_id(self) -> int | None:
-        """The placeholder that is never allocated; None when there is none."""
+        """The placeholder block that is never allocated; None if the pool has no such block."""
         ...
 
     @property
@@ -285,7 +294,7 @@ class Coordinator(Protocol):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, /
     ) -> tuple[Sequence[Sequence[int]], int]:
-        """The longest hit of at most ``max_tokens``, with nothing held for it.
+        """Return the longest hit of at most ``max_tokens``, without holding its blocks.
 
         Returns:
             Block ids of each group, from block 0 to the end of the hit, and the tokens of the hit.
@@ -294,11 +303,11 @@ class Coordinator(Protocol):
 
 
 class GeometryHarness(Protocol):
-    """A coordinator under test and its pool; fresh: nothing cached.
+    """A coordinator under test and its pool; at first no block is cached.
 
     1. A factory may make any geometry; the checks then make their own.
-    2. A request is its block hashes: one each ``hash_block_size`` tokens, made from
-       all tokens up to its end. Requests with a common prefix share its hashes.
+    2. A request is a list of block hashes, one per ``hash_block_size`` tokens, each made from all
+       tokens up to its end. Requests with a common prefix share its hashes.
     3. At least 64 blocks are cached at the same time before one is evicted.
     """
 
@@ -324,15 +333,15 @@ class GeometryHarness(Protocol):
         ...
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int, /) -> int:
-        """Cache block number ``block`` of a request in a group, alone; returns its id.
+        """Cache only block number ``block`` of a request in a group; returns its id.
 
-        As if it had been computed and its request had ended: the block is free.
+        The block is free afterwards, as after the end of its request.
         """
         ...
 
 
 class ManagerHarness(Protocol):
-    """An offloading manager under test; fresh: it holds nothing, and stores every offer."""
+    """An offloading manager under test; at first it holds no key, and it stores every offer."""
 
     @property
     def manager(self) -> OffloadingManager:
@@ -355,8 +364,8 @@ class TransferHarness(Protocol):
 
     1. ``kv_caches`` holds torch tensors. The checks fill and compare their whole storages,
        including the bytes between and behind the rows.
-    2. The more groups, tensors, paddings and gaps, the more is checked; and with pages so
-       large that a job moves more than 1 MiB, the way that a worker moves those.
+    2. More groups, tensors, paddings and gaps make the checks more thorough. Pages so large that a
+    job moves more than 1 MiB also check how a worker moves large jobs.
     """
 
     @property
@@ -386,7 +395,7 @@ class TransferHarness(Protocol):
 
 
 class TierHarness(Protocol):
-    """A store under test; fresh: it holds nothing. 16 MiB are kept before one key is evicted."""
+    """A store under test; at first it holds no key. It must keep 16 MiB before it evicts a key."""
 
     @property
     def store(self) -> TierStore:
@@ -395,7 +404,7 @@ class TierHarness(Protocol):
 
     @property
     def namespace(self) -> Namespace:
-        """Its namespace."""
+        """Namespace of the store."""
         ...
 
     @property
@@ -404,12 +413,12 @@ class TierHarness(Protocol):
         ...
 
     def end(self) -> None:
-        """Close the store and remove its files after a check; callable twice."""
+        """Close the store and remove its files after a check; may be called twice."""
         ...
 
 
 class HandoffHarness(Protocol):
-    """Two engines with a network between them; fresh: not started."""
+    """Two engines with a network between them, which are not started at first."""
 
     @property
     def engines(self) -> Mapping[str, Any]:
@@ -429,7 +438,7 @@ SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "tier": ("store", TierStore, TierHarness),
     "handoff": ("engines", object, HandoffHarness),
 }
-"""For each contract the attribute that identifies its harness, with the protocols of both."""
+"""For each contract, the attribute that identifies its harness, and the protocols of both."""
 
 
 def capabilities_of(contract: Contract) -> list[Capability]:

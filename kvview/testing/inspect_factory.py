@@ -1,4 +1,4 @@
-"""From a target to a harness that is known to be usable, before any check runs."""
+"""Verification of a target and its harness before any check runs."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def inspect_factory(
     """Call a factory once, and verify everything that the checks rely on.
 
     Args:
-        factory: Of harnesses; or a class of connectors, or of stores.
-        options: Of a class of stores.
+        factory: A factory of harnesses, or a class of connectors or stores.
+        options: Options of a class of stores.
 
     Returns:
         The contract that the harness is for, and the capabilities declared.
 
     Raises:
-        ConfigError: The factory raises or returns no harness, or its harness lacks
-            a move, has a method that takes other arguments, is too small, or
-            declares a capability that there is not. All faults, in one message.
+        ConfigError: The factory raises or returns no harness, or its harness lacks a method, has a
+            method with other arguments, is too small, or declares an unknown capability. The
+            message lists all faults.
     """
     name = getattr(factory, "__qualname__", None) or repr(factory)
     if is_engine_connector(factory):
@@ -91,7 +91,8 @@ def _contract_of(harness: object, name: str) -> Contract:
         f"{subject!r} for {contract}" for contract, (subject, *_) in SUBJECTS.items()
     )
     raise ConfigError(
-        f"factory {name} returns {type(harness).__name__}, not a harness: it needs {wanted}"
+        f"factory {name} returns {type(harness).__name__}, which is not a harness; a harness "
+        f"needs {wanted}"
     )
 
 

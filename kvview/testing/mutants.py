@@ -1,13 +1,13 @@
-"""Planted faults: wrong implementations that show whether the checks can see."""
+"""Injected faults: wrong implementations that show which faults the checks detect."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvview.errors import ConfigError
 from kvview.testing.effort import Effort
@@ -60,41 +60,54 @@ class Mutant:
 
 @dataclass(frozen=True)
 class MutantResult:
-    """Whether a mutant was seen.
+    """Whether the kit detected a mutant.
 
     Args:
         mutant: The mutant.
-        broken: The failure that the check reported; None if it passed.
+        killed_by: Law of the first failure; None if every check passed.
     """
 
     mutant: Mutant
-    broken: LawBroken | None
+    killed_by: str | None
 
     @property
     def is_killed(self) -> bool:
-        """Whether anything of the kit failed."""
-        return self.broken is not None
+        """Whether a check failed."""
+        return self.killed_by is not None
 
     @property
     def is_named(self) -> bool:
-        """Whether the first failure breaks the law that the fault is about."""
-        return self.broken is not None and self.broken.law == self.mutant.law
+        """Whether the first failure breaks the law of the injected fault."""
+        return self.killed_by == self.mutant.law
 
 
 def run_mutants(
-    mutants: Iterable[Mutant], on_result: Callable[[MutantResult], None] | None = None
+    mutants: Sequence[Mutant], on_result: Callable[[MutantResult], None] | None = None
 ) -> list[MutantResult]:
-    """Run the whole kit on each mutant, until something fails."""
+    """Run the kit on each mutant until a check fails, in one process for each core.
+
+    A mutant whose process dies survives, because no check detected it.
+    """
+    from kvview.testing.connector.workers import default_processes, workers
+
+    def law_of_first_failure(number: int) -> str | None:
+        failure = mutants[number].first_failure()
+        return None if failure is None else failure.law
+
     results = []
-    for mutant in mutants:
-        results.append(MutantResult(mutant, mutant.first_failure()))
-        if on_result is not None:
-            on_result(results[-1])
+    with (
+        workers(law_of_first_failure, default_processes()) as processes,
+        closing(processes.map(range(len(mutants)))) as answers,
+    ):
+        for mutant, law in zip(mutants, answers, strict=True):
+            results.append(MutantResult(mutant, law if isinstance(law, str) else None))
+            if on_result is not None:
+                on_result(results[-1])
     return results
 
 
 def load_mutants(folder: Path | None = None) -> Sequence[Mutant]:
-    """The planted faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
+    """The injected faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
 
     Args:
         folder: Their folder; by default next to the package, in a checkout.
@@ -102,36 +115,12 @@ def load_mutants(folder: Path | None = None) -> Sequence[Mutant]:
     Raises:
         ConfigError: The mutants are not installed, because wheels do not contain them.
     """
-    mutants: Sequence[Mutant] = _load("mutants", "kvview_planted_faults", folder).MUTANTS
-    return mutants
-
-
-def run_automatic_mutants(
-    num: int, seed: int = 0, on_progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """Play automatic mutants of the reference and the shared code against the whole kit.
-
-    Args:
-        num: Number of mutants; those of a smaller number are the first of a larger one.
-        seed: Seed of the draw.
-        on_progress: Called with the name of each mutant when it is done.
-
-    Returns:
-        The part of a report; ``"unexplained"`` lists the survivors without a reason.
-
-    Raises:
-        ConfigError: They are not there: wheels do not carry them.
-    """
-    summarize = _load("mutation", "kvview_automatic_mutants").summarize
-    report: dict[str, Any] = summarize(num, seed, on_progress or (lambda name: None))
-    return report
-
-
-def _load(room: str, name: str, folder: Path | None = None) -> Any:
-    folder = folder or Path(__file__).parents[2] / "tests" / room
+    name = "kvview_injected_faults"
+    folder = folder or Path(__file__).parents[2] / "tests" / "mutants"
     if not (folder / "__init__.py").is_file():
         raise ConfigError(
-            "the planted faults are in the source tree, not in the wheel: run this from a checkout"
+            "the injected faults are in the source tree, but not in the wheel: run the self-test "
+            "in a checkout"
         )
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(
@@ -142,4 +131,5 @@ def _load(room: str, name: str, folder: Path | None = None) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-    return sys.modules[name]
+    mutants: Sequence[Mutant] = sys.modules[name].MUTANTS
+    return mutants

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """A check with its factory: call it.
+    """A check bound to its factory, to be called by a test.
 
     Args:
         check: The check.
@@ -52,7 +52,7 @@ def make_params(
     *,
     select: Sequence[str] = (),
 ) -> list[Any]:
-    """One ``pytest.param`` a check, marked as skipped or as an expected failure.
+    """Make one ``pytest.param`` per check, marked as skipped or as an expected failure.
 
     Raises:
         ConfigError: As :func:`~kvview.testing.run_checks`.
@@ -82,7 +82,7 @@ def parametrize_with_checks(
     select: Sequence[str] = (),
     **settings: Unpack[Settings],
 ) -> pytest.MarkDecorator:
-    """Make one test of every check; the decorated function is given ``check``.
+    """Make one test of every check; the decorated function gets ``check``.
 
     Example:
         >>> @parametrize_with_checks(make_pool, {"check_x": "upstream #1"})

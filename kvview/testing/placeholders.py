@@ -1,4 +1,4 @@
-"""Placeholders in options that the check fills in: fresh folders, and sizes of tiers.
+"""Placeholders in options, which the check replaces by new folders and sizes of tiers.
 
 Data of a connector must not outlive its run. Most faults of a tier show only when the tier is
 full, and a tier of its default size never fills up in a run of seconds. A size may be an
@@ -17,11 +17,11 @@ from typing import Any
 from kvview.errors import ConfigError
 
 FOLDER = "{tmp}"
-"""In the text of an option: a fresh folder."""
+"""Stands for a new folder, in the text of an option."""
 BLOCKS = "{blocks}"
-"""In an option: the number of blocks that the tier holds in this run."""
+"""Stands for the number of blocks that the tier holds in this run."""
 BYTES = "{bytes}"
-"""In an option: the number of bytes that the tier holds in this run."""
+"""Stands for the number of bytes that the tier holds in this run."""
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -32,11 +32,11 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def in_folder(value: Any, folder: str) -> Any:
-    """Options with :data:`FOLDER` replaced.
+    """Return options with :data:`FOLDER` replaced.
 
     Args:
         value: Options, or a part of them.
-        folder: Of this run.
+        folder: Folder of this run.
     """
     if isinstance(value, str):
         return value.replace(FOLDER, folder)
@@ -44,12 +44,12 @@ def in_folder(value: Any, folder: str) -> Any:
 
 
 def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
-    """Options with sizes in place of :data:`BLOCKS`, :data:`BYTES` and expressions of them.
+    """Return options with sizes instead of :data:`BLOCKS`, :data:`BYTES` and expressions of them.
 
     Args:
         value: Options, or a part of them.
         num_blocks: Blocks that the tier holds in this run.
-        block_bytes: Of one of them.
+        block_bytes: Bytes of one block.
 
     Raises:
         ConfigError: An expression has other parts than numbers, ``+ - * /`` and parentheses, or
@@ -63,17 +63,17 @@ def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
 
 
 def is_sized(options: Mapping[str, Any]) -> bool:
-    """Whether options leave the size of a tier to the check."""
+    """Whether options let the check choose the size of a tier."""
     return bool(_sizes(options))
 
 
 def has_whole_size(options: Mapping[str, Any]) -> bool:
-    """Whether an option is the size of the whole tier, and not an expression."""
+    """Whether an option is the size of the whole tier, not an expression."""
     return any(text in (BLOCKS, BYTES) for text in _sizes(options))
 
 
 def is_in_bytes(options: Mapping[str, Any]) -> bool:
-    """Whether only the connector knows how many blocks fit: sizes are in bytes, or expressions."""
+    """Whether sizes are in bytes or expressions, so the number of blocks is unknown here."""
     return any(text != BLOCKS for text in _sizes(options))
 
 
@@ -99,8 +99,8 @@ def _evaluated(text: str, sizes: Mapping[str, int]) -> int:
     except (SyntaxError, ValueError, OverflowError, RecursionError, ZeroDivisionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ConfigError(
-            f"size {text!r} cannot be computed ({reason}): write numbers, + - * / and parentheses "
-            f"around {BLOCKS} or {BYTES}, such as '{BYTES}/4'"
+            f"size {text!r} cannot be computed ({reason}); use numbers, + - * / and parentheses "
+            f"with {BLOCKS} or {BYTES}, such as '{BYTES}/4'"
         ) from None
     if size < 0:
         raise ConfigError(f"size {text!r} is {size} in a run with {sizes}, expected 0 or more")
@@ -127,9 +127,9 @@ def _each(value: Any, fill: Callable[[Any], Any]) -> Any:
 
 @contextmanager
 def in_fresh_folders(options: Mapping[str, Any], number: int = 1) -> Iterator[list[dict[str, Any]]]:
-    """Options for as many connectors, each with a folder until the end of the block.
+    """Make options for several connectors, each with its own folder until the end of the block.
 
-    No folder is made unless an option names it.
+    Folders are only made if an option names them.
     """
     if in_folder(options, "") == options:
         yield [dict(options)] * number

@@ -15,13 +15,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kvview-target", metavar="TARGET", help="package.module:factory or file.py:factory"
     )
     group.addoption(
-        "--kvview-expected-failures", metavar="FILE", help="lines of 'check_name: reason'"
+        "--kvview-expected-failures",
+        metavar="FILE",
+        help=("file of expected failures, with lines of 'check_name: reason'"),
     )
     group.addoption(
         "--kvview-select", action="append", default=[], metavar="NAME", help="a check or a law"
     )
     group.addoption("--kvview-seed", type=int, default=0, metavar="N", help="the first seed")
-    group.addoption("--kvview-steps", type=int, metavar="N", help="of a sequence, of a run")
+    group.addoption(
+        "--kvview-steps",
+        type=int,
+        metavar="N",
+        help=("maximum of calls in one sequence; for a connector, minimum of steps in one run"),
+    )
     group.addoption("--kvview-seeds", type=int, metavar="N", help="number of runs")
     group.addoption("--kvview-engine", metavar="NAME", help="what runs a connector")
     group.addoption(
@@ -29,15 +36,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of the connector; the value is JSON, or else text",
+        help="an option of the connector, KEY=VALUE, with a value in JSON or as text",
     )
     group.addoption(
         "--kvview-hook-seconds",
         type=float,
         default=30.0,
         metavar="S",
-        help="CPU time of one call of a hook",
+        help="CPU seconds that one call of a hook may take",
     )
     group.addoption(
-        "--kvview-keep-going", action="store_true", help="play all seeds of a connector"
+        "--kvview-keep-going",
+        action="store_true",
+        help=("play all seeds of a connector, even after a failure"),
     )

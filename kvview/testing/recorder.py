@@ -1,4 +1,4 @@
-"""Calls on an object under test, kept as a script that shows a failure again."""
+"""Records calls on an object under test, as a script that shows a failure again."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class LawBroken(AssertionError):
 
     Args:
         law: Number of the law, ``"POOL-2"`` for example.
-        what: The expectation in words.
-        got: What was observed.
+        what: The broken expectation, in words.
+        got: The observed value.
         expected: The value that the law requires.
-        script: Python that shows it again, and fails as long as the law is broken.
-        seeds: Of a connector, the seeds that break the law; the script is the first one's.
-        timeline: Of a connector, where the blocks are after each step of that run.
-        log: Of a connector, the last hooks, transfers and holds of that run.
+        script: Python code that shows the failure again, and fails as long as the law is broken.
+        seeds: For a connector, the seeds that break the law; the script shows the first seed.
+        timeline: For a connector, the places of the blocks after each step of that run.
+        log: For a connector, the last hooks, transfers and holds of that run.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Recorder:
 
     Args:
         factory: Makes the harness; called once, here.
-        law: The law that is checked. With ``*`` in it each failure names its own.
+        law: The checked law. If it contains ``*``, each failure names its own law.
         subject: Attribute of the harness that is under test.
     """
 
     max_listed: int | None = None
-    """Items after which a list that does not end is cut off; None for no limit."""
+    """Maximum of items that are taken from an iterator; None for no limit."""
 
     is_timed: ClassVar[bool] = False
-    """Whether what a call returns is a matter of time: the calls alone prove nothing then."""
+    """Whether results depend on time, so that the calls alone do not show the failure."""
 
     def __init__(self, factory: Callable[[], Any], law: str, subject: str) -> None:
         self.is_recording = True
@@ -96,7 +96,7 @@ class Recorder:
         self.harness: Any = factory()
         self.subject: Any = getattr(self.harness, subject)
         self._names = {id(self.harness): "h", id(self.subject): subject}
-        self._kept: list[object] = []  # named objects live on: an id is theirs alone
+        self._kept: list[object] = []  # named objects are kept, so that their ids are not reused
         self._header = [
             "from kvview import *",
             "from contextlib import suppress",
@@ -107,14 +107,14 @@ class Recorder:
         ]
         self._lines: list[str] = []
         self._last: tuple[str, object] | None = None
-        self._begun = subject  # the call that was made last
+        self._begun = subject  # the last call
         self._asserts = False  # whether the last of the lines fails by itself
 
     def end(self) -> None:
         """Release the resources of the harness, also after a failure."""
 
     def does_not_return(self, error: BaseException) -> NoReturn:
-        """A call was ended by the watchdog: the law is broken."""
+        """Break the law because the watchdog ended a call."""
         self._asserts = False
         line = where(error)
         got = str(error) + (f": it is at {line}" if line else "")
@@ -210,7 +210,7 @@ class Recorder:
         self._last = None
 
     def derive(self) -> None:
-        """Mark the next value as derived from the last result, which it may equal by chance.
+        """Mark the next value as derived from the last result, even if it only equals it by chance.
 
         If a script cannot express it in one line, the script runs the check itself.
         """
@@ -218,7 +218,7 @@ class Recorder:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Leave calls that only look out of the script, unless one of them fails."""
+        """Omit read-only calls from the script, unless one of them fails."""
         length = len(self._lines)
         yield
         del self._lines[length:]
@@ -236,7 +236,7 @@ class Recorder:
     def true(
         self, holds: bool, what: str, got: object, expected: str, law: str | None = None
     ) -> None:
-        """Break the law unless something holds."""
+        """Break the law unless a condition is true."""
         if not holds:
             self.fail(what, _RESULT.repr(got), expected, law)
 
@@ -296,7 +296,7 @@ class Recorder:
     def _code(
         self, receiver: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        """Return the line of a call; without a recording the name of the method, which is fast."""
+        """Return the line of a call; without a recording only the method's name, which is fast."""
         if not self.is_recording:
             return method
         shown = [self._shown(arg) for arg in args]
@@ -322,7 +322,7 @@ def _exception(error: BaseException) -> str:
 def import_line(factory: Callable[[], Any]) -> str:
     """The line of a script that imports a factory."""
     made_of = getattr(factory, "made_of", None)
-    if made_of is not None:  # the kit made the factory of a class
+    if made_of is not None:  # because the kit made the factory from a class
         return f"{import_line(made_of)}\n{getattr(factory, 'made_by', '')}"
     module = getattr(factory, "__module__", None)
     name = getattr(factory, "__qualname__", None)

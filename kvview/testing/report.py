@@ -29,18 +29,19 @@ class Outcome(StrEnum):
 
 
 BAD = (Outcome.FAILED, Outcome.UNEXPECTED_PASS)
-"""The outcomes that make a run fail; one that is not checked leaves it without a verdict."""
+"""The outcomes that make a run fail; a check that is *not checked* leaves the run without a
+verdict."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The end of one check.
+    """The result of one check.
 
     Args:
         check: The check.
-        outcome: How it ended.
+        outcome: Outcome of the check.
         seconds: Its duration in seconds.
-        reason: Why it was skipped or expected to fail; empty otherwise.
+        reason: Reason why the check was skipped or expected to fail; otherwise empty.
         failure: The failure, expected or not; None if it passed.
     """
 
@@ -62,7 +63,7 @@ class CheckResult:
 
     @property
     def summary(self) -> str:
-        """The promise that the check is about."""
+        """The promise that the check tests."""
         return self.check.summary
 
 
@@ -71,14 +72,14 @@ class Report:
     """Results of a run, in the order in which the checks ran.
 
     Args:
-        target: What was checked.
-        contract: Of the harness.
+        target: Name of the checked target.
+        contract: Contract of the harness.
         seed: The first seed.
         num_seeds: Number of runs of a search.
         results: One for each check that ended.
-        num_selected: Checks that were to run.
+        num_selected: Number of checks that were to run.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
-        runs: Of a connector, the simulated runs that its checks share; None before them.
+        runs: For a connector, the simulated runs that its checks share; None before these.
         versions: Versions of the packages used, by name.
     """
 
@@ -94,7 +95,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every check ended, as it should."""
+        """Whether every check ended with its expected outcome."""
         has_ended = len(self.results) == self.num_selected
         return has_ended and not (self.is_interrupted or self.failures or self.not_checked)
 
@@ -115,12 +116,12 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Results by outcome; only those that occur."""
+        """Number of results by outcome, for the outcomes that occur."""
         found = Counter(result.outcome for result in self.results)
         return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
     def verdict(self) -> str:
-        """The verdict in one line: the colour, and the first reason for it with its place."""
+        """The verdict in one line: the colour, and the first reason with its place."""
         for result in self.failures:
             failure = result.failure
             if failure is None:
@@ -140,7 +141,7 @@ class Report:
         return f"{self.target}: {self.outcome()} ({self.effort()})"
 
     def outcome(self) -> str:
-        """Results by outcome, and how far a run came that did not end."""
+        """Count the results by outcome, and add the progress of a run that did not end."""
         parts = [f"{number} {outcome}" for outcome, number in self.counts.items()]
         if self.is_interrupted:
             parts.append(self.interruption())
@@ -163,7 +164,7 @@ class Report:
 
     @property
     def checks(self) -> Sequence[CheckResult]:
-        """The results, by the name that they have in the JSON."""
+        """Count the results, by the names in the JSON."""
         return self.results
 
     def to_dict(self) -> dict[str, Any]:

@@ -34,17 +34,17 @@ from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
 _EXPECTED = re.compile(rf"(?P<name>{COVERAGE}:\s*[^:]+(:\d+)?|[^:\s]+)\s*:\s*(?P<reason>\S.*)")
-"""A line of expected failures: a check, an item of the coverage, or a place in the code."""
+"""An expected failure: a check, an item of the coverage, or a place in the code."""
 
 
 @dataclass(frozen=True)
 class PlannedCheck:
-    """A check with the facts that are known before it runs.
+    """A check, and the facts that are known before it runs.
 
     Args:
         check: The check.
-        skip_reason: Why it can not run, or empty.
-        xfail_reason: Why it is expected to fail, or empty.
+        skip_reason: Reason why the check cannot run; empty if it can.
+        xfail_reason: Reason why the check is expected to fail; empty if it is not.
     """
 
     check: Check
@@ -69,7 +69,10 @@ def plan_checks(
     if contract == "tier" and is_tier_store(factory):
         names = [name for name in names if name != "options"]
     if names:
-        raise ConfigError(f"{names[0]} is for a connector, and this target is a {contract} harness")
+        raise ConfigError(
+            f"{names[0]} only applies to connectors, but this target is a {contract} harness; "
+            f"drop it"
+        )
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
     if effort.inference:
@@ -104,23 +107,23 @@ def run_checks(
     on_step: Callable[[str], None] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
-    """Run every check of the contract that a factory's harness is for.
+    """Run every check of the contract of a factory's harness.
 
     1. Nothing runs unless the harness and all names are usable.
     2. A check whose capabilities are not declared is skipped, with the reason.
     3. Ctrl-C ends the run; the results so far are returned.
-    4. The checks of a connector share one set of simulated runs. The first failure ends them,
-       unless it is expected; the laws that all seeds would have to show have no result then.
+    4. The checks of a connector share one set of simulated runs. The first failure ends the runs,
+       unless it is expected. Laws that need all seeds then have no result.
 
     Args:
-        factory: Makes a harness in its first state; or a connector class, or that of a
-            cache policy, which is put into the reference's manager.
+        factory: Makes a harness in its first state. It may also be a connector class, or a class of
+            cache policies, which is tested in the reference's manager.
         expected_failures: ``{name of a check: reason}``; a check that passes is reported. An
             item that a connector does not exercise is ``coverage: NAME``; ``*`` is allowed.
         select: Names of checks or laws, ``*`` allowed; empty for all.
         target: Name of the factory in the report.
-        on_result: Called with each result as it comes.
-        on_seed: Called with the number of seeds so far, of all seeds, and of failures.
+        on_result: Called with each result.
+        on_seed: Called with three numbers: seeds so far, all seeds, and failures so far.
         on_step: Called with the progress of real inference.
         **settings: Fields of :class:`~kvview.testing.effort.Effort`.
 
@@ -147,7 +150,8 @@ def run_checks(
             continue
         except KeyboardInterrupt:
             is_interrupted = True
-            if factory in effort.shared:  # runs that were cut short may have failed other laws
+            # Because runs that ended early might have broken other laws later.
+            if factory in effort.shared:
                 continue
             break
     name = target or getattr(factory, "__qualname__", None) or repr(factory)
@@ -165,7 +169,7 @@ def run_checks(
 
 
 def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
-    """Whether runs continue after a failure of a law that no selected check looks for."""
+    """Whether runs continue after breaking a law that no selected check tests."""
     judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
     named = {*LAWS, EXCEPTIONS}
     return lambda law: keep_going or (law if law in named else "*") not in judged
@@ -188,9 +192,9 @@ def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> Chec
             f"{check.name} needs {error.name}: pip install 'kvview[testing,reference]'"
         ) from error
     except Exception as error:
-        if check.contract == "connector":  # its hooks' exceptions are reported already
+        if check.contract == "connector":  # because exceptions of its hooks are already reported
             raise
-        # The target broke outside of a call that was made for it: in its factory.
+        # The target raised outside of a recorded call, in its factory.
         failure = LawBroken(
             check.law,
             f"{check.name} did not come to its end",
@@ -235,7 +239,7 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
 
 
 def _with_expected_gaps(checks: Sequence[Check], expected: Mapping[str, str]) -> list[Check]:
-    """The checks, with one for each gap that is expected."""
+    """Return the checks, plus one for each expected gap."""
     prefix = f"{COVERAGE}: "
     patterns = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
     if not patterns:

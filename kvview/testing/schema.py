@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION: Literal[1] = 1
-"""Grows when a field goes or means something else; new fields may come without."""
+"""Increased when a field is removed or changes its meaning; new fields do not increase it."""
 
 
 class _Model(BaseModel):
@@ -28,7 +28,7 @@ class SnapshotModel(_Model):
 
 
 class FailureModel(_Model):
-    """What a check found."""
+    """The failure that a check found."""
 
     law: str
     what: str
@@ -41,7 +41,7 @@ class FailureModel(_Model):
 
 
 class CheckModel(_Model):
-    """One check, in the order in which they ran."""
+    """One check; the list has the order in which they ran."""
 
     name: str
     law: str = Field(description="'*' in it: of several; 'coverage': what was exercised.")
@@ -124,7 +124,7 @@ class ReportModel(_Model):
 
 
 class MutantModel(_Model):
-    """One planted fault."""
+    """One injected fault."""
 
     mutant: str
     what: str
@@ -141,7 +141,6 @@ class SelfTestModel(_Model):
     schema_version: Literal[1] = SCHEMA_VERSION
     mutants: list[MutantModel]
     num_survivors: int
-    automatic: dict[str, Any] = Field(description="Automatic mutants, drawn with --seed.")
 
 
 class ReleaseModel(_Model):

@@ -24,10 +24,11 @@ from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
 from kvview.testing.recorder import NUM_IMPORTS, LawBroken, Recorder, import_line
 
-_NUM_MOVES = 40  # of the longest run, by default
-_CALL_SECONDS = 10.0  # CPU seconds that one call may take; without CPU time, four times as long
+_NUM_MOVES = 40  # operations of the longest run, by default
+# CPU seconds that one call may take; a call that uses no CPU may take four times as long.
+_CALL_SECONDS = 10.0
 _MAX_FAILING_RUNS = 8
-"""Failing runs after which a search ends: more of them rarely break another law."""
+"""Number of failing runs that ends a search, because further ones rarely break another law."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 PlayerT = TypeVar("PlayerT", bound="Player")
@@ -35,10 +36,11 @@ PlayerT = TypeVar("PlayerT", bound="Player")
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark of an operation or an observable.
+    """Properties of an operation or an observable.
 
     Args:
-        law: The law that an unexpected exception breaks, or a difference without its own law.
+        law: The law that is broken by an unexpected exception, or by a difference without its own
+            law.
         needs: Capabilities without which it is skipped.
         weight: Relative frequency of an operation; 0 for an observable.
     """
@@ -67,11 +69,11 @@ def observable(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]
 
 @dataclass(frozen=True)
 class Label:
-    """A law that a search checks.
+    """A label of a law that a search checks.
 
     Args:
         summary: The promise, in one line.
-        needs: Capabilities without which nothing can break the law.
+        needs: Capabilities without which the law cannot be broken.
     """
 
     summary: str
@@ -80,12 +82,12 @@ class Label:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run, to be played any number of times.
+    """A plan of one run, which can be played any number of times.
 
     Args:
         seed: Seed of the run.
         moves: Names of operations, each with the seed of its arguments.
-        most: Most items that one operation takes; None lets the player draw it.
+        most: Maximum of items for one operation; None lets the player draw it.
         is_small: Whether the smallest size is used instead of a drawn one.
     """
 
@@ -100,7 +102,7 @@ class Player(Recorder):
 
     Args:
         factory: Makes the harness.
-        plan: The run; its moves are drawn by :meth:`draw` when there are none.
+        plan: The run; :meth:`draw` draws its moves if it has none.
         is_recording: Whether the calls are kept as a script.
     """
 
@@ -108,7 +110,7 @@ class Player(Recorder):
     subject_name: ClassVar[str]
     labels: ClassVar[Mapping[str, Label]]
     first_moves: ClassVar[tuple[str, ...]] = ()
-    """Operations that come first, so that the drawn ones find something to work on."""
+    """Operations that come first, so that the drawn operations have blocks and keys to use."""
     max_shrink_runs: ClassVar[int] = 150
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
@@ -118,7 +120,7 @@ class Player(Recorder):
         self.rng = Random(plan.seed)
         self.compared: Counter[str] = Counter()
         self.is_over = False
-        """An operation sets it when the object under test takes no further calls."""
+        """Whether the object under test accepts no further calls; set by operations."""
         self._culprit: str | None = None
         self._blamed = next(iter(self.labels))
         self._is_comparing = False
@@ -126,11 +128,11 @@ class Player(Recorder):
         self.most: int = self.draw_most() if plan.most is None else plan.most
 
     def start(self) -> None:
-        """Draw a size and options, and make the model; ``self.rng`` is that of the run."""
+        """Draw a size and options with ``self.rng``, and make the model."""
         raise NotImplementedError
 
     def draw_most(self) -> int:
-        """Draw the most items that one operation takes."""
+        """Draw the maximum of items for one operation."""
         return self.rng.choice((3, 6, 6, 40))
 
     def num_moves(self, longest: int) -> int:
@@ -138,7 +140,7 @@ class Player(Recorder):
         return longest
 
     def blame(self, law: str) -> None:
-        """Name the law of the current operation: a difference after it breaks this law."""
+        """Name the law of the current operation, which a difference after it breaks."""
         self._culprit = self._blamed = law
 
     def can(self, *capabilities: Capability) -> bool:
@@ -209,7 +211,7 @@ class Player(Recorder):
 
     @override
     def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
-        if self.law != "*":  # an example, which is about one law
+        if self.law != "*":  # an example, which tests one law
             law = self.law
         else:
             law = (self._is_comparing and self._culprit) or law or self._blamed
@@ -218,7 +220,7 @@ class Player(Recorder):
 
     @override
     def _check_again(self) -> str:
-        """The calls for people to read, and the plan, which plays them again."""
+        """Write a script with the calls for readers, and with the plan, which plays them again."""
         if self.law != "*":  # an example
             return super()._check_again()
         name = type(self).__name__
@@ -244,8 +246,8 @@ class SearchResult:
     Args:
         failures: The first failure of each law, shrunk.
         seeds: The failing seeds of each law.
-        compared: Number of comparisons for each law.
-        num_runs: Runs that were played.
+        compared: Number of comparisons by law.
+        num_runs: Number of runs that were played.
     """
 
     failures: dict[str, LawBroken] = field(default_factory=dict)
@@ -298,7 +300,7 @@ def _outcome(player: Player, plan: Plan) -> LawBroken | None:
 
 
 def _run_watched(player: Player, moves: Callable[[], None]) -> None:
-    """Make moves, and end their player; a call that does not return breaks the law."""
+    """Play moves and end their player; a call that does not return breaks the law."""
     with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
         try:
             try:
@@ -312,7 +314,7 @@ def _run_watched(player: Player, moves: Callable[[], None]) -> None:
 def _shrunk(
     player_class: type[Player], factory: Factory, plan: Plan, broken: LawBroken
 ) -> LawBroken:
-    """The failure of the shortest plan found that breaks the same law, with its script."""
+    """Find the shortest plan that breaks the same law; returns its failure with a script."""
     num_runs = 0
 
     def fails(plan: Plan, *, is_recording: bool = False) -> LawBroken | None:
@@ -320,7 +322,8 @@ def _shrunk(
         num_runs += 1
         try:
             found = _outcome(player_class(factory, plan, is_recording=is_recording), plan)
-        except (LookupError, ValueError):  # a draw from nothing: the plan makes no sense any more
+        # A draw from an empty list, so the shortened plan makes no sense.
+        except (LookupError, ValueError):
             return None
         return found if found is not None and found.law == broken.law else None
 

@@ -8,7 +8,7 @@ from kvview.connector.hook_errors import where
 
 
 def at_line(error: BaseException) -> str:
-    """The innermost line of the author's code that an exception passed through.
+    """Return the innermost line of the author's code that an exception passed through.
 
     Returns:
         ``" at file.py:12: source"``; empty if there is none.

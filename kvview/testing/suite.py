@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_law(
     check: BoundCheck, record_xml_attribute: Callable[[str, object], None], pytestconfig: Any
 ) -> None:
-    """The target keeps the law."""
+    """Test that the target satisfies the law."""
     target = pytestconfig.getoption("--kvview-target")
     record_xml_attribute("classname", f"kvview.{target}.{check.check.law}")
     record_xml_attribute("name", check.check.name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -42,7 +42,7 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def _show_gaps(console: Console, result: CheckResult) -> None:
-    """Print the items that no run exercised, and where to read about them."""
+    """Print the items that no run exercised, and a link to their explanation."""
     gaps = result.failure.gaps if isinstance(result.failure, NotExercised) else ()
     console.print()
     for gap in gaps[:_MAX_GAPS]:
@@ -54,7 +54,7 @@ def _show_gaps(console: Console, result: CheckResult) -> None:
 
 
 def _show_runs(console: Console, runs: ConnectorRuns) -> None:
-    """Print the notes of simulated runs, and how much of the author's code they ran."""
+    """Print the notes of simulated runs, and the share of the author's code that ran."""
     for note in runs.notes:
         _print(console, note, "yellow")
     if runs.num_statements:
@@ -67,7 +67,7 @@ def _show_runs(console: Console, runs: ConnectorRuns) -> None:
 
 
 def _show_checks(console: Console, report: Report) -> None:
-    """Print the checks that neither passed nor failed, those that were skipped by reason."""
+    """Print the checks that neither passed nor failed; skipped checks are grouped by reason."""
     skipped: dict[str, int] = {}
     for result in report:
         if result.outcome is Outcome.SKIPPED:
@@ -105,34 +105,20 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
 
 
 def _print(console: Console, line: str, style: str) -> None:
-    """Print a text without line breaks of its own, because scripts and paths are copied."""
+    """Print a text without wrapping it, because scripts and paths are copied."""
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
-    """Print how many planted faults died, and those that did not."""
+    """Print the number of injected faults that a check detected, and the survivors."""
     for result in results:
         if not result.is_killed:
             _print(console, f"  {result.mutant.name} survives: {result.mutant.what}", "red")
     killed = sum(result.is_killed for result in results)
     incidents = len({result.mutant.incident for result in results} - {None})
     named = sum(result.is_named for result in results)
-    text = f"{killed} of {len(results)} planted faults killed; {incidents} incidents; "
+    text = f"{killed} of {len(results)} injected faults killed; {incidents} incidents; "
     _print(console, f"{text}{named} for their own law", "")
-
-
-def show_automatic_mutants(console: Console, automatic: Mapping[str, Any]) -> None:
-    """Print how many automatic mutants died, and who lives without a reason."""
-    unexplained = automatic["unexplained"]
-    num, num_killed = len(automatic["mutants"]), automatic["num_killed"]
-    console.print(
-        f"{num_killed} of {num} automatic mutants killed, {num_killed / num:.0%}; "
-        f"{num - num_killed - len(unexplained)} live with a reason, "
-        f"{len(unexplained)} survivors without a reason",
-        soft_wrap=True,
-    )
-    for name in unexplained:
-        console.print(f"  {name}", style="red", markup=False, soft_wrap=True)
 
 
 def show_releases(console: Console, report: UpgradeReport) -> None:

@@ -1,7 +1,7 @@
 """Checks of real tokens: a connector in an engine that runs a model.
 
-The engine's own package serves (:mod:`kvview.testing.token_runs`); these report the result, law
-by law, with every other check.
+The engine's package runs the model (:mod:`kvview.testing.token_runs`); these checks report the
+result, law by law.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def token_checks() -> list[Check]:
 
 def _any_other() -> Check:
     def run(factory: Factory) -> None:
-        """The engine continues, and no other law is broken."""
+        """The engine keeps running, and no other law is broken."""
         check_law(factory, lambda broken: broken not in LAWS, "no law broken")
 
     return Check("check_any_other_law_in_real_inference", "*", "connector", (), run)
@@ -30,7 +30,7 @@ def _any_other() -> Check:
 
 def _coverage() -> Check:
     def run(factory: Factory) -> None:
-        """Something was loaded, and a fault planted over it changed tokens."""
+        """Blocks were loaded, and a fault that was injected into loads changed tokens."""
         require_exercised(factory, lambda gap: True)
 
     return Check("check_coverage_of_real_inference", COVERAGE, "connector", (), run)

@@ -14,12 +14,12 @@ from kvview.testing.connector.harness import load_factory_class
 from kvview.testing.connector.result import ConnectorRuns
 
 ENGINE = "vllm"
-"""What serves, unless another engine is named."""
+"""The engine that serves by default."""
 
 
 @dataclass(frozen=True)
 class TokenRuns(ConnectorRuns):
-    """The outcome of serving with a connector and without it; ``gaps`` are its only gaps."""
+    """The outcome of serving with and without a connector; ``gaps`` are the only gaps."""
 
     @property
     @override
@@ -28,7 +28,7 @@ class TokenRuns(ConnectorRuns):
 
 
 class TokenCheck(Protocol):
-    """Serves with a connector and without it; a static member of an engine factory."""
+    """Serves with and without a connector; a static member of an engine factory."""
 
     def __call__(
         self,
@@ -43,15 +43,15 @@ class TokenCheck(Protocol):
         """Serve the traffic of some seeds.
 
         Args:
-            connector_class: Of kvview, or of the engine's own kind.
-            seeds: How many.
-            first_seed: The first of them.
-            options: Of the connector.
+            connector_class: A kvview connector, or a connector for the engine's own interface.
+            seeds: Number of seeds.
+            first_seed: The first seed.
+            options: Options of the connector.
             hook_seconds: CPU seconds that one call of a hook may take.
             on_progress: Called with the progress.
 
         Raises:
-            ConfigError: The engine that is installed cannot run, or the options are refused.
+            ConfigError: The installed engine cannot run, or the options are refused.
         """
 
 
@@ -59,11 +59,11 @@ def load_token_check(engine: str) -> TokenCheck:
     """The settings with which an engine serves.
 
     Raises:
-        ConfigError: It runs no model.
+        ConfigError: The engine runs no model.
     """
     bring: Callable[[], TokenCheck] | None = getattr(
         load_factory_class(engine), "token_check", None
     )
     if bring is None:
-        raise ConfigError(f"engine {engine!r} runs no model: --inference needs {ENGINE}")
+        raise ConfigError(f"engine {engine!r} runs no model; use --inference with {ENGINE}")
     return bring()

@@ -1,4 +1,4 @@
-"""One connector in many releases of an engine, a process each: ``kvview check --vllm``.
+"""The check of one connector in many releases, one process each (``kvview check --vllm``).
 
 An engine provides its releases (:class:`Releases`) and is never imported here. ``kvview check``
 itself checks each release, in a process whose imports find that release first.
@@ -32,7 +32,7 @@ from kvview.errors import ConfigError, KVViewError, line_of
 ENTRY_POINTS = "kvview.releases"
 """Group of the entry points that name a class of :class:`Releases`, by the name of the engine."""
 
-_PREFIX = "kvview: "  # of the line in which a command reports why it ends
+_PREFIX = "kvview: "  # start of the line in which a command reports its error
 
 
 class Verdict(StrEnum):
@@ -65,30 +65,30 @@ class Releases(Protocol):
         """Return the releases that the names match, each once, in order.
 
         Raises:
-            KVViewError: One of them names none.
+            KVViewError: A name matches no release.
         """
 
     def fetch(self, release: str, on_progress: Callable[[str], None], /) -> Path:
         """Return the folder that comes first on the import path in this release.
 
         Raises:
-            KVViewError: It is not available; one line.
+            KVViewError: The release is not available; the message is one line.
         """
 
     def environment(self) -> Mapping[str, str]:
-        """Return the environment of a process that imports it, unless the user has set it."""
+        """Return environment variables for the release's process; the user's values win."""
 
 
 def load_releases(engine: str) -> Releases:
     """Return the releases of an engine, by the name of the engine.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: The engine provides no releases.
     """
     for point in entry_points(group=ENTRY_POINTS, name=engine):
         releases: Releases = point.load()()
         return releases
-    raise ConfigError(f"engine {engine!r} brings no releases to check in")
+    raise ConfigError(f"engine {engine!r} provides no releases for the check")
 
 
 @dataclass
@@ -100,7 +100,7 @@ class ReleaseResult:
         verdict: Its outcome.
         reason: The first reason why it is not green; empty for green.
         seconds: Its duration in seconds, without the download.
-        report: The report of the process, see ``docs/report.md``; None if it wrote none.
+        report: The report of the process (``docs/report.md``); None if there is none.
     """
 
     release: str
@@ -140,7 +140,7 @@ class UpgradeReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if all are green; otherwise that of the worst verdict."""
+        """Exit code: 0 if all releases are green, otherwise that of the worst verdict."""
         found = {result.verdict for result in self.results}
         return next((code for code, verdict in _CODES.items() if verdict in found), 0)
 
@@ -167,12 +167,12 @@ def check_releases(
     on_progress: Callable[[str], None] = lambda text: None,
     on_result: Callable[[ReleaseResult], None] = lambda result: None,
 ) -> UpgradeReport:
-    """Check a target in releases of an engine, a process each.
+    """Check a target in releases of an engine, with one process per release.
 
     Args:
         target: As for ``kvview check``.
         engine: Name of the engine.
-        releases: Its releases.
+        releases: Releases of the engine.
         names: The releases, as :meth:`Releases.resolve` returns them.
         options: Further arguments of ``kvview check``.
         on_progress: Called with the progress.

@@ -6,8 +6,8 @@ tests whether the same call is still running.
 1. The limit is CPU time of the process, so that a slow machine is not a fault. A hook that
    waits without using CPU time has four times as long, counted in ticks, because a machine
    that sleeps does not tick.
-2. A :class:`HookTimeout` raised inside the hook ends it. A C call that never returns cannot
-   be ended; its stack is written to stderr.
+2. A :class:`HookTimeout` raised inside the hook ends it. A C call that never returns cannot be
+   ended, but its stack is written to stderr.
 3. Without timers of the system (Windows), or outside the main thread, no call is watched.
 """
 
@@ -27,23 +27,23 @@ HOOK_SECONDS = 30.0
 """CPU seconds that one call of a hook may take, by default."""
 
 _TICK = 1.0
-_WAITS = 4  # times as long for a hook that uses no CPU
-_DEAF = 8  # times as long until the stack is written to stderr
+_WAITS = 4  # factor of the limit for a hook that uses no CPU
+_DEAF = 8  # factor of the limit after which the stack is written to stderr
 
 _seconds: ContextVar[float] = ContextVar("kvview_hook_seconds", default=HOOK_SECONDS)
 
 
 class HookTimeout(BaseException):
-    """A hook did not return; no ``Exception``, which a hook may catch."""
+    """A hook did not return. This is not an ``Exception``, because a hook may catch that."""
 
 
 class _Call:
-    """The call that is watched: the same number at two ticks is the same call."""
+    """The watched call, by number; the same number at two ticks means the same call."""
 
     number = 0
     depth = 0
     is_watched = False
-    dead_thread = ""  # the exception that ended a thread, of which the call may wait
+    dead_thread = ""  # the exception that ended a thread, for which the call may wait
     may_arm = True  # a child forked while faulthandler's lock was taken can never take it
 
 
@@ -59,7 +59,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """A hook of the connector is called in the block."""
+    """Watch the hook that is called in the block."""
     _Call.number += 1
     _Call.depth += 1
     try:
@@ -109,7 +109,7 @@ def watching() -> Iterator[None]:
 
 
 @contextmanager
-def watching_anew() -> Iterator[None]:
+def watching_child() -> Iterator[None]:
     """Watch the calls of a forked child, which inherits no timer of its parent."""
     _Call.is_watched, _Call.may_arm = False, False
     with watching():
@@ -127,7 +127,7 @@ class _Watch:
         self._cpu = time.process_time()
 
     def tick(self, signum: int, frame: FrameType | None) -> None:
-        """Once a second: is it still the same call?"""
+        """Test once a second whether the same call is still running."""
         before, self._cpu = self._cpu, time.process_time()
         if not _Call.depth or _Call.number != self._number:
             self._number, self._used, self._waited = _Call.number, 0.0, 0.0
@@ -148,7 +148,7 @@ class _Watch:
             raise HookTimeout(told)
 
     def _arm(self) -> None:
-        """Have the stack written if the thread hangs so that no timer can interrupt it."""
+        """Write the stack later, unless a timer interrupts the thread before."""
         if sys.__stderr__ is None or not _Call.may_arm:
             return
         with suppress(OSError, ValueError):  # stderr is not a file

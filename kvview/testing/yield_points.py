@@ -1,7 +1,8 @@
 """Threads that yield to other threads before each of their lines, so that races become visible.
 
 The time between two lines of the code under test is a microsecond, so another thread interferes
-there once in a million runs. Here it is as long as another thread needs.
+there once in a million runs. Here a thread yields between two lines, so other threads can interfere
+each time.
 """
 
 from __future__ import annotations

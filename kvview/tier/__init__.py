@@ -1,4 +1,4 @@
-"""The tier contract: a store below the host, written once, under any engine.
+"""The tier contract: a store below the host, which is written once and works with any engine.
 
 ``store`` defines a store, and ``namespace`` the KV that its bytes belong to. ``Threaded`` is the
 base of stores whose author writes blocking reads and writes, ``Polled`` the base of stores that

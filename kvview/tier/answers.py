@@ -11,8 +11,8 @@ _FOREVER = float("inf")
 class LookupAnswers:
     """The known results of lookups, and the keys whose lookups are under way.
 
-    1. A result holds for ``seconds``, because other processes put and evict too. A lookup that has
-       no result after ``patience`` seconds is a miss.
+    1. A result is valid for ``seconds``, because other processes put and evict too. A lookup that
+       has no result after ``patience`` seconds is a miss.
     2. A key that failed is a miss until it is stored again, whatever the store returns (TIER-4).
     3. A result counts only while its lookup is under way, because a lookup that started before its
        key was stored may not have found it.
@@ -22,8 +22,8 @@ class LookupAnswers:
     Args:
         clock: Returns seconds.
         patience: Seconds until a lookup without a result is a miss.
-        seconds: Seconds for which a result holds.
-        max_keys: Most results that are kept; the oldest are dropped first.
+        seconds: Seconds for which a result is valid.
+        max_keys: Maximum of results that are kept; the oldest are dropped first.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LookupAnswers:
         self._asked: dict[bytes, float] = {}
         self._is_asked = False
         self.num_unanswered = 0
-        """Lookups that took longer than ``patience``, so far."""
+        """Number of lookups so far that took longer than ``patience``."""
 
     def flags(self, keys: Sequence[bytes]) -> tuple[list[bool | None], list[bytes]]:
         """Return the known results, and the keys whose lookups must start now."""
@@ -66,7 +66,7 @@ class LookupAnswers:
         return flags, ask
 
     def waits_for(self, key: bytes) -> bool:
-        """Whether a lookup is under way; one that takes too long becomes a miss here."""
+        """Whether a lookup is under way; a lookup that takes too long becomes a miss here."""
         asked = self._asked.get(key)
         if asked is None or self._clock() - asked <= self._patience:
             return asked is not None
@@ -80,7 +80,7 @@ class LookupAnswers:
             self._answer(key, flag)
 
     def stored(self, key: bytes) -> None:
-        """Record a put that succeeded, unless no lookup was made yet: a worker makes none."""
+        """Record a successful put; ignored until a first lookup is made."""
         if self._is_asked or key in self._failed:
             self._answer(key, True)
 
@@ -101,7 +101,7 @@ class LookupAnswers:
         self._failed.pop(key, None)
         now = self._clock()
         self._known[key] = flag, now + self._seconds
-        # Two for each new result, so that old results do not stay.
+        # Drop two for each new result, so that old results do not stay.
         for oldest in [*islice(self._known, 2)]:
             if len(self._known) > self._max_keys or self._known[oldest][1] <= now:
                 del self._known[oldest]

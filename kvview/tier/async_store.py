@@ -1,4 +1,4 @@
-"""The base of a store whose author writes three coroutines, with an asyncio client."""
+"""The base of a store with an asyncio client, whose author writes three coroutines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AsyncStore(Threaded):
 
     Args:
         namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
-        at_once: Most coroutines that run at the same time.
+        at_once: Maximum of coroutines that run at the same time.
     """
 
     def __init__(self, namespace: Namespace, *, at_once: int = 16) -> None:
@@ -40,7 +40,7 @@ class AsyncStore(Threaded):
         super().__init__(namespace, threads=at_once)
 
     async def find(self, key: bytes, /) -> bool:
-        """Whether a key is stored whole; the default finds no key, as ``Threaded.has``."""
+        """Whether a key is stored completely; the default finds no key, like ``Threaded.has``."""
         return False
 
     @abstractmethod
@@ -86,12 +86,12 @@ class AsyncStore(Threaded):
         with self._starting:
             if self._is_ending:
                 call.close()
-                raise OSError("the store is closed")
+                raise OSError("the store is closed, so it accepts no jobs")
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
         except CancelledError:
-            raise OSError("the store was closed") from None
+            raise OSError("the store was closed during this job") from None
 
     def _cancel_all(self) -> None:
         for task in asyncio.all_tasks(self._loop):

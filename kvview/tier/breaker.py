@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that fails several times in a row is not used for a while."""
+"""A circuit breaker, which pauses a store that fails several times in a row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Counts strikes in a row, and opens.
+    """Counts consecutive strikes, and opens after several of them.
 
-    1. After ``trip_after`` strikes it is open: nothing passes for ``retry_after`` seconds.
+    1. After ``trip_after`` strikes it is open, and no job passes for ``retry_after`` seconds.
     2. Then one job passes as a trial. If the trial succeeds the breaker closes, otherwise it stays
        open for twice as long, at most 16 times ``retry_after``.
     3. Lookups pass while it is not open; they neither close nor open it.
 
     Args:
         clock: Returns seconds.
-        trip_after: Strikes in a row that open it.
+        trip_after: Number of consecutive strikes that open it.
         retry_after: Seconds until the first trial.
     """
 
@@ -31,7 +31,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing passes now."""
+        """Whether the breaker is open, so that no job passes."""
         return self._until is not None and self._clock() < self._until
 
     def passes(self, job: int) -> bool:
@@ -53,7 +53,7 @@ class CircuitBreaker:
             self._open(self._retry_after)
 
     def ended_well(self, job: int) -> None:
-        """Record a job that the store reported as it must; while open, only the trial counts."""
+        """Record a job that the store reported correctly; while open, only the trial counts."""
         if self._until is None or job == self._trial:
             self._strikes, self._until, self._trial = 0, None, None
 

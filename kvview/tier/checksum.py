@@ -13,7 +13,7 @@ CHECKSUMS = ("xxh3", "crc32")
 """Known checksums: xxh3 needs the extra ``tier``; crc32 is part of Python and ten times slower."""
 
 SEAL_BYTES = 16
-"""Length of a seal."""
+"""Length of a seal in bytes."""
 
 _MAGIC = {"xxh3": b"kvtX", "crc32": b"kvtC"}
 
@@ -21,7 +21,8 @@ _MAGIC = {"xxh3": b"kvtX", "crc32": b"kvtC"}
 class PageSeal:
     """Makes and compares the seals of one namespace.
 
-    A page in the place of another page, or of another namespace, has the wrong seal.
+    A page that is in the place of another page, or belongs to another namespace, has the wrong
+    seal.
 
     Args:
         namespace: Namespace of the pages.
@@ -38,7 +39,7 @@ class PageSeal:
 
     @staticmethod
     def name_of(seal: bytes) -> str:
-        """Return the checksum that a seal was made with, empty if it is not a seal."""
+        """Return the name of the checksum of a seal; empty if the bytes are not a seal."""
         return next((name for name, magic in _MAGIC.items() if seal[:4] == magic), "")
 
     def of(self, key: bytes, page: memoryview) -> bytes:

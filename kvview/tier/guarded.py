@@ -33,10 +33,10 @@ from kvview.tier.store import (
 )
 
 _log = logging.getLogger(__name__)
-_BETWEEN_POLLS = 0.0005  # seconds, of a store that does not wake
+_BETWEEN_POLLS = 0.0005  # seconds, for a store that does not support wake-ups
 _LONGEST_SLEEP = 0.05
 _LONGEST_CLOSE = 5.0
-_MOST_EVICTED = 1 << 20  # evicted keys that the engine has not taken
+_MOST_EVICTED = 1 << 20  # maximum of evicted keys that the engine has not taken yet
 
 
 @dataclass(slots=True)
@@ -47,15 +47,15 @@ class TierStats:
         puts: Keys stored.
         gets: Keys loaded.
         failed: Keys whose put or get failed, for any reason.
-        damaged: Failed keys with other bytes than were put, found by the guard or by a store
-            that reports them (:class:`~kvview.tier.SupportsDamageReports`).
-        refused: Jobs that did not reach the store, because it was closed or left alone.
+        damaged: Failed keys whose bytes are not those that were put, found by the guard or by a
+            store that reports them (:class:`~kvview.tier.SupportsDamageReports`).
+        refused: Jobs that did not reach the store, because it was closed or paused.
         raised: Calls of the store that raised.
         late: Jobs that were not reported within their deadline.
         malformed: Results of the store that have the wrong form.
         unknown: Reports of jobs that were not in flight: late, repeated or invented ones.
         unanswered: Lookups that had no result in time.
-        trips: Times that the store was left alone for a while.
+        trips: Number of times that the store was paused.
     """
 
     puts: int = 0
@@ -81,21 +81,21 @@ class _Job:
     due: float
     private: list[bytearray] = field(default_factory=list)
     deleted: set[bytes] = field(default_factory=set)
-    """Keys that were deleted since the start, which stay a miss."""
+    """Keys that were deleted while the job was in flight, which stay a miss."""
     is_copying: bool = False
-    """Whether the guard, or the store (``zero_copy``), uses the pages: then the job is not late."""
+    """Whether the guard, or the store (``zero_copy``), uses the pages, so the job is not late."""
 
 
 class GuardedTier:
-    """A store behind a guard, itself a :class:`~kvview.tier.TierStore` (TIER-12).
+    """A store behind a guard; it is also a :class:`~kvview.tier.TierStore` (TIER-12).
 
     Args:
         store: Any store, made for the same namespace.
         namespace: Namespace of the store.
         deadline: Seconds after which a job that was not reported has failed.
         lookup_deadline: Seconds after which a lookup without a result is a miss.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` to trust the store with TIER-1.
-        trip_after: Faults in a row after which the store is left alone.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store itself satisfies TIER-1.
+        trip_after: Number of consecutive faults after which the store is paused.
         retry_after: Seconds until the store is tried again.
         zero_copy: Whether the store is given the engine's own pages. It must then satisfy TIER-1
             and TIER-3 by itself, and ``checksum`` must be ``"none"``. A job that has reached the
@@ -131,8 +131,8 @@ class GuardedTier:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if zero_copy and checksum != "none":
             raise ConfigError(
-                "zero_copy leaves no room for the guard's checksum behind the engine's own pages; "
-                "set checksum to 'none' if the store has a checksum of its own"
+                "with zero_copy the guard has no place for its checksum; set checksum to 'none' "
+                "if the store has its own checksum, or drop zero_copy"
             )
         self.store = store
         self.namespace = namespace
@@ -172,7 +172,7 @@ class GuardedTier:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether jobs are passed to the store: it is neither closed nor left alone."""
+        """Whether jobs are passed to the store, because it is neither closed nor paused."""
         with self._changed:
             return not (self._is_closed or self._breaker.is_open)
 
@@ -197,11 +197,11 @@ class GuardedTier:
         return flags
 
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store."""
+        """Start a store job."""
         self._submit(job, keys, pages, is_get=False)
 
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load."""
+        """Start a load job."""
         self._submit(job, keys, pages, is_get=True)
 
     def poll(self) -> list[tuple[int, list[bool]]]:
@@ -212,7 +212,7 @@ class GuardedTier:
         return done
 
     def drain(self, timeout: float, /) -> bool:
-        """Wait for all jobs, none longer than its deadline."""
+        """Wait for all jobs, each at most until its deadline."""
         end = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -227,7 +227,7 @@ class GuardedTier:
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
         self._awake.set()
-        self._lane.join(_LONGEST_CLOSE)  # its copies, and the current call of the store, end first
+        self._lane.join(_LONGEST_CLOSE)  # the copies, and the current call of the store, end first
         with self._changed:
             for entry in [*self._jobs.values()]:
                 self._finish(entry, [False] * len(entry.keys))
@@ -310,8 +310,8 @@ class GuardedTier:
             is_first, self._stats.damaged = not self._stats.damaged, self._stats.damaged + len(keys)
         if is_first and keys:
             _log.warning(
-                "the store %s has damaged pages, which fail and are computed again; the first one "
-                "belongs to key %s, and the counter of damaged pages counts the others",
+                "the store %s has damaged pages, which fail and are computed again; the first "
+                "damaged page has key %s, and further ones are only counted",
                 type(self.store).__name__,
                 bytes(keys[0]).hex(),
             )
@@ -320,7 +320,7 @@ class GuardedTier:
         trips = self._breaker.num_trips
         self._breaker.strike()
         if self._breaker.num_trips > trips:
-            _log.warning("the store %s is left alone: %s", type(self.store).__name__, what)
+            _log.warning("the store %s is paused: %s", type(self.store).__name__, what)
 
     # --- on the guard's thread ---
 
@@ -428,7 +428,7 @@ class GuardedTier:
             self._end(entry, good, is_well=flags is not None)
 
     def _end(self, entry: _Job, flags: list[bool], *, is_well: bool = False) -> None:
-        """End a job that the store has ended: copy the loaded bytes into the engine's pages."""
+        """End a job that the store has ended, and copy the loaded bytes into the engine's pages."""
         if not self._begin_copy(entry):
             return
         if entry.is_get and not self._is_zero_copy:
@@ -458,7 +458,7 @@ class GuardedTier:
 
 
 def _flags(found: object, num: int) -> list[bool | None] | None:
-    """Return the flags of a store, None if they do not have the right form."""
+    """Return the flags of a store; None if they have the wrong form."""
     try:
         flags = [
             None if flag is None else bool(flag)

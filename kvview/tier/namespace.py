@@ -1,4 +1,4 @@
-"""The namespace of a tier's bytes: KV computed by other weights is other KV (TIER-10)."""
+"""The namespace of a tier's bytes, because other weights compute other KV (TIER-10)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvview.errors import ConfigError, NamespaceMismatchError, line_of
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that KV bytes depend on besides their key; the salt is part of the key.
+    """All properties, besides the key, on which KV bytes depend; the salt is part of the key.
 
-    1. Two namespaces that differ anywhere share nothing.
+    1. Two namespaces that differ in any field share no pages.
     2. ``weights`` is never guessed: if the engine does not provide it, the user must.
 
     Args:
@@ -27,7 +27,7 @@ class Namespace:
         block_size: Tokens of a page.
         tensor_parallel: Ranks that the heads are split over.
         pipeline_parallel: Ranks that the layers are split over.
-        rank: Rank of these pages, if ranks have pages of their own.
+        rank: Rank of these pages, if each rank has its own pages.
         hash_algorithm: Algorithm of the block hashes in the keys.
         hash_seed: Start of the chain of block hashes; empty if it is always the same.
 
@@ -51,18 +51,18 @@ class Namespace:
             raise ConfigError("a tier needs the name of the model")
         if not self.weights:
             raise ConfigError(
-                f"the weights of {self.model!r} are not known, and other weights of the same "
-                "name would give wrong tokens: set 'weights' to their revision or digest, or "
-                "to any text that you change when they change"
+                f"the weights of {self.model!r} are unknown, and other weights of the same name "
+                f"would give wrong tokens; set 'weights' to their revision or digest, or to any "
+                f"text that you change when they change"
             )
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that no other namespace has."""
+        """A digest of 16 bytes, which no other namespace has."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).digest()
 
     def to_json(self) -> str:
-        """One line, the same for equal namespaces; :meth:`from_json` reads it."""
+        """Format the namespace as one line, which is equal for equal namespaces."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -82,7 +82,7 @@ class Namespace:
             return cls(**values)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"this is not the namespace of a tier: {text[:200]!r}: {line_of(error)}"
+                f"{text[:200]} is not the namespace of a tier: {line_of(error)}"
             ) from error
 
     def require_same(self, other: Namespace, where: str) -> None:

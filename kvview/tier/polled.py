@@ -1,4 +1,4 @@
-"""A base of stores that poll: an engine's own tier, or a client with threads of its own."""
+"""A base of stores that poll, such as a store over an engine's own tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BETWEEN_POLLS = 0.0003  # seconds
 
 
 class Polled(ABC):
-    """Keeps the jobs of a store; its author writes how a job starts and how its end is found.
+    """Keeps the jobs of a store, whose author writes methods that start jobs and find ended ones.
 
     1. ``begin`` is called with jobs that may be started, none of them empty.
     2. ``collect`` calls :meth:`report` for each job that ended.
@@ -42,7 +42,7 @@ class Polled(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Release all resources, once; no page is touched afterwards."""
+        """Release all resources; called once, after which no page may be touched."""
 
     @final
     def report(self, job: int, flags: list[bool]) -> None:
@@ -52,12 +52,12 @@ class Polled(ABC):
 
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store."""
+        """Start a store job."""
         self._start(job, keys, pages, is_get=False)
 
     @final
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load."""
+        """Start a load job."""
         self._start(job, keys, pages, is_get=True)
 
     @final
@@ -81,7 +81,7 @@ class Polled(ABC):
 
     @final
     def close(self) -> None:
-        """End the store and fail the jobs in flight."""
+        """Close the store and fail the jobs in flight."""
         if not self._is_closed:
             self.end()
             self._is_closed = True

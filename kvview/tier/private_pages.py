@@ -1,4 +1,4 @@
-"""Private pages of the guard, which a store is given instead of the engine's."""
+"""Private pages of the guard, which a store gets instead of the engine's pages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST_SPARE_BYTES = 128 << 20
 class PrivatePages:
     """Makes and reuses private pages, and copies bytes between them and the engine's pages.
 
-    1. The seal of a page follows its bytes, if there are seals.
+    1. If pages have seals, the seal of a page follows its bytes.
     2. Without seals no page is reused, because a late write into a reused page would go undetected.
 
     Args:
-        seal: Seals of the namespace, None for no seals.
+        seal: Makes the seals of the namespace; None for no seals.
     """
 
     def __init__(self, seal: PageSeal | None) -> None:
@@ -42,7 +42,7 @@ class PrivatePages:
     def copy_out(self, key: bytes, private: bytearray, page: memoryview) -> bool:
         """Copy a loaded page to the engine; False if its bytes are not those that were put.
 
-        The engine's copy is compared, because a store may change the private page later.
+        The check reads the engine's copy, because a store may change the private page later.
         """
         page[:] = memoryview(private)[: len(page)]
         return self._seal is None or self._seal.of(key, page) == private[len(page) :]

@@ -27,7 +27,7 @@ class TierStore(Protocol):
     """
 
     def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
-        """Return which keys can be loaded, None if that is not known yet (TIER-5): call again.
+        """Return for each key whether it can be loaded, or None if that is not known yet (TIER-5).
 
         Returns:
             One flag for each key, in their order.
@@ -38,10 +38,9 @@ class TierStore(Protocol):
         """Start to store one page for each key.
 
         Args:
-            job: Any int that is not in flight: a job is, until it is reported.
-            keys: No key twice.
-            pages: One for each key; they are read, never written, and only until the job is
-                reported.
+            job: Any int that is not in flight. A job is in flight until it is reported.
+            keys: The keys, without duplicates.
+            pages: One for each key. They are only read, and only until the job is reported.
 
         Raises:
             TierJobError: The job is in flight, the lengths differ, a key is empty or named
@@ -54,12 +53,12 @@ class TierStore(Protocol):
 
         Args:
             job: As for ``put``, and not the number of a put in flight either.
-            keys: No key twice; any key, held or not.
-            pages: One for each key, writable, of the size that was put. The page of a key that
-                failed may have any bytes.
+            keys: The keys, without duplicates; a key need not be held.
+            pages: One writable page for each key, with the size that was put. The page of a key
+                that failed may have any bytes.
 
         Raises:
-            TierJobError: As ``put``, or a page cannot be written.
+            TierJobError: As for ``put``, or a page cannot be written.
         """
         ...
 
@@ -72,7 +71,7 @@ class TierStore(Protocol):
         ...
 
     def close(self) -> None:
-        """End the jobs in flight and release all resources; callable twice (TIER-11)."""
+        """End the jobs in flight and release all resources; may be called twice (TIER-11)."""
         ...
 
 
@@ -97,7 +96,7 @@ class TierUsage:
     Args:
         used_bytes: Bytes on its medium now, of this namespace or more; None if they are not
             counted.
-        max_bytes: Its budget, None if it has none (TIER-8).
+        max_bytes: Budget of the store; None if it has no budget (TIER-8).
     """
 
     used_bytes: int | None
@@ -154,7 +153,7 @@ class SupportsWakeUp(Protocol):
 
 
 def is_tier_store(found: object) -> bool:
-    """Whether something looks like a class of stores; it may still lack methods."""
+    """Whether an object looks like a class of stores; it may still lack methods."""
     return isinstance(found, type) and all(hasattr(found, name) for name in ("put", "get", "poll"))
 
 
@@ -166,7 +165,7 @@ def missing_methods(found: object) -> Iterable[str]:
 def require_tier_job(
     keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool, in_flight: bool
 ) -> None:
-    """Refuse a job that is misuse; every store calls this before it starts anything.
+    """Refuse a malformed job; every store calls this before it starts anything.
 
     Args:
         keys: Keys of the job.
@@ -175,26 +174,30 @@ def require_tier_job(
         in_flight: Whether the job's number belongs to a job that was not reported.
 
     Raises:
-        TierJobError: The job is misuse.
+        TierJobError: The job is malformed.
     """
     if in_flight:
-        raise TierJobError("TIER-6: this job is in flight; wait until poll has reported it")
+        raise TierJobError(
+            "TIER-6: a job with this number is in flight; wait until poll has reported it"
+        )
     if len(keys) != len(pages):
         raise TierJobError(
-            f"TIER-6: a job needs one page for each key, got {len(keys)} keys, {len(pages)} pages"
+            f"TIER-6: a job needs one page for each key, got {len(keys)} keys and {len(pages)} "
+            f"pages"
         )
     if len({*keys}) != len(keys):
-        raise TierJobError("TIER-6: a key is named twice in one job")
+        raise TierJobError("TIER-6: a job names a key twice; pass each key once")
     for key in keys:
         if not 0 < len(key) <= MAX_KEY_BYTES:
             raise TierJobError(
-                f"TIER-6: a key has 1 to {MAX_KEY_BYTES} bytes, got {len(key)}: hash longer ones"
+                f"TIER-6: a key must have 1 to {MAX_KEY_BYTES} bytes, got {len(key)}; hash "
+                f"longer keys"
             )
     for page in pages:
         if page.ndim != 1 or page.itemsize != 1 or not page.contiguous or not len(page):
             raise TierJobError(
                 f"TIER-6: a page must be a row of bytes, got shape {page.shape} of "
-                f"{page.format!r}: use .cast('B') of a contiguous view"
+                f"{page.format!r}; use .cast('B') of a contiguous view"
             )
         if is_get and page.readonly:
-            raise TierJobError("TIER-6: the page of a get cannot be written")
+            raise TierJobError("TIER-6: a page of a get is read-only; pass writable pages")

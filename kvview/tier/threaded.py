@@ -33,22 +33,23 @@ class _Job:
 class Threaded(ABC):
     """The base of stores whose author writes ``has``, ``read_into`` and ``write``, which may block.
 
-    1. They are called from several threads at once, for different keys or for the same key.
-    2. If one of them raises, the key fails, or is a miss for ``has``; an exception that is not an
-       ``OSError`` is logged once.
+    1. The three methods are called from several threads at once, for different keys or for the same
+       key.
+    2. If one of them raises, the key has failed, or is a miss for ``has``. An exception that is not
+       an ``OSError`` is logged once.
     3. They implement every call of :class:`~kvview.tier.TierStore`; the keys of a job are
        split over the threads.
 
     Args:
         namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
-        threads: Number of threads that call them, at most 1,024.
+        threads: Number of threads that call the three methods, at most 1,024.
 
     Raises:
         ConfigError: ``threads`` is not in that range.
     """
 
     keys_of_a_lookup = 64
-    """Most keys that one thread looks up in a row; set fewer if a lookup takes long."""
+    """Maximum of keys that one thread looks up in a row; lower it if a lookup takes long."""
 
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
         if not 1 <= threads <= _MAX_THREADS:
@@ -70,10 +71,11 @@ class Threaded(ABC):
             thread.start()
 
     def has(self, key: bytes, /) -> bool:
-        """Whether a key is stored whole.
+        """Whether a key is stored completely.
 
-        The default finds no key. That is enough for a store of a :class:`~kvview.StoreConnector`
-        whose pages end with the run, because no lookup is made then.
+        The default finds no key. The default is enough for a store of a
+        :class:`~kvview.StoreConnector` without the option ``weights``, because no lookups are made
+        then.
         """
         return False
 
@@ -83,16 +85,16 @@ class Threaded(ABC):
 
     @abstractmethod
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Store a page whole or not at all; replace a page that is there."""
+        """Store a page completely or not at all, and replace an older page."""
 
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store."""
+        """Start a store job."""
         self._submit(job, keys, pages, is_get=False)
 
     @final
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load."""
+        """Start a load job."""
         self._submit(job, keys, pages, is_get=True)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:

@@ -13,15 +13,15 @@ class TierEvents:
 
     1. A key is advertised when its put or its get succeeded. So a key that an earlier process
        stored is advertised after its first load.
-    2. It is withdrawn when a get failed, a lookup missed it, or the store evicted it; a key that
-       was evicted while its put was in flight is not advertised.
+    2. A key is withdrawn when a get of it failed, a lookup missed it, or the store evicted it. A
+       key that was evicted while its put was in flight is not advertised.
     3. If there are more than ``max_keys``, the oldest are withdrawn.
 
     Not thread-safe.
 
     Args:
         medium: Name of the tier.
-        max_keys: Most keys that are advertised at once.
+        max_keys: Maximum of keys that are advertised at once.
     """
 
     def __init__(self, medium: str = MEDIUM_STORAGE, max_keys: int = 1 << 20) -> None:

@@ -1,4 +1,4 @@
-"""A trial of a tier: one page is stored and loaded."""
+"""A trial of a tier, which stores and loads one page."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A standalone engine that keeps the kvview contract, without vLLM or a GPU."""
+"""A standalone engine that satisfies the kvview contract, without vLLM or a GPU."""

@@ -116,7 +116,7 @@ class FreeQueue:
         return block_ids
 
     def _take_back(self, num_blocks: int) -> list[int]:
-        """Take the next entries of the back, which must have so many."""
+        """Take the next entries of the back, which must have enough entries."""
         block_ids: list[int] = []
         size = 1
         while missing := num_blocks - len(block_ids):

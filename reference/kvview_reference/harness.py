@@ -261,7 +261,7 @@ class ReferenceManager:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """All of a manager's, and the policy that it has."""
+        """The capabilities of a manager, and those of its policy."""
         has = {Capability.EVENTS, Capability.PAGES, Capability.RESETS, Capability.POLICIES}
         has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS, Capability.LEADING_HITS}
         has.add(Capability.SIZED)
@@ -273,11 +273,11 @@ class ReferenceManager:
         return self.Manager(self.capacity, name, enable_events=True, store_threshold=threshold)
 
     def sized(self, capacity: int) -> ReferenceManager:
-        """A new harness whose manager holds so many keys."""
+        """A new harness whose manager holds this number of keys."""
         return type(self)(self.cache_policy, capacity, self.store_threshold)
 
     def with_threshold(self, num_offers: int) -> ReferenceManager:
-        """A new harness whose manager stores a key at so many offers."""
+        """A new harness whose manager stores a key after this number of offers."""
         return type(self)(self.cache_policy, self.capacity, num_offers)
 
 
@@ -298,8 +298,8 @@ class PolicyManager(ReferenceManager):
 class ReferenceTransfer:
     """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
 
-    It is made as anybody makes it: small jobs are copied on the spot, those of the last group
-    on a thread, and of eight blocks on several.
+    It has the default settings, so it copies small jobs at once, jobs of the last group on a
+    thread, and jobs of eight blocks on several threads.
     """
 
     capabilities = frozenset(
@@ -315,7 +315,7 @@ class ReferenceTransfer:
     )
     num_cpu_blocks = 24
     blocks_per_chunk = 3
-    num_blocks = 72  # 18 of the first group are 36 copies: too many to make one by one
+    num_blocks = 72  # 18 blocks of the first group are 36 copies, too many to make one by one
 
     def __init__(self) -> None:
         import torch

@@ -102,7 +102,9 @@ class BlockPool(FreeQueue):
             NoFreeBlocksError: Fewer blocks are free.
         """
         if not 0 <= num_blocks <= self._num_free:
-            raise NoFreeBlocksError(f"cannot take {num_blocks} of {self._num_free} free blocks")
+            raise NoFreeBlocksError(
+                f"cannot allocate {num_blocks} blocks, because only {self._num_free} are free"
+            )
         self._stop_walks()
         block_ids = self._take_front(num_blocks)
         num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
@@ -181,7 +183,7 @@ class BlockPool(FreeQueue):
         hashed: list[int] = []
         position = self._back_start + len(self._back)
         top = -len(self._front)
-        front_position = top - len(block_ids)  # of the first, if all of them go there
+        front_position = top - len(block_ids)  # position of the first one, if all of them go there
         remaining = iter(block_ids)
         try:
             for block_id in remaining:
@@ -198,7 +200,9 @@ class BlockPool(FreeQueue):
                     elif 0 < old < first_back:
                         state[block_id] = old - _REFERENCE
                     else:
-                        raise BlockNotHeldError(f"POOL-4: block {block_id} is freed too often")
+                        raise BlockNotHeldError(
+                            f"POOL-4: block {block_id} is freed more often than it was touched"
+                        )
                 elif block_id != NULL_BLOCK_ID:
                     raise IndexError
         except Exception:
@@ -221,7 +225,7 @@ class BlockPool(FreeQueue):
         self._num_free += len(unhashed) + len(hashed)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
-        """Make the free blocks among these the next victims, in the given order."""
+        """Make those of these blocks that are free the next victims, in the given order."""
         state = self._state
         self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
@@ -233,7 +237,7 @@ class BlockPool(FreeQueue):
                 self._is_hashed_in_front |= self._hash[block_id] is not None
 
     def check_block_ids(self, block_ids: Iterable[object]) -> None:
-        """Raise ``UnknownBlockError`` unless each is an int that names a block (POOL-4)."""
+        """Raise ``UnknownBlockError`` unless each id is an int that names a block (POOL-4)."""
         check_block_ids(block_ids, self.num_blocks)
 
     def iter_free_block_ids(self) -> Iterator[int]:
@@ -257,8 +261,8 @@ class BlockPool(FreeQueue):
     ) -> None:
         """Register full blocks under the hashes of their KV.
 
-        Each block gets one hash, without group index. A block that has a hash gets a further
-        one, and its first hash stays the primary one. The event has block size and parent.
+        Each block gets one hash, without group index. A block that already has a hash gets a
+        further one, and its first hash stays the primary one. The event has block size and parent.
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
@@ -269,7 +273,10 @@ class BlockPool(FreeQueue):
         self.check_block_ids(block_ids)
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
-            raise ValueError(f"{len(block_ids)} block_ids, {len(keys)} block_hashes")
+            raise ValueError(
+                f"expected one hash per block, got {len(block_ids)} block_ids and {len(keys)} "
+                f"block_hashes"
+            )
         for block_id in block_ids:
             if not 0 < state[block_id] < FIRST_BACK:
                 raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
@@ -380,7 +387,7 @@ class BlockPool(FreeQueue):
             self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
 
     def reset_prefix_cache(self) -> bool:
-        """Drop every hash; returns False, and drops none, while a block is in use (POOL-9)."""
+        """Drop every hash; returns False and changes nothing while a block is in use (POOL-9)."""
         if self._num_free != self.num_blocks - 1:
             return False
         # No block has a hash now, so all blocks move to the front, where walks for hashes
@@ -438,7 +445,7 @@ class BlockPool(FreeQueue):
 
 
 def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
-    """Return the real blocks that a loop handled before it failed at an item."""
+    """Return the blocks, except the null block, that a loop handled before it failed."""
     num_done = len(block_ids) - len(list(remaining)) - 1
     return list(filter(None, block_ids[:num_done]))
 
@@ -476,7 +483,7 @@ class BlockPoolView(LedgerView):
         return walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """Walk all free blocks, hashed or not, next victim first, lazily as POOL-6."""
+        """Walk all free blocks, hashed or not, next victim first, and lazily (POOL-6)."""
         return walk_free_block_ids(self._open_pool)
 
     def walk_free_blocks(self) -> FreeBlockWalk:

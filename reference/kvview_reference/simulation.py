@@ -1,4 +1,4 @@
-"""The reference engine, as ``kvview check`` simulates it."""
+"""The reference engine in the simulation of ``kvview check``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ReferenceEngines:
         wire: Wire,
         lease_seconds: float,
     ) -> PDHarness:
-        """Build an engine that hands KV to others."""
+        """Build an engine that passes KV to other engines."""
         return ReferencePDHarness(scenario, connector, clock, me, wire, lease_seconds)
 
     def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
@@ -132,7 +132,7 @@ class _OnRanks(Connector):
 
 
 class _RankedWorker(WorkerConnector):
-    """A worker half per rank, each with tensors of its own; a job ends with its last rank."""
+    """Worker halves, one per rank, with separate tensors; a job ends with its last rank."""
 
     def __init__(self, halves: Sequence[WorkerConnector], ranks: Sequence[int]) -> None:
         self._halves = halves
@@ -181,7 +181,7 @@ class _RankedWorker(WorkerConnector):
 
 
 class ReferenceConnectorHarness:
-    """The reference engine, with the interventions of the simulation."""
+    """The reference engine, with interventions such as resets, squeezes and second hashes."""
 
     engine_class: type[Engine] = Engine
 
@@ -210,7 +210,7 @@ class ReferenceConnectorHarness:
             stream=stream,
             pin_budget=scenario.pin_budget,
         )
-        # Leases expire by steps, not by the clock of the machine.
+        # Leases expire after a number of steps, not by the clock of the machine.
         self._engine.view.now = clock
         self._engine.view.owner = owner
         self._pool = self._engine.kv_cache.pool
@@ -247,7 +247,7 @@ class ReferenceConnectorHarness:
         return self._engine.reset_cache()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Free the blocks of the last squeeze, and allocate this many, or all that are free."""
+        """Free the blocks of the last squeeze, and allocate this many blocks, or all free ones."""
         pool = self._pool
         pool.free_blocks(self._squeezed)
         self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
@@ -279,7 +279,7 @@ class ReferenceConnectorHarness:
         return {request.request_id: request.status.name.lower() for request in requests}
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """Return the key that must be loaded into each block of a request that waits for loads."""
+        """Return the key to load into each block of a request that waits for loads."""
         request = self._engine.loading_request(request_id)
         expected: dict[int, OffloadKey] = {}
         if request is None:
@@ -349,7 +349,7 @@ class ReferencePDHarness(ReferenceConnectorHarness):
 
     @override
     def squeeze(self, num_blocks: int) -> None:
-        """Take blocks as another owner does, which also overwrites them."""
+        """Allocate blocks for another owner, and overwrite them."""
         super().squeeze(num_blocks)
         self._engine.kv_bytes.poison(self._squeezed)
 
@@ -369,7 +369,12 @@ def _make_request(
     if before is not None:
         new_ids = (f"{add.family}/{i}" for i in count())
         request = before.next_turn(
-            add.request_id, add.num_prompt_tokens, add.num_output_tokens, new_ids, serial
+            add.request_id,
+            add.num_prompt_tokens,
+            add.num_output_tokens,
+            new_ids,
+            serial,
+            add.transfer_params,
         )
         request.stops_after = add.stops_after
         return request
@@ -382,6 +387,7 @@ def _make_request(
         size,
         chain_hashes(ids),
         stops_after=add.stops_after,
+        transfer_params=add.transfer_params,
         _serial=serial,
     )
 

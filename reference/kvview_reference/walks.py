@@ -72,7 +72,7 @@ class ResumedWalk:
         self._has_started = False
 
     def close(self) -> None:
-        """End the walk; callable twice."""
+        """End the walk; may be called twice."""
         if self._pool is not None:
             self._pool.remove_walk(self._walk)
             self._pool = None

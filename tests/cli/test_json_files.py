@@ -34,7 +34,7 @@ def self_test() -> Any:
     """A report made from its model, because the command takes minutes."""
     row: dict[str, Any] = {"mutant": "m", "what": "w", "law": "POOL-1", "killed_by": "POOL-1"}
     row |= {"incident": None, "is_killed": True, "is_killed_by_its_law": True}
-    report = {"mutants": [row], "num_survivors": 0, "automatic": {}}
+    report = {"mutants": [row], "num_survivors": 0}
     return SelfTestModel.model_validate(report).model_dump(mode="json")
 
 

@@ -101,14 +101,14 @@ def test_no_file_is_written_through_a_dangling_link(tmp_path: Path, existing: st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("my-connector.py", "not the name of a Python module"),
-        ("class.py", "not the name of a Python module"),
-        ("connector.txt", "not the name of a Python module"),
-        ("mine.py --name a-b", "not usable in a class name"),
-        ("mine.py --name=", "not usable in a class name"),
-        ("connector.py", "not usable in a class name"),  # the class would be Connector
-        ("worker.py --hooks", "not usable in a class name"),
-        ("store.py", "not usable in a class name"),
+        ("my-connector.py", "is not that of a Python module"),
+        ("class.py", "is not that of a Python module"),
+        ("connector.txt", "is not that of a Python module"),
+        ("mine.py --name a-b", "cannot be a part of a class name"),
+        ("mine.py --name=", "cannot be a part of a class name"),
+        ("connector.py", "cannot be a part of a class name"),  # the class would be Connector
+        ("worker.py --hooks", "cannot be a part of a class name"),
+        ("store.py", "cannot be a part of a class name"),
         ("mine.py --hooks --raw", "are two kinds of connector"),
         ("kvview.py", "'kvview' is the name of the module at "),
         ("torch.py", "'torch' is the name of the module at "),

@@ -128,7 +128,7 @@ def test_a_trace_without_timestamps_runs_in_a_closed_loop(tmp_path: Path) -> Non
     assert "has no timestamps" in result.stderr
     assert run(trace, "--closed-loop", "2").stderr == ""
     write_trace(trace, [plain, mooncake_row(1, 2), plain])
-    assert ":2: field 'timestamp': present, but the first row has none" in run(trace).stderr
+    assert ":2: field 'timestamp': is present, but the first row lacks it" in run(trace).stderr
     assert run(trace, "--strict").exit_code == 2
 
 

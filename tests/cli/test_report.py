@@ -42,7 +42,7 @@ CONNECTORS = """
 import sys
 from kvview.testing import load_mutants
 load_mutants()
-Leaks = sys.modules["kvview_planted_faults.connector"].load_named("NeverFreesAfterFailure")
+Leaks = sys.modules["kvview_injected_faults.connector"].load_named("NeverFreesAfterFailure")
 """
 RAISES = """
 
@@ -205,4 +205,5 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
 def test_self_test_has_no_page(tmp_path: Path) -> None:
     result = run("--self-test", "--html", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert result.output == "kvview: --html is for a TARGET: --self-test has none\n"
+    expected = "kvview: --html needs a TARGET, which --self-test does not have; drop it\n"
+    assert result.output == expected

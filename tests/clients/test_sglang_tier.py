@@ -259,7 +259,7 @@ def test_a_faulty_store_ends_every_call_and_gives_no_wrong_bytes(fault: str, fau
     [
         ({"store": FILES}, "set 'weights' to their revision"),
         ({"store": FILES, "weights": "1", "rot": 1}, "rot: Extra inputs are not permitted"),
-        (None, "it needs an object 'tier' with 'store' and 'weights'"),
+        (None, "the extra config needs an object 'tier' with 'store' and 'weights'"),
     ],
 )
 def test_a_wrong_setting_is_an_error_in_sglang_and_in_doctor(extra: Any, message: str) -> None:

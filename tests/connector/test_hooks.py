@@ -81,7 +81,7 @@ def test_names_of_helpers_are_not(half: str) -> None:
         define(half, f"_{name}")
 
 
-def test_a_name_of_the_other_half_says_which() -> None:
+def test_a_hook_of_the_other_half_is_named() -> None:
     with pytest.raises(ConnectorDefinitionError, match=r"is SchedulerConnector\.match_prefix"):
         define("connector", "match_prefix")
     with pytest.raises(ConnectorDefinitionError, match=r"is WorkerConnector\.get_finished"):

@@ -104,7 +104,7 @@ class Holder(SchedulerConnector):
         self.view = view
 
 
-def test_a_child_can_not_give_back_what_another_holds() -> None:
+def test_a_child_cannot_release_blocks_of_another() -> None:
     pool_view = GuardedView(BlockPool(8).view("engine"))
     one, other = Holder(), Holder()
     MultiScheduler([one, other]).bind_gpu_block_pool_view(pool_view)

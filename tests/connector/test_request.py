@@ -71,7 +71,7 @@ def test_a_request_without_blocks_has_none() -> None:
     assert found(ONE, request(12, 10), []) == []
 
 
-def test_first_token_leaves_out_what_ends_before_it() -> None:
+def test_blocks_that_end_before_first_token_are_skipped() -> None:
     table = [1, 2, 3, 4, 5]
     for first_token in range(24):
         ends = [n for n in range(1, 6) if 4 * n > first_token]

@@ -40,6 +40,7 @@ from kvview.testing.connector.invariants import (
     InvariantBroken,
 )
 from kvview.testing.connector.memory import TierKeys
+from kvview.testing.connector.shrink import simpler_geometries, simpler_sizes
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.connector.unusual import UNUSUAL
@@ -196,6 +197,14 @@ def test_the_first_failure_is_shrunk_to_a_script_that_fails(
     with pytest.raises(AssertionError) as raised:
         exec(failure.script, {})  # as pasted by its reader
     assert f": {failure.message}" in str(raised.value) or law == "CONN-5"
+
+
+def test_all_that_is_simpler_can_be_played() -> None:
+    drawn = [scenario for scenario in map(generate_scenario, range(60)) if scenario.ranks]
+    for scenario in drawn:
+        for simpler in (*simpler_sizes(scenario), *simpler_geometries(scenario)):
+            assert simulate(HostCacheConnector, replace(simpler, events=())).failure is None
+    assert len(drawn) > 5
 
 
 def test_a_scenario_by_hand() -> None:

@@ -68,7 +68,9 @@ def test_every_mutant_is_killed_with_its_law(engines: VLLMEngines, mutant: Mutan
 
 def test_ranks_and_drafts_are_played(engines: VLLMEngines) -> None:
     coverage: Counter[str] = Counter()
-    for seed in range(10):
+    ranks = [generate_scenario(seed).ranks for seed in range(40)]
+    stages = next(seed for seed in range(40) if len({*ranks[seed]}) > 1)
+    for seed in (*range(10), stages):  # a pipeline whose stages have different layers
         scenario = generate_scenario(seed)
         if scenario.ranks or scenario.drafts:
             result = simulate(HostCacheConnector, scenario, engines=engines)

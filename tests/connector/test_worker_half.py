@@ -109,7 +109,7 @@ class Raises(HostCacheWorker):
     ("worker", "message"),
     [
         (HostCacheWorker, "None"),
-        (Dies, "CONN-3: the process of the worker half died in start_plan, exit code 7"),
+        (Dies, "CONN-3: the process of the worker half died during start_plan with exit code 7"),
         (
             Raises,
             "exceptions: wait of the worker half raised OSError no disk at .*worker_half.py",
@@ -134,5 +134,11 @@ def test_each_group_has_its_own_pages() -> None:
     assert kv.count_mismatches([1, 2], keys) == 0
     kv.caches.tensors[1].tensor[2, 0] += 1
     assert kv.count_mismatches([1, 2], keys) == 1
+    kv.caches.tensors[0].tensor[2] = kv.caches.tensors[0].tensor[1]
+    assert kv.count_mismatches([1, 2], keys) == 1
+    assert kv.mismatch == (
+        "bytes 0 to 7 of GPU block 2 in tensor 0 hold the KV of key 00000000.../0, "
+        "not the KV of key 00000000.../1"
+    )
     with pytest.raises(ConfigError, match="a page must be a positive multiple of 8"):
         KVBytes(4, 0, group_pages=[(16, 0), (8, 0)])

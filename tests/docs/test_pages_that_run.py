@@ -77,7 +77,7 @@ def missing(shown: str, printed: str) -> str:
 @pytest.mark.parametrize(
     ("page", "wanted"), [("first-connector.md", 3), ("first-hooks.md", 6), ("kit.md", 4)]
 )
-def test_the_page_does_what_it_says(page: str, wanted: int, tmp_path: Path) -> None:
+def test_the_commands_of_the_page_run(page: str, wanted: int, tmp_path: Path) -> None:
     done: subprocess.CompletedProcess[str] | None = None
     num_commands = 0
     for kind, title, text, prose in pieces(page):

@@ -103,8 +103,8 @@ def test_the_command_checks_a_connector(target: str, code: int, text: str) -> No
     assert (result.exit_code, text in result.output) == (code, True), result.output
 
 
-def test_real_engines_run_connectors_of_vllm_only() -> None:
-    target = "kvview_reference.handoff.pull:PullConnector"
+def test_real_engines_run_connectors_for_handoffs_only() -> None:
+    target = "kvview_reference.connector:OffloadConnector"
     result = CliRunner().invoke(cli, ["check", target, "--pd", "--inference"])
     assert result.exit_code == 2
-    assert "runs connectors of vLLM" in result.output
+    assert "makes a HandoffScheduler" in result.output

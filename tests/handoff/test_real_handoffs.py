@@ -1,4 +1,4 @@
-"""Two engines of the installed vLLM with the real NixlConnector."""
+"""Two engines of the installed vLLM that hand over KV."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvview import ConfigError
+from kvview_reference.handoff.pull import PullConnector
 from kvview_vllm.handoff.side_channel import FaultySideChannel, SideChannelFault
 
 KNOWN_WRONG = {
@@ -42,3 +44,16 @@ def test_the_findings_are_those_of_the_page() -> None:
     assert cases["right handoff"].is_right, cases["right handoff"]
     assert cases["control: KV overwritten before it is read"].is_right
     assert {name for name in KNOWN_WRONG if cases[name].is_right} == set()
+
+
+@pytest.mark.slow
+def test_the_reference_connector_is_right_in_real_engines() -> None:
+    server: Any = pytest.importorskip("kvview_vllm.inference.server")
+    try:
+        server.require_vllm()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    from kvview_vllm.handoff.cases import play_handoffs
+
+    wrong = [case for case in play_handoffs(PullConnector, {}, print) if not case.is_right]
+    assert wrong == []

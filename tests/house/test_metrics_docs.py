@@ -29,12 +29,12 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
-def test_the_page_names_what_is_exported() -> None:
+def test_the_page_names_every_exported_metric() -> None:
     text = (ROOT / "docs/metrics.md").read_text("utf-8")
     assert set(_NAME.findall(text)) == EXPORTED | OF_TIERS
 
 
-def test_the_dashboard_shows_what_is_exported() -> None:
+def test_the_dashboard_shows_exported_metrics() -> None:
     assert set(_NAME.findall("\n".join(expressions()))) == EXPORTED
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     text = json.dumps(DASHBOARD)

@@ -26,13 +26,13 @@ def test_an_earlier_minor_of_the_same_major_is_kept(minor: int) -> None:
         (f"{MAJOR - 1}.9", "CHANGELOG"),
     ],
 )
-def test_another_one_is_refused_with_what_to_do(version: str, advice: str) -> None:
+def test_another_version_is_refused_with_a_remedy(version: str, advice: str) -> None:
     with pytest.raises(UnsupportedContractError, match=f"mine was written .*{advice}"):
         require_contract(version, "mine")
 
 
 @pytest.mark.parametrize("version", ["", "1", "1.0.0", "one.two", None, 1.0])
-def test_what_is_no_version_is_refused(version: Any) -> None:
+def test_a_text_that_is_not_a_version_is_refused(version: Any) -> None:
     with pytest.raises(UnsupportedContractError, match="is not a version such as"):
         require_contract(version, "mine")
 

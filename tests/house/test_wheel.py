@@ -34,9 +34,7 @@ def test_bare_import_needs_nothing_installed(wheel: Path) -> None:
     assert str(wheel) in done.stdout
 
 
-def test_the_sdist_makes_the_same_wheel_and_has_what_a_successor_needs(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_the_sdist_makes_the_same_wheel_and_has_all_sources(wheel: Path, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t"]
     subprocess.run([*build, "sdist", "-d", tmp_path], cwd=ROOT, check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:

@@ -58,7 +58,7 @@ def hits_of(policy: LRUPolicy | LRUOrARCPolicy, uses: list[OffloadKey], room: in
     return num_hits
 
 
-def test_a_scan_does_not_wash_out_what_is_used_again() -> None:
+def test_a_scan_does_not_evict_keys_that_are_used_again() -> None:
     draw = Random(0)
     hot, cold = KEYS[:300], iter(KEYS[300:])
     uses = list(chain.from_iterable((*draw.sample(hot, 3), next(cold)) for _ in range(3700)))

@@ -300,7 +300,7 @@ def test_an_unknown_model_type(field: str) -> None:
         (layers,) = read_config(new | {field: 4096}, "x", None, 1).layers
         assert (layers.kind, layers.tokens) == ("window", 4096)
     else:
-        with pytest.raises(ConfigError, match=f"{field} is not understood"):
+        with pytest.raises(ConfigError, match=f"{field} is an unknown field"):
             read_config(new | {field: [1]}, "x", None, 1)
 
 

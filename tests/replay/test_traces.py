@@ -175,7 +175,9 @@ def test_an_unknown_schema_lists_the_known_ones(path: Path) -> None:
     with pytest.raises(TraceError) as caught:
         open_trace(path)
     message = str(caught.value)
-    assert message.startswith(f"{path}:1: unknown schema with fields ['prompt', 'max_tokens']; ")
+    assert message.startswith(
+        f"{path}:1: the fields ['prompt', 'max_tokens'] fit no known schema; "
+    )
     assert "mooncake (timestamp, input_length, output_length, hash_ids)" in message
     assert "cc-traces (id, block_size, hash_id_scope, requests)" in message
     with pytest.raises(ConfigError, match="no row can be read; line 1: unknown schema"):

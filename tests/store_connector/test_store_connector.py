@@ -10,15 +10,53 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from typing_extensions import override
 
 from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
 from kvview.targets import load_connector, load_target
 from kvview.testing.command import check
+from kvview.testing.connector import generate_scenario, simulate
+from kvview.tier import AsyncStore, Namespace
 from kvview_reference.replay.command import replay
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
+REMOTE = f"{EXAMPLES / 'remote_store.py'}:RemoteStore"
 MEMORY = f"{EXAMPLES / 'host_memory.py'}:HostMemoryStore"
+
+
+class AnswersInTime(AsyncStore):
+    """A service that answers long before its timeout."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.pages: dict[bytes, bytes] = {}
+        super().__init__(namespace)
+
+    @override
+    async def fetch(self, key: bytes, page: memoryview, /) -> bool:
+        async with asyncio.timeout(30):
+            await asyncio.sleep(0.001)
+            page[:] = self.pages[key]
+        return True
+
+    @override
+    async def send(self, key: bytes, page: memoryview, /) -> bool:
+        async with asyncio.timeout(30):
+            await asyncio.sleep(0.001)
+            self.pages[key] = bytes(page)
+        return True
+
+
+class AnswersInTimeConnector(StoreConnector):
+    store = AnswersInTime
+
+
+def test_clocks_that_jump_end_no_timeout_of_a_coroutine() -> None:
+    jumps = [seed for seed in range(20) if generate_scenario(seed).clock_jump]
+    results = [simulate(AnswersInTimeConnector, generate_scenario(seed)) for seed in jumps]
+    assert not any(result.failure for result in results)
+    assert sum(result.coverage.get("loads", 0) for result in results) > 0
+    assert not any(result.load_error for result in results)
 
 
 def options(given: Sequence[str]) -> list[str]:
@@ -34,7 +72,7 @@ def assert_green(target: str, *given: str) -> None:
     ("example", "given"),
     [
         ("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
-        ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1"]),
+        ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]),
         ("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
         ("two_levels.py:TwoLevelConnector", ["root={tmp}", "cpu_blocks={blocks}"]),
     ],
@@ -75,7 +113,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_server_over_asyncio_is_green(port: int) -> None:
-    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights=1")
+    assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights={tmp}")
 
 
 def blocks_loaded(folder: Path, *given: str) -> int:
@@ -106,7 +144,7 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
         ({"store": "kvview:Lease"}, "is not a class of tier stores"),
         ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
         ({"store": FOLDER, "root": "r", "rot": 1}, "do not fit the store FolderStore"),
-        ({"store": FOLDER, "root": "r", "store_blocks": 1}, "needs a store with the method delete"),
+        ({"store": REMOTE, "port": 1, "store_blocks": 1}, "needs a store with the method delete"),
         ({"store": MEMORY, "weights": "1"}, "needs a store with the method has"),
     ],
 )

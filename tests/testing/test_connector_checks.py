@@ -235,7 +235,7 @@ def test_a_hook_that_does_not_return_is_named(connector: type[Connector]) -> Non
 
 
 @pytest.mark.slow
-def test_what_is_not_deterministic_is_named() -> None:
+def test_runs_that_are_not_deterministic_are_named() -> None:
     few: dict[str, Any] = {"seeds": 20, "first_seed": 10}  # no long one, and one is run twice
     runs = check_connector(Draws, **few)
     assert not runs.failures, runs.summary()

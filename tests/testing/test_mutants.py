@@ -1,4 +1,4 @@
-"""Every planted fault is killed, and every law has one that is killed for it."""
+"""Every injected fault is killed, and every law has one that is killed for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvview import ConfigError
 from kvview.targets import is_connector
-from kvview.testing import CHECKS, Mutant, MutantResult, load_mutants, mutants, run_checks
+from kvview.testing import CHECKS, Mutant, load_mutants, mutants, run_checks
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.command import check
 from kvview.testing.handoff import PDFactory
@@ -41,7 +41,7 @@ RIGHT: list[Callable[[], Any]] = [
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed(mutant: Mutant) -> None:
-    assert MutantResult(mutant, mutant.first_failure()).is_killed, mutant.what
+    assert mutant.first_failure() is not None, mutant.what
 
 
 @pytest.mark.slow
@@ -73,14 +73,14 @@ def test_every_law_has_a_mutant_and_every_mutant_a_law() -> None:
 def test_the_self_test_shows_every_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [m for m in FAULTS if m.name in ("FreesDuplicatesOnce", "NeverHits")]
     monkeypatch.setattr(mutants, "load_mutants", lambda: few)
-    result = CliRunner().invoke(check, ["--self-test", "--mutants", "0", "--json", "-"])
+    result = CliRunner().invoke(check, ["--self-test", "--json", "-"])
     assert result.exit_code == 0, result.output
-    assert "3 of 3 planted faults killed; 2 incidents" in result.stderr
+    assert "3 of 3 injected faults killed; 2 incidents" in result.stderr
     report = json.loads(result.stdout)
     assert [row["is_killed"] for row in report["mutants"]] == [True, True, True]
     assert {row["incident"] for row in report["mutants"]} >= {"vllm#42571", "vllm#53498"}
 
 
-def test_the_planted_faults_are_not_in_a_wheel(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="from a checkout"):
+def test_the_injected_faults_are_not_in_a_wheel(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in a checkout"):
         load_mutants(tmp_path)

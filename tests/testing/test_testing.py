@@ -110,7 +110,7 @@ def test_a_check_is_a_plain_function() -> None:
 # --- the runner ---
 
 
-def test_what_is_not_declared_is_skipped_with_its_reason() -> None:
+def test_undeclared_capabilities_are_skipped_with_a_reason() -> None:
     report = run_checks(Minimal, steps=5)
     assert report.is_clean
     skipped = {r.check.name: r.reason for r in report if r.outcome is Outcome.SKIPPED}
@@ -273,7 +273,7 @@ def _raises() -> None:
     ("factory", "message"),
     [
         (_raises, "factory _raises raises RuntimeError: no GPU"),
-        (list, "returns list, not a harness: it needs 'view' for pool"),
+        (list, "returns list, which is not a harness; a harness needs 'view' for pool"),
         (3, "3 is not a factory, because it cannot be called"),
         (lambda needed: needed, "missing 1 required positional argument"),
         (_without("release"), "Minimal lacks release()"),
@@ -296,7 +296,7 @@ def test_bad_target_is_one_message_before_any_check(factory: Any, message: str) 
     assert not ran
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_every_fault_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         inspect_factory(_with(view=_OldView(), capabilities=["nonsense", "evict"]))
     message = str(caught.value)
@@ -447,7 +447,7 @@ def noisy():
 """
 
 
-def test_a_green_check_prints_no_warning_of_what_it_injects(tmp_path: Path) -> None:
+def test_a_green_check_prints_no_warnings_of_injected_faults(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(WARNS)
     for target, select, verbose in (
         ("kvview_reference.harness:guarded_pool", "check_guard_9_*", False),

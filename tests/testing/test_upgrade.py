@@ -29,7 +29,7 @@ LEAKS = """
 import sys
 from kvview.testing import load_mutants
 load_mutants()
-Leaks = sys.modules["kvview_planted_faults.connector"].load_named("NeverFreesAfterFailure")
+Leaks = sys.modules["kvview_injected_faults.connector"].load_named("NeverFreesAfterFailure")
 """
 
 
@@ -143,7 +143,7 @@ def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
         (130, "", report(), Verdict.INTERRUPTED, "before its runs did"),
     ],
 )
-def test_what_a_process_says(
+def test_the_verdict_of_a_process(
     code: int, said: str, found: dict[str, Any] | None, verdict: Verdict, reason: str
 ) -> None:
     judged = judge("1.2.3", code, said, found, "an")
@@ -168,10 +168,10 @@ def run(*args: str) -> Result:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1: no such release is known"),
-        ((EXAMPLE, "--vllm", "0.30", "--html", "a.html"), "--html is for one release"),
+        ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1 is not a known release"),
+        ((EXAMPLE, "--vllm", "0.30", "--html", "a.html"), "--html shows one release"),
         ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
-        (("--self-test", "--vllm", "0.30"), "--vllm is for a TARGET"),
+        (("--self-test", "--vllm", "0.30"), "--vllm needs a TARGET"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(args: tuple[str, ...], told: str) -> None:

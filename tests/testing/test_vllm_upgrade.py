@@ -108,10 +108,10 @@ def test_the_whole_wheel_where_there_are_no_parts(index: Path) -> None:
     ("links", "release", "told"),
     [
         (None, "0.99.2", "the package index has no such release"),
-        ("/nowhere", RELEASE, "no package index responds"),
+        ("/nowhere", RELEASE, "no package index responded"),
     ],
 )
-def test_why_it_cannot_be_had(
+def test_the_error_names_the_reason(
     index: Path, monkeypatch: pytest.MonkeyPatch, links: str | None, release: str, told: str
 ) -> None:
     if links is not None:
@@ -123,7 +123,7 @@ def test_why_it_cannot_be_had(
 
 def test_a_cache_that_cannot_be_written(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVVIEW_CACHE", str(next(index.glob("*.whl"))))
-    with pytest.raises(SourcesError, match=f"vllm {RELEASE}: its sources cannot be kept"):
+    with pytest.raises(SourcesError, match=f"vllm {RELEASE}: the sources cannot be stored"):
         sources(RELEASE)
 
 
@@ -134,5 +134,5 @@ def test_names_of_releases() -> None:
     assert resolve("all") == LATEST_OF_MINORS
     assert resolve_all(["0.33", NEWEST_TESTED, "0.11"]) == [NEWEST_TESTED, "0.11.2"]
     for name in ("", "0.1", "0.99", "newest", "33"):
-        with pytest.raises(SourcesError, match="no such release is known"):
+        with pytest.raises(SourcesError, match="is not a known release"):
             resolve(name)

@@ -37,16 +37,16 @@ def test_objects_in_a_folder(check: BoundCheck) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"url": "s3://b/p", "secret_access_key": SECRET}, "'secret_access_key' is not taken"),
-        ({"url": "s3://b/p", "aws_access_key_id": "x"}, "'aws_access_key_id' is not taken"),
-        ({"url": "s3://b/p", "client_options": {"default_headers": {"x": SECRET}}}, "not taken"),
+        ({"url": "s3://b/p", "secret_access_key": SECRET}, "'secret_access_key' is refused"),
+        ({"url": "s3://b/p", "aws_access_key_id": "x"}, "'aws_access_key_id' is refused"),
+        ({"url": "s3://b/p", "client_options": {"default_headers": {"x": SECRET}}}, "is refused"),
         ({"url": f"s3://user:{SECRET}@b/p"}, "url: name the bucket alone"),
         ({"url": f"az://c/p?sig={SECRET}"}, "url: name the bucket alone"),
         ({"url": "s3://b/p", "max_bytes": 10}, "give the bucket a lifecycle rule"),
         ({"url": "s3://b/p", "rot": "x"}, r"options \['rot'\]: UnknownConfigurationKeyError"),
         ({"url": "s3://b/p", "timeout": 0}, "timeout must be over 0"),
-        ({"url": "nope://b"}, "no object store at nope://b"),
-        ({"url": "b/p"}, "no object store at"),
+        ({"url": "nope://b"}, "the object store at nope://b"),
+        ({"url": "b/p"}, "the object store at"),
         ({"url": "memory:///", "checksum": "md5"}, "unknown checksum 'md5'"),
     ],
 )

@@ -394,7 +394,7 @@ def test_a_lock_that_is_kept_refuses_the_folder(
     name: str, root: Path, hold: Callable[..., Any]
 ) -> None:
     hold(root / HERE.digest.hex() / name, 300.0, "nothing")
-    with pytest.raises(ConfigError, match="another process kept its lock"):
+    with pytest.raises(ConfigError, match="another process did not release its lock"):
         ends(lambda: FileStore(HERE, root=str(root)))
 
 

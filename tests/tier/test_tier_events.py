@@ -50,7 +50,7 @@ def test_of_more_keys_than_are_remembered_the_oldest_are_withdrawn() -> None:
     assert held(events.take()) == {B, C}
 
 
-def test_any_calls_fold_to_what_a_plain_model_holds() -> None:
+def test_any_calls_fold_to_the_contents_of_a_plain_model() -> None:
     for seed in range(200):
         dice, events, stored = random.Random(seed), TierEvents(), set[bytes]()
         told: list[OffloadingEvent] = []

@@ -111,8 +111,8 @@ def test_0_11_0_gives_no_config() -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(3, N + 1, 4), "no dimension of 6 blocks"),
-        (torch.zeros(N, 8)[:, ::2], "no two elements touch"),
+        (torch.zeros(3, N + 1, 4), "with 6 blocks in the first dimension"),
+        (torch.zeros(N, 8)[:, ::2], "no two elements of a block"),
     ],
     ids=["no blocks", "padding inside"],
 )

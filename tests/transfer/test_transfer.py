@@ -342,7 +342,7 @@ BAD_SPECS: list[tuple[Any, str]] = [
     ((G([1.0], [1, 0], [0, 0]), C([0])), r"GPU block_ids must be a flat sequence of ints.*1\.0"),
     ((G([1, 2, 3], [3, 0], [1, 0]), C([0])), r"group 0 needs 2 host .* 3 GPU blocks after 1"),
     ((G([1], [1, 0], [0, 0]), C([0, 1])), r"need 1 GPU and 1 host blocks, .* name 1 and 2"),
-    ((G([1], [1], [0]), C([0])), r"group_sizes names 1 KV-cache groups, this worker has 2"),
+    ((G([1], [1], [0]), C([0])), r"group_sizes names 1 KV-cache groups, but this worker has 2"),
     ((G([1, 2], [1, 1], [0, 0]), C([4, 4])), r"host block 4 is the destination of two pages"),
     ((C([4, 5]), G([2, 2, 2], [3, 0], [0, 0])), r"GPU block 2 is the destination of two pages"),
     ((G([1], [1, 0], [0, 0]),) * 2, r"GPULoadStoreSpec \(medium 'GPU'\) -> GPULoadStoreSpec"),

@@ -99,14 +99,16 @@ class Engine:
         self.worker.register_kv_caches(self.kv_caches)
         self.requests: dict[str, Any] = {}
         self.hits: dict[str, int] = {}  # prompt tokens that were not computed
+        self.offered: dict[str, Any] = {}  # `kv_transfer_params` of outputs
         self.hold_loads = False
         self.depth = depth
         self.in_flight: deque[Any] = deque()  # outputs of the scheduler and of the model
         self._metadata: list[Any] = []
 
-    def add(self, request_id: str, tokens: Iterable[int], max_tokens: int = 4) -> Any:
+    def add(self, request_id: str, tokens: Iterable[int], max_tokens: int = 4, **more: Any) -> Any:
         """Queue a request."""
-        request = self.requests[request_id] = make_request(request_id, list(tokens), max_tokens)
+        request = make_request(request_id, list(tokens), max_tokens, **more)
+        self.requests[request_id] = request
         self.scheduler.add_request(request)
         return request
 
@@ -127,7 +129,13 @@ class Engine:
         model_output = make_model_output(self.scheduler, output, transfers)
         self.in_flight.append((output, model_output))
         if len(self.in_flight) >= self.depth or not output.total_num_scheduled_tokens:
-            self.scheduler.update_from_output(*self.in_flight.popleft())
+            outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
+            self.offered |= {
+                one.request_id: one.kv_transfer_params
+                for of_client in outputs.values()
+                for one in of_client.outputs
+                if one.kv_transfer_params
+            }
         return output
 
     def run(self, limit: int = 50) -> None:
@@ -277,7 +285,7 @@ def make_scheduler(
 _hashes_are_ready = False
 
 
-def make_request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
+def make_request(request_id: str, tokens: list[int], max_tokens: int, **more: Any) -> Any:
     """Make a `Request` with greedy sampling and vLLM's own hashes."""
     global _hashes_are_ready
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
@@ -285,4 +293,4 @@ def make_request(request_id: str, tokens: list[int], max_tokens: int) -> Any:
         utils.init_none_hash(hash_function())
         _hashes_are_ready = True
     hasher = utils.get_request_block_hasher(BLOCK_SIZE, hash_function())
-    return cpu_scheduler.make_request(request_id, tokens, max_tokens, hasher)
+    return cpu_scheduler.make_request(request_id, tokens, max_tokens, hasher, **more)

@@ -53,7 +53,7 @@ SEAMS: dict[str, Callable[[], Seam]] = {
 
 
 @pytest.mark.parametrize("name", SEAMS)
-def test_differences_are_where_the_table_says(name: str) -> None:
+def test_differences_are_in_the_releases_of_the_table(name: str) -> None:
     if not re.match(r"\d+\.\d+\.\d+", vllm.__version__):
         pytest.skip(f"no release: {vllm.__version__}")
     found = SEAMS[name]()

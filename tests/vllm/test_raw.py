@@ -360,7 +360,7 @@ def test_vsim_3_preemptions_are_passed_as_the_release_passes_them(engines: VLLME
 
 def test_the_reference_engine_refuses_a_raw_connector_in_one_line() -> None:
     scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
-    with pytest.raises(ConfigError, match="give --engine vllm"):
+    with pytest.raises(ConfigError, match="pass --engine vllm"):
         simulate(HostConnector, scenario, engines=load_engines())
 
 

@@ -55,16 +55,19 @@ def test_the_content_is_one_living_object(make_engine: MakeEngine) -> None:
     assert content.token_ids is request.all_token_ids
     assert len(content.token_ids) == len(TOKENS) + 20
     assert (content.lora_name, content.lora_id, content.cache_salt) == (None, None, None)
+    assert content.transfer_params is None
     assert list(content.extra_keys) == [None] * len(request.block_hashes)
 
 
 def test_the_content_has_everything_that_hashes_cover() -> None:
     request = lane.make_request("r", list(TOKENS), 4)
     request.cache_salt = "tenant"
+    request.kv_transfer_params = {"max_load_tokens": 4}
     lora: Any = importlib.import_module("vllm.lora.request")
     request.lora_request = lora.LoRARequest("poet", 3, "/adapters/poet")
     content = request_content(request, lane.BLOCK_SIZE)
     assert (content.lora_name, content.lora_id, content.cache_salt) == ("poet", 3, "tenant")
+    assert content.transfer_params == {"max_load_tokens": 4}
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
     expected = []
     next_image = 0

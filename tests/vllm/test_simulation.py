@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from examples.host_cache import HostCacheConnector
-from kvview import CacheGeometry, Connector, ConnectorConfig, FullAttention, SlidingWindow
+from kvview import (
+    CacheGeometry,
+    Connector,
+    ConnectorConfig,
+    FullAttention,
+    SlidingWindow,
+    StoreConnector,
+)
 from kvview.testing.connector import (
     Add,
     Fate,
@@ -78,6 +85,25 @@ def test_every_event_that_is_not_simulated_is_listed(
 def test_right_connectors_are_clean(engines: VLLMEngines, connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=5, engines=engines)
     assert not report.failures, report.failures[0].script
+
+
+def test_blocks_that_a_sibling_loads_within_a_step_are_not_computed_before_it(
+    engines: VLLMEngines,
+) -> None:
+    """A connector that stores them in that step would read them before they are loaded."""
+    prompt, evict = Add("first", 1, 17), (Squeeze(20), Squeeze(0))
+    scenario = Scenario(
+        CacheGeometry.single(4),
+        num_gpu_blocks=20,
+        events=(prompt, Step(8), *evict, replace(prompt, request_id="again"), Step(8)),
+        fates=(Fate(outcome="none"), *[Fate()] * 20),  # the first connector lacks the pages
+        max_tokens_per_step=32,
+        num_connectors=2,
+    )
+    options = {"cpu_blocks": 20, "mode": "eager"}
+    result = simulate(StoreConnector, scenario, options, engines=engines)
+    assert result.failure is None, result.failure
+    assert result.coverage["loads"] == 1
 
 
 def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines) -> None:

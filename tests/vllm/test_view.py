@@ -116,4 +116,4 @@ def test_without_vllm_the_error_names_it() -> None:
         "except ImportError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"kvview_vllm wraps an installed vLLM ({TESTED})" in done.stdout
+    assert f"kvview_vllm needs an installed vLLM ({TESTED})" in done.stdout

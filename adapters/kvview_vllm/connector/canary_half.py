@@ -29,16 +29,16 @@ from kvview_vllm.releases.calls import event_extra_keys
 from kvview_vllm.releases.samples import BLOCK_SIZE, WINDOW
 
 CANARY_TARGET = f"{__name__}:CanaryConnector"
-"""Its target, which no other canary checks."""
+"""Target of this connector, which the canary does not check again."""
 
 NUM_BLOCKS = 32
 SALT = "salt"
 LORA = ("lora", 1)
 PROMPTS = {
     "a": range(100, 148),  # three full blocks
-    "b": [*range(100, 132), *range(300, 331)],  # the first two of them, and more
-    "c": range(400, 463),  # is loaded, then preempted, and aborted in the end
-    "d": range(500, 739),  # computed in two steps, in blocks that were used before
+    "b": [*range(100, 132), *range(300, 331)],  # the first two of these blocks, and more
+    "c": range(400, 463),  # is loaded, then preempted, and finally aborted
+    "d": range(500, 739),  # is computed in two steps, in blocks that were used before
 }
 LENGTHS = {"a": 2, "b": 1, "c": 9, "d": 1}
 
@@ -67,7 +67,7 @@ class CanaryHalf(SchedulerConnector):
     def __init__(self, num_groups: int) -> None:
         release = installed().connector
         alone = num_groups == 1
-        # SCHED-5: releases that handle other loads wrongly get none of them.
+        # SCHED-5: releases that handle other loads wrongly get no such loads.
         after_hits = alone or release.hits_come_first or not release.null_window_blocks
         self._promises = {
             "b": BLOCK_SIZE if after_hits else 0,
@@ -131,7 +131,7 @@ class CanaryHalf(SchedulerConnector):
     # --- between steps ---
 
     def take_jobs(self) -> list[TransferJob]:
-        """The loads of the last plan; the blocks of loads that are to fail are freed."""
+        """Return the loads of the last plan, and free the blocks of loads that are to fail."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             if job.request_id in self.failing and isinstance(job.dst, GPULoadStoreSpec):
@@ -159,7 +159,7 @@ class CanaryHalf(SchedulerConnector):
     def release_held(self) -> None:
         """Free the held blocks, which stayed out of the queue without a request."""
         held, self._held = self._held, []
-        self._names = {_NULL_BLOCK_ID: "-"}  # the others are free now, for any request
+        self._names = {_NULL_BLOCK_ID: "-"}  # the other blocks are now free for any request
         stayed = not any(map(self.view.is_free, held))
         self.view.free_blocks(held)
         is_free = stayed, all(map(self.view.is_free, held))
@@ -197,7 +197,7 @@ class CanaryHalf(SchedulerConnector):
         made_of = (content.token_ids[0], content.cache_salt, content.lora_name, content.lora_id)
         lora = LORA if name == "c" else (None, None)
         expect(_SEAM, f"content of request {name}", made_of, (PROMPTS[name][0], SALT, *lora))
-        if name != "c":  # older releases name a LoRA otherwise
+        if name != "c":  # older releases name a LoRA differently
             expect(_SEAM, f"extra keys of request {name}", keys[:2], [repr((SALT,)), "None"])
         end = num_computed_tokens + num_external_tokens
         if num_external_tokens:  # blocks to compute come now or in a later step
@@ -221,7 +221,7 @@ class CanaryHalf(SchedulerConnector):
             self._compare(one.request, _scheduled(table, start, num_tokens))
             self._expect_keys(one.request, one.block_ids, start + num_tokens)
         if self._expected["c"] and self._expected["c"][0].startswith("preempted"):
-            self._hold([*self.view.iter_free_block_ids()])  # the next step finds none
+            self._hold([*self.view.iter_free_block_ids()])  # the next step then has no loads
         return StepPlan(loads=list(self._jobs))
 
     @override
@@ -295,7 +295,7 @@ def _hex(keys: dict[int, OffloadKey]) -> dict[int, str]:
 
 
 def _text(names: list[list[str]], num_computed_tokens: int) -> str:
-    """A block table; the blocks that the window has left are null in some releases only."""
+    """Format a block table; blocks that the window has left are null in some releases only."""
     left = max(0, num_computed_tokens - WINDOW + 1) // BLOCK_SIZE
     for group in names[1:]:
         group[:left] = ["-"] * left

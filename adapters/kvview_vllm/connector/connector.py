@@ -5,9 +5,9 @@
       "kv_connector_extra_config": {"connector": "my_connector.py:MyConnector",
                                     "options": {}}}'
 
-- LOAD-1 Loads are asynchronous where an aborted request keeps its blocks until its
-  load has ended (0.16.0) and several KV-cache groups may load so (0.18.0); both are
-  there from 0.18.0, where worker metadata came. Before, the step waits for its loads.
+- LOAD-1 Loads are asynchronous in releases in which an aborted request keeps its blocks until its
+  load has ended (0.16.0) and several KV-cache groups may load asynchronously (0.18.0). So from
+  0.18.0 on loads are asynchronous. Before, a step waits for its loads.
 - LOAD-2 vLLM's setting ``kv_load_failure_policy`` decides the outcome of a request whose load
   failed; ``recompute`` computes the prefix instead.
 
@@ -37,6 +37,7 @@ from kvview import (
     SchedulerConnector,
 )
 from kvview.connector.hook_errors import build_connector, watch_hooks
+from kvview.handoff import HandoffScheduler, HandoffWorker
 from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
@@ -44,6 +45,7 @@ from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.canary_half import CANARY_TARGET
 from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, report_at_start
+from kvview_vllm.connector.handoffs import HandoffOptions, WorkerWire, require_handoffs
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,
@@ -80,8 +82,8 @@ if TYPE_CHECKING:
     class SupportsHMA:  # noqa: D101
         pass
 else:
-    # At import and not at the first instance: Python would refuse a class that lacks an
-    # abstract method before anything could be probed.
+    # This runs at import, because Python would refuse an instance of a class that lacks an abstract
+    # method before any probe could run.
     with reading("connector", "the interface of connectors"):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -116,6 +118,7 @@ class KVViewOptions(BaseModel):
             extra keys, for routers that know each block from the GPU's events.
         contain_faults: Whether exceptions of hooks are reported and contained (FAULT-1, FAULT-2);
             if not, they propagate unchanged, for a debugger or the kit.
+        handoffs: Wire and address of a connector that hands KV to other engines.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,20 +130,21 @@ class KVViewOptions(BaseModel):
     leak_report_seconds: float | None = Field(default=60.0, gt=0)
     events: Literal["self_describing", "location_only"] = "self_describing"
     contain_faults: bool = True
+    handoffs: HandoffOptions | None = None
 
 
 class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
-    """One half of a kvview connector, as its role requires.
+    """The half of a kvview connector for one role.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         role: Scheduler or worker.
-        kv_cache_config: vLLM's ``KVCacheConfig``; 0.11.0 gives none.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0.
 
     Raises:
         ConfigError: ``kv_connector_extra_config`` has an unknown key or no
             ``connector``, or the connector refuses its options.
-        UnsupportedContractError: The connector was written to another contract.
+        UnsupportedContractError: The connector was written for another contract.
         UnsupportedEngineError: The interface has an unknown shape, or the engine's
             geometry cannot be expressed.
     """
@@ -189,8 +193,11 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         recomputes = recomputes_failed_loads(vllm_config.kv_transfer_config)
         resumes = options.contain_faults and recomputes
         parallel = vllm_config.parallel_config
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        required = options.handoffs, parallel.world_size, self._release
         if role is KVConnectorRole.SCHEDULER:
             half = connector.make_scheduler()
+            handoffs = require_handoffs(half, target, *required)
             self.needs_block_pool_view = (
                 type(half).bind_gpu_block_pool_view
                 is not SchedulerConnector.bind_gpu_block_pool_view
@@ -206,17 +213,26 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 if options.events == "self_describing" and publishes_events(vllm_config)
                 else None,
             )
+            if handoffs is not None and isinstance(half, HandoffScheduler):
+                me = handoffs.peer(engine_id, self._scheduler.owner)
+                half.bind_peer(me, handoffs.lease_seconds)
             self._group_kinds = event_group_kinds(kv_cache_config)
             self._reporter = Reporter(self._scheduler_side.owner, target)
             if not recomputes:
                 _logger.warning(_LOSES_REQUESTS, target)
         else:
+            worker = connector.make_worker()
+            handoffs = require_handoffs(worker, target, *required)
+            wire = None
+            if handoffs is not None and isinstance(worker, HandoffWorker):
+                wire = WorkerWire(worker, handoffs, engine_id)
             self._worker_side = WorkerSide(
-                connector.make_worker(),
+                worker,
                 kv_cache_config,
                 parallel.rank,
                 self._release,
                 Faults(target, "worker", resumes=resumes),
+                wire,
             )
 
     @property
@@ -245,7 +261,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     # --- scheduler ---
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        """Pass the view to the connector, and then the engine's facts."""
+        """Pass the view, and then the engine's facts, to the connector."""
         vllm_config, kv_cache_config = self._kvview_config
         num_gpu_blocks = self._bound_pool.num_gpu_blocks
         with reading("geometry", "the facts of the engine"):
@@ -255,7 +271,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a lost store costs a hit, not an answer (0.27.0)."""
+        """Return False, because a lost store costs a hit but no answer (0.27.0)."""
         return False
 
     def get_num_new_matched_tokens(
@@ -266,7 +282,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return num_tokens, bool(num_tokens) and self._scheduler.asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Pass the blocks to load into to the connector."""
+        """Pass the blocks that a load fills to the connector."""
         self._scheduler.on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVViewMetadata:
@@ -274,12 +290,12 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Receive the ends of jobs."""
+        """Receive the results of jobs."""
         if self._release.failed_blocks and connector_output.invalid_block_ids:
             unfilled = self._scheduler.forget_computed(connector_output.invalid_block_ids)
             if unfilled and self._bound_pool is not None:
                 uncache_blocks(self._bound_pool, unfilled)
-        # Reports of sibling connectors carry another owner.
+        # Reports of sibling connectors have another owner.
         from_stats = not self._release.worker_metadata
         owner = self._scheduler.owner
         if reports := take_reports(connector_output, owner, from_stats=from_stats):
@@ -288,19 +304,22 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         if isinstance(stats, KVViewStats) and (new := self._news()) is not None:
             stats.aggregate(new)  # 0.11.0 takes no stats from this side
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """One KV-cache group: 0.11.0, and connectors without ``SupportsHMA``."""
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
+        """Handle the end of a request with one group (0.11.0, or without ``SupportsHMA``)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, None]:
-        """Notify the connector, which holds the blocks that it needs; freeing is not delayed."""
+    def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, Any]:
+        """Notify the connector, which holds the blocks that it needs; vLLM may free them now.
+
+        Returns:
+            False, because vLLM may free the blocks, and the parameters of a handoff for the router.
+        """
         aborted = request.status in _NOT_FINISHED_WELL
         reason = FinishReason.ABORTED if aborted else FinishReason.FINISHED
-        self._scheduler.on_finished(request, block_ids, reason)
-        return False, None
+        return False, self._scheduler.on_finished(request, block_ids, reason)
 
     def take_events(self) -> Iterable[Any]:
-        """The connector's events, as vLLM's."""
+        """Return the connector's events as vLLM's events."""
         events, descriptions = self._scheduler.take_events(), self._scheduler.descriptions
         if not events:
             return ()
@@ -311,7 +330,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         )
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping because jobs are in flight (0.24.0)."""
+        """Return whether the engine must keep stepping because jobs are in flight (0.24.0)."""
         return self._scheduler.has_pending_work()
 
     def reset_cache(self) -> bool:
@@ -321,37 +340,37 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     # --- worker ---
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Pass the KV-cache tensors on, as pages."""
+        """Pass the KV-cache tensors to the connector, as pages."""
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the plan of this step: before its forward, since 0.29 after its launch."""
+        """Start the plan of this step, before its forward or (since 0.29) after its launch."""
         self._worker.start(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads end before the step, or between steps."""
+        """Do nothing, because loads end before the step or between steps."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: stores read blocks whose compute was launched before (XFER-6)."""
+        """Do nothing, because stores read blocks whose compute was launched before (XFER-6)."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: source blocks are held until their store is reported (CONN-6)."""
+        """Do nothing, because source blocks are held until their store is reported (CONN-6)."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Name the requests whose loads have ended."""
+        """Return the requests whose loads have ended."""
         self._worker.poll()
         return None, self._worker.take_loaded() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Name the requests whose loads have ended or failed (0.30.0 and later)."""
+        """Return the requests whose loads have ended or failed (0.30.0 and later)."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Name the blocks that were not loaded (0.11.1)."""
+        """Return the blocks that were not loaded (0.11.1)."""
         return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVViewWorkerMetadata | None:
@@ -362,10 +381,10 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     # --- both ---
 
     def get_kv_connector_stats(self) -> KVViewStats | None:
-        """Metrics for an operator, and up to 0.17 the reports of jobs.
+        """Return metrics for operators, and up to 0.17 the reports of jobs.
 
-        They include those of its siblings: ``MultiConnector`` has one place for all children of
-        a class, and only the result of the last child arrives.
+        They include those of sibling connectors, because ``MultiConnector`` has one place for all
+        children of a class, and only the result of the last child arrives.
         """
         if self._worker_side is None:
             if self._release.asked_for_stats and not self._scheduler.is_stats_due():
@@ -373,7 +392,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             news = [new for each in self._siblings() if (new := each._news()) is not None]
             return reduce(KVViewStats.aggregate, news) if news else None
         if self._release.asked_for_stats:
-            return None  # workers have none of their own
+            return None  # because workers have no metrics
         reports: list[JobReport] = []
         if not self._release.worker_metadata:
             reports = [r for each in self._siblings() for r in each._worker.reports()]
@@ -383,7 +402,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return None
 
     def _siblings(self) -> list[KVViewConnector]:
-        """The children of the same ``MultiConnector`` on this side, or this connector alone."""
+        """Return the children of this ``MultiConnector`` on this side, or only this connector."""
         engine, is_worker = self._kvview_config[0].cache_config, self._worker_side is not None
         return [
             each
@@ -402,7 +421,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVViewStats:
-        """The stats, as the front end received them."""
+        """Return the stats that the front end received."""
         return KVViewStats(data or {})
 
     @classmethod
@@ -413,7 +432,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """The metrics (0.11.1); the same object for each child of a ``MultiConnector``."""
+        """Return the metrics (0.11.1), one object for all children of a ``MultiConnector``."""
         last = _last_prom_metrics[0] if _last_prom_metrics else None
         if last is None or last.per_engine_labelvalues is not per_engine_labelvalues:
             last = PromMetrics(metric_types, labelnames, per_engine_labelvalues)
@@ -423,7 +442,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return last
 
     def shutdown(self) -> None:
-        """Release the holds of either side, then close the view, whatever fails meanwhile."""
+        """Release the resources of either side, then close the view, even if something fails."""
         with ExitStack() as last_first:
             if self._worker_side is not None:
                 last_first.callback(self._worker_side.shutdown)

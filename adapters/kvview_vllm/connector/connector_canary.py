@@ -2,7 +2,7 @@
 
 Reports of workers, events and the layout of a KV cache are built and read here before the
 first request. An unknown shape is refused when a connector is built, and by ``kvview doctor``.
-The calls of a scheduler are played in :mod:`.scheduler_canary`.
+:mod:`.scheduler_canary` plays the calls of a scheduler.
 """
 
 from __future__ import annotations

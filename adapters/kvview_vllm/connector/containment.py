@@ -1,16 +1,16 @@
-"""Containment of faults in a connector's own code: one log line, then the failure policy.
+"""Containment of faults in a connector's own code: one log line, and then the failure policy.
 
 - FAULT-1 The first line about a fault **must** be kvview's, and name the target, the file and
   the hook; vLLM's output about it follows.
 - FAULT-2 With ``kv_load_failure_policy`` ``recompute`` the engine **must** continue without the
   connector: the half that failed is not called any more and the contract's defaults replace it,
-  requests that wait for its loads are computed, its holds are released once its jobs have
+  requests that wait for its loads are computed, and its holds are released once its jobs have
   ended. With ``fail`` the engine ends.
-- FAULT-3 A fault at the start, and one of a worker half that has loads in flight, **must** end
+- FAULT-3 A fault at the start, and a fault of a worker half that has loads in flight, **must** end
   the engine, because these loads may still write into the KV cache.
 
-Source: vLLM's ``KVTransferConfig.kv_load_failure_policy`` (0.13.0), which defines the cost of a
-failed load; a failed connector costs no more.
+Source: vLLM's ``KVTransferConfig.kv_load_failure_policy`` (0.13.0), which defines the effect of a
+failed load; a failed connector has the same effect.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from kvview import ConnectorError, SchedulerConnector
 from kvview.connector.hooks import hooks_of
 from kvview.errors import one_line, split_law
+from kvview.handoff import HandoffScheduler
 
 _logger = logging.getLogger(__name__)
 _AT_START = {"bind_gpu_block_pool_view", "on_engine_ready"}
@@ -48,11 +49,11 @@ class Faults:
         self._ends_with: ConnectorError | None = None
 
     def on_fault(self, error: ConnectorError, must_end: str = "") -> None:
-        """Log a fault; the half is out from now on.
+        """Log a fault, after which the half is not called any more.
 
         Args:
-            error: Names the line and the hook.
-            must_end: Reason why the engine must end whatever the policy, empty if it need not.
+            error: The error, which names the line and the hook.
+            must_end: Reason why the engine must end under any policy; empty if it need not.
 
         Raises:
             ConnectorError: The engine has to end.
@@ -61,8 +62,8 @@ class Faults:
         self.is_out = True
         if self._resumes and not must_end:
             _logger.error(
-                "kvview: connector %s failed: %s. FAULT-2: its %s half is not called any more, and "
-                "the engine continues without it",
+                "kvview: connector %s failed: %s. FAULT-2: the engine continues without its %s "
+                "half, which is not called any more",
                 *(self.target, error, self._half),
             )
             return
@@ -70,13 +71,13 @@ class Faults:
         _logger.error(
             "kvview: connector %s failed: %s. The engine ends: %s", self.target, error, why
         )
-        law, _ = split_law(str(error))  # it stays in front, as in every message of a law
+        law, _ = split_law(str(error))  # the law stays at the start, as in every message of a law
         text = f"{error} (connector {self.target})" if law else f"connector {self.target}: {error}"
         self._ends_with = type(error)(text)
         raise self._ends_with from error
 
     def insist(self) -> None:
-        """Raise the fatal fault again: vLLM may have passed it to the caller of a reset.
+        """Raise the fatal fault again, because vLLM may have passed it to the caller of a reset.
 
         Raises:
             ConnectorError: The engine has to end.
@@ -92,12 +93,12 @@ def report_at_start(target: str, error: BaseException) -> None:
 
 def contain(half: SchedulerConnector, faults: Faults) -> None:
     """Make every hook of a watched scheduler half satisfy FAULT-2."""
-    idle = SchedulerConnector()
+    idle = HandoffScheduler() if isinstance(half, HandoffScheduler) else SchedulerConnector()
     for name in hooks_of(type(half)):
         hook, default = getattr(half, name), getattr(idle, name)
         own = inspect.unwrap(hook)
         if isinstance(own, MethodType) and own.__func__ is default.__func__:
-            call = default  # the connector has no code there that could fail
+            call = default  # because the connector has no code there that could fail
         else:
             call = _contained(name, hook, default, faults)
         object.__setattr__(half, name, call)

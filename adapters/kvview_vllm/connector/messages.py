@@ -1,13 +1,13 @@
 """The messages between the two halves of ``KVViewConnector``, sent through vLLM.
 
-Scheduler to worker: one :class:`KVViewMetadata` a step. Worker to scheduler: job
-reports, in the worker metadata where the release has it (0.18 and later), else in
-the connector stats, the one other field of ``KVConnectorOutput`` that every
-release passes through whole and aggregates over workers.
+The scheduler sends one :class:`KVViewMetadata` per step to the worker. The worker sends job
+reports, in the worker metadata if the release has it (0.18 and later), otherwise in the connector
+stats. The stats are the only other field of ``KVConnectorOutput`` that every release passes on
+completely and aggregates over workers.
 
 - MSG-1 A report **must** be sent again until it is acknowledged: 0.11.0 drops the
   output of a step that computes nothing.
-- MSG-2 Reports **must** be read once: by owner, job and worker rank.
+- MSG-2 Each report **must** be read once; owner, job and worker rank identify it.
 
 Source: ``KVConnectorOutput``, vllm/v1/outputs.py; ``KVConnectorWorkerMetadata``
 (0.18.0), ``KVConnectorStats`` (0.11.0).
@@ -48,10 +48,10 @@ _REPORTS, _METRICS = "reports", "metrics"
 
 @dataclass
 class KVViewMetadata(KVConnectorMetadata):
-    """One step, for the worker half.
+    """The message of one step for the worker half.
 
     Args:
-        owner: Id of the scheduler half; children of one ``MultiConnector`` differ.
+        owner: Id of the scheduler half, which differs for each child of a ``MultiConnector``.
         plan: The jobs to start.
         wait_for_loads: Whether the step computes on the loaded bytes.
         acknowledged: Jobs whose reports have arrived (MSG-1).
@@ -82,7 +82,7 @@ class JobReport:
 
 @dataclass
 class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
-    """Reports of one step, of one worker or of several."""
+    """The reports of one step from one or several workers."""
 
     reports: list[JobReport]
 
@@ -96,12 +96,13 @@ class KVViewStats(KVConnectorStats):
     """Metrics for the front end, and up to 0.17 reports, which are removed before that."""
 
     def reset(self) -> None:
-        """Remove everything."""
+        """Remove all values."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVViewStats:
         """Add the stats of another worker, of the scheduler's side, or of a later time."""
-        # In place: the object that the scheduler passes on must have the reports as well.
+        # The stats are changed in place, because the object that the scheduler passes on must have
+        # the reports as well.
         if reports := [*self.data.get(_REPORTS, ()), *other.data.get(_REPORTS, ())]:
             self.data[_REPORTS] = reports
         if metrics := merge(self.data.get(_METRICS, {}), other.data.get(_METRICS, {})):
@@ -113,11 +114,11 @@ class KVViewStats(KVConnectorStats):
         return as_log_line(self.data.get(_METRICS, {}))
 
     def is_empty(self) -> bool:
-        """Whether there is neither report nor metric."""
+        """Whether there are no reports and no metrics."""
         return not (self.data.get(_REPORTS) or self.data.get(_METRICS))
 
     def __getitem__(self, name: str) -> Any:
-        """``data``: up to 0.30 vLLM's MultiConnector indexes stats that were not sent."""
+        """Return ``data``; up to 0.30 vLLM's MultiConnector indexes stats that were not sent."""
         return {"data": self.data}[name]
 
 
@@ -128,7 +129,7 @@ def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list
         connector_output: The argument of ``update_connector_output``. Reports are removed from
             its stats, because the front end does not need them.
         owner: Owner of the reports.
-        from_stats: Whether this release only has the stats for them.
+        from_stats: Whether this release can only send reports in the stats.
     """
     if not from_stats:
         metadata = connector_output.kv_connector_worker_meta
@@ -149,7 +150,7 @@ def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list
 
 
 def _stats_with_reports(stats: Any) -> list[tuple[dict[str, Any], str]]:
-    """The places of reports: the stats themselves, or their children (MultiConnector)."""
+    """Yield the places of reports: the stats themselves, or their children (MultiConnector)."""
     if isinstance(stats, KVViewStats):
         return [(stats.data, _REPORTS)] if _REPORTS in stats.data else []
     if not isinstance(stats, KVConnectorStats):

@@ -1,29 +1,29 @@
-"""The scheduler's side of ``KVViewConnector``: vLLM's calls in the contract's terms.
+"""The scheduler's side of ``KVViewConnector``: vLLM's calls become calls of the contract.
 
-- SCHED-1 Block tables **must** name only blocks that the request still has: blocks that a
-  window has left behind, and blocks that another request took after a preemption, are the
-  null block.
+- SCHED-1 Block tables **must** only name blocks that the request still has. Blocks that a window
+  has left behind, and blocks that another request took after a preemption, are replaced by the null
+  block.
 - SCHED-2 A load that failed **must not** be tried again for the same request, not even by a
-  sibling: its prefix is computed. If a load is tried again and has no room, 0.33.0 does not
-  serve the requests behind it, which hold the room.
+  sibling. Its prefix is computed instead. If a load were tried again without free blocks, 0.33.0
+  would not serve the requests behind it, which hold the blocks.
 - SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets
   a request hit blocks that another one computes in the same step.
 - SCHED-4 The jobs of a promise **must** be in the plan of the step in which its blocks were
-  allocated; a broken promise ends in :class:`~kvview.ConnectorError`, not in a request that
-  waits forever.
-- SCHED-5 A load that the release handles wrongly **must not** be requested: blocks that a
-  window skips, where they are cached all the same (up to 0.13); within a step, for a request
-  that was preempted (its failure is not seen); and after a GPU hit with several groups, where
-  one block may become two groups' (0.14 to 0.23, vLLM PR 44409).
-- SCHED-6 Blocks that a load within a step left unfilled, and those computed after them in it,
-  **must not** be hit: up to 0.17 vLLM keeps them in its prefix cache until a request computes
+  allocated; a broken promise raises :class:`~kvview.ConnectorError`, instead of letting the request
+  wait forever.
+- SCHED-5 A load that the release handles wrongly **must not** be requested. These are loads of
+  blocks that a window skips, which releases up to 0.13 cache nevertheless; loads within a step for
+  a request that was preempted, whose failure vLLM does not notice; and loads after a GPU hit with
+  several groups, in which one block may get into two groups (0.14 to 0.23, vLLM PR 44409).
+- SCHED-6 Blocks that a load within a step left unfilled, and blocks computed after them in that
+  step, **must not** be hit. Up to 0.17 vLLM keeps them in its prefix cache until a request computes
   them, and that request may be aborted or preempted before.
 - SCHED-7 If other calls come between a promise and its blocks, the connector **must** only get
   the blocks if it promises as much again (CONN-2); otherwise the load has failed (HiSparse of
   0.33.0).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
-``_handle_invalid_blocks`` there, which evicts them only where the request is to fail.
+``_handle_invalid_blocks`` there, which only evicts them if the request is to fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
 from typing import Any, NamedTuple
 
@@ -55,7 +55,9 @@ from kvview import (
     TransferResult,
 )
 from kvview.connector.job_tracker import JobTracker, check_promise
+from kvview.handoff import HandoffScheduler
 from kvview_vllm.connector.containment import Faults, contain
+from kvview_vllm.connector.handoffs import ACCEPT, OFFER, params_with
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
 from kvview_vllm.events import BlockDescriptions
@@ -74,10 +76,12 @@ class _Tracked:
 
     request: Any
     content: RequestContent
-    chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
+    # The length of its block table.
+    chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)
     queried_at: int | None = None  # tokens hit on the GPU, until its blocks are allocated
     promised: int = 0  # tokens after these
     num_hit_tokens: int = 0  # when its blocks were allocated
+    num_ready_tokens: int = 0  # these, and the tokens that this connector itself loads
     is_allocated: bool = False  # until it is preempted
     load_failed: bool = False
 
@@ -172,18 +176,20 @@ class SchedulerSide:
     # --- a request starts ---
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
-        """The number of further tokens that could be loaded; None for a retry."""
+        """Return the number of further tokens that could be loaded; None for a retry."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             content = request_content(request, self.geometry.hash_block_size)
             tracked = self._tracked[request.request_id] = _Tracked(request, content)
             if self.descriptions is not None:
                 self.descriptions.follow(request, tracked.content)
-        elif tracked.chunks:  # before it starts again: the plan would be too late
+            self._accept(request, content)
+        elif tracked.chunks:  # before the request starts again, because the plan would be too late
             self._lost.add(request.request_id)
             self._on_preemption(request.request_id)
         elif tracked.queried_at is None and tracked.is_allocated:
-            tracked.load_failed = True  # it never ran: the load was a sibling's in MultiConnector
+            # It never ran, so the load was that of a sibling in a MultiConnector.
+            tracked.load_failed = True
         tracked.queried_at, tracked.promised = num_computed_tokens, 0
         if (
             tracked.load_failed
@@ -207,13 +213,21 @@ class SchedulerSide:
         tracked.promised = num_tokens
         return num_tokens
 
+    def _accept(self, request: Any, content: RequestContent) -> None:
+        """Pass the parameters of a handoff on, once for each request."""
+        params = params_with(request, ACCEPT)
+        if params is not None and isinstance(self.half, HandoffScheduler):
+            self._attribute_to(request.request_id)
+            self.half.accept_params(request_info(request, content), params)
+
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Receive allocated blocks; called again when an asynchronous load ended."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.queried_at is None:
-            return  # the second call: nothing is left to load
+            return  # the second call, after which no load is left
         num_computed_tokens, tracked.queried_at = tracked.queried_at, None
         tracked.num_hit_tokens, tracked.is_allocated = num_computed_tokens, True
+        tracked.num_ready_tokens = num_computed_tokens + num_external_tokens
         block_ids = blocks.get_block_ids()
         if not any(block_ids):
             # Up to 0.25 a MultiConnector passes empty blocks to a child that does not load.
@@ -234,7 +248,7 @@ class SchedulerSide:
         self.half.on_blocks_allocated(info, block_ids, num_computed_tokens, num_external_tokens)
 
     def _promises_again(self, info: RequestInfo, num_computed_tokens: int, promised: int) -> bool:
-        # Of a longer prefix a window keeps other blocks.
+        # A window of a longer prefix keeps other blocks.
         again = self.half.match_prefix(info, num_computed_tokens) or 0
         return again == promised or (again > promised and len(self.geometry.groups) == 1)
 
@@ -289,15 +303,15 @@ class SchedulerSide:
         return KVViewMetadata(self.owner, plan, not self.asynchronous, acknowledged, lost)
 
     def _plan_without(self) -> StepPlan:
-        """Replace the connector's plan: its promises have failed (FAULT-2)."""
+        """Replace the connector's plan, because its promises have failed (FAULT-2)."""
         if self._view is not None and not self._jobs:
-            self._view.free_all()  # no job reads the held blocks any more
+            self._view.free_all()  # because no job reads the held blocks any more
             self._view = None
         self._lost_blocks |= self._promised_blocks
         return StepPlan()
 
     def _lose(self) -> tuple[TransferJob, ...]:
-        """Loads that fail at once, which vLLM can handle and the connector never sees."""
+        """Make loads that fail at once, which vLLM can handle and the connector never receives."""
         lost = tuple(
             TransferJob(next(self._lost_ids), blocks, blocks, request_id)
             for request_id, blocks in self._lost_blocks.items()
@@ -307,7 +321,7 @@ class SchedulerSide:
         return lost
 
     def _blocks_between(self, block_ids: BlockIds, start: int, end: int) -> GPULoadStoreSpec:
-        """The blocks that a load of these tokens fills, without the null block of every table."""
+        """Return the blocks that a load of these tokens fills, without the null blocks."""
         spans: list[Sequence[int]] = []
         firsts: list[int] = []
         for group, table in zip(self.geometry.groups, block_ids, strict=True):
@@ -325,7 +339,7 @@ class SchedulerSide:
             self._view.speak_of(request_id)
 
     def _on_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
-        if named is None:  # 0.11 and 0.12 do not name them
+        if named is None:  # because 0.11 and 0.12 do not name them
             named = [
                 request_id
                 for request_id, tracked in self._tracked.items()
@@ -353,7 +367,7 @@ class SchedulerSide:
         self.half.on_request_preempted(info, table)
 
     def _last_launch(self, request_id: str) -> tuple[int, int]:
-        """Tokens of a running request before and after its last step; 0 if it is long ago."""
+        """Return a running request's tokens before and after its last step; 0 for an old step."""
         for step in reversed(self._recent):
             if (length := step.lengths.get(request_id)) is not None:
                 start = step.started.get(request_id)
@@ -380,9 +394,9 @@ class SchedulerSide:
                 cached.num_computed_tokens,
             )
         )
-        # The adapter's most expensive lines: most requests start no block in a step, and are
-        # skipped in C; the others' chunks are kept and joined at their first use. Without
-        # strict=, which costs as much as an addition.
+        # These are the adapter's most expensive lines. Most requests start no block in a step, and
+        # C code skips them. The chunks of the others are kept and joined at their first use.
+        # strict= is omitted, because it costs as much as an addition.
         added_to = compress(cached.req_ids, cached.new_block_ids)
         tracked_requests = self._tracked
         for request_id, added in zip(added_to, filter(None, cached.new_block_ids)):  # noqa: B905
@@ -402,11 +416,12 @@ class SchedulerSide:
             self.half.on_blocks_allocated(info, table, num_computed_tokens, 0)
 
     def _steps_that_fill(self, output: Any) -> list[RequestStep]:
-        """The requests of a step that :meth:`kvview.StepInfo.filling` must return."""
+        """Find the requests of a step that :meth:`kvview.StepInfo.filling` must return."""
         cached, num_tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
         size = self.geometry.hash_block_size
         unshown, begun = self._unshown, self._begun(output)
-        self._unshown = begun  # again: this step may write the blocks that they hit (SCHED-3)
+        # Read again, because this step may write the blocks that they hit (SCHED-3).
+        self._unshown = begun
         starts = _starts(output)
         if unshown is None:
             starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -423,7 +438,7 @@ class SchedulerSide:
         steps = self._steps_of(output, starts)
         for step in steps:
             end = step.num_computed_tokens + step.num_scheduled_tokens
-            if len(step.request.block_hashes) < end // size:  # to come with a later output
+            if len(step.request.block_hashes) < end // size:  # which come with a later output
                 begun.add(step.request.request_id)
         return steps
 
@@ -449,9 +464,12 @@ class SchedulerSide:
             if (tracked := self._tracked.get(request_id)) is not None
         }
         hits = [name for name in self._begun(output) if starts[name] and name in tracked_requests]
-        if hits and len(lengths) > 1:
+        if hits and (len(lengths) > 1 or not self.asynchronous):
             # Requests that are not named fill no block, so their blocks cannot be hit.
-            written = self._written_blocks(tracked_requests, starts, lengths)
+            firsts = dict(starts)
+            if not self.asynchronous:  # siblings load in this step, in no order with this plan
+                firsts |= {name: tracked_requests[name].num_ready_tokens for name in hits}
+            written = self._written_blocks(tracked_requests, firsts, starts, lengths)
             for request_id in hits:
                 table = tracked_requests[request_id].table()
                 starts[request_id] = self._existing(table, starts[request_id], written)
@@ -468,15 +486,15 @@ class SchedulerSide:
     def _written_blocks(
         self,
         tracked_requests: Mapping[str, _Tracked],
+        firsts: Mapping[str, int],
         starts: Mapping[str, int],
         lengths: Mapping[str, int],
     ) -> set[int]:
-        """Blocks that a request may hit and whose KV is computed in this step."""
+        """Blocks that a request may hit and whose KV is loaded or computed in this step."""
         written: set[int] = set()
         hash_size = self.geometry.hash_block_size
         for request_id, tracked in tracked_requests.items():
-            start = starts[request_id]
-            end = start + lengths[request_id]
+            start, end = firsts[request_id], starts[request_id] + lengths[request_id]
             if start // hash_size == end // hash_size:
                 continue  # nothing is hashed before the tokens of a hash are there
             for group, table in zip(self.geometry.groups, tracked.table(), strict=True):
@@ -533,7 +551,7 @@ class SchedulerSide:
             self.half.on_transfers_finished(results)
 
     def is_stats_due(self) -> bool:
-        """Whether to send news: once a second, and whenever no request is left (METRIC-2)."""
+        """Whether to send metrics: once a second, and whenever no request is left (METRIC-2)."""
         now = time.monotonic()
         if self._tracked and now < self._next_stats:
             return False
@@ -541,7 +559,7 @@ class SchedulerSide:
         return True
 
     def late_jobs(self, seconds: float) -> Iterator[tuple[TransferJob, float]]:
-        """Jobs that have been in flight for this long, with their ages, oldest first."""
+        """Return jobs that have been in flight for this long, with their ages, oldest first."""
         now = time.monotonic()
         for job in self._jobs.jobs():
             age = now - self.meter.begun[job.job_id]
@@ -559,15 +577,15 @@ class SchedulerSide:
         ]
 
     def forget_computed(self, invalid_block_ids: Collection[int]) -> Collection[int]:
-        """Handle blocks that were not loaded: tokens of the last step may have no KV.
+        """Handle blocks that were not loaded, because tokens of the last step may have no KV.
 
         Returns:
             Blocks that must not be hit any more (SCHED-6).
         """
         unfilled: set[int] = set()
-        self._filling = None  # a request may have fewer tokens than before: read all of them
+        self._filling = None  # read all requests, because one may have fewer tokens than before
         invalid = set(invalid_block_ids)
-        if not self.asynchronous:  # else vLLM caches them when they are loaded
+        if not self.asynchronous:  # otherwise vLLM caches them when they are loaded
             unfilled.update(invalid)
             for request_id, tracked in self._tracked.items():
                 first_token, _ = self._last_launch(request_id)
@@ -579,12 +597,19 @@ class SchedulerSide:
 
     # --- a request ends, the engine is idle ---
 
-    def on_finished(self, request: Any, block_ids: BlockIds, reason: FinishReason) -> None:
-        """Notify the half of a request that is about to free its blocks."""
+    def on_finished(
+        self, request: Any, block_ids: BlockIds, reason: FinishReason
+    ) -> dict[str, Any] | None:
+        """Notify the half that a request is about to free its blocks.
+
+        Returns:
+            The parameters of the offered handoff, for the router.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:  # it was never queried
             content = request_content(request, self.geometry.hash_block_size)
             info = request_info(request, content)
+            self._accept(request, content)
         else:
             del self._tracked[request.request_id]
             self._unseen.pop(request.request_id, None)
@@ -593,10 +618,18 @@ class SchedulerSide:
         if self.descriptions is not None:
             self.descriptions.finish(request, info.content)
         self._attribute_to(request.request_id)
+        offered: Mapping[str, Any] | None = None
+        is_wanted = reason is FinishReason.FINISHED and params_with(request, OFFER)
+        if is_wanted and isinstance(self.half, HandoffScheduler):
+            num_tokens = request.num_prompt_tokens
+            num_computed_tokens = min(info.num_computed_tokens, num_tokens)
+            prompt = replace(info, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+            offered = self.half.offer_blocks(prompt, block_ids)
         self.half.on_request_finished(info, block_ids, reason)
+        return {**offered, ACCEPT: True, OFFER: False} if offered is not None else None
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping."""
+        """Return whether the engine must keep stepping."""
         return bool(self._jobs) or self.half.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -609,18 +642,18 @@ class SchedulerSide:
         return self.half.reset_cache()
 
     def shutdown(self) -> None:
-        """Release everything held."""
+        """Release all holds."""
         self.half.shutdown()
 
 
 def _starts(output: Any) -> dict[str, int]:
-    """Tokens that the new requests of a step have before it."""
+    """Return the tokens that the new requests of a step have before it."""
     return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
 
 
 def _num_computed_tokens(tracked: _Tracked) -> int:
-    """Leading tokens whose KV is in the blocks that a request is about to free."""
-    if not tracked.chunks:  # it never ran: its load may not have arrived
+    """Count the leading tokens with KV in the blocks that a request is about to free."""
+    if not tracked.chunks:  # it never ran, so its load may not have arrived
         return tracked.num_hit_tokens if tracked.is_allocated else 0
     num_tokens: int = tracked.request.num_tokens
     return min(int(tracked.request.num_computed_tokens), num_tokens - 1)

@@ -1,4 +1,4 @@
-"""A canary for the scheduler's side: the installed vLLM's own scheduler serves requests dry.
+"""A canary for the scheduler's side, in which the installed vLLM's scheduler serves a few requests.
 
 A real ``Scheduler`` with two KV-cache groups and its own pool serves four requests, and
 :class:`~kvview_vllm.connector.KVViewConnector` runs a connector that compares each hook call
@@ -8,8 +8,8 @@ blocks of a step, and the order of finish and free.
 1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
 2. The play leaves nothing behind: no device, process, thread, file, event or log line, and
    the root of vLLM's block hashes is restored.
-3. A scheduler that cannot serve these requests without a connector either is not refused,
-   because a server may configure it in another way: the adapter runs unchecked, with a warning.
+3. If the scheduler cannot serve these requests even without a connector, it is not refused, because
+   a server may configure it in another way. The adapter then runs unchecked, with a warning.
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def check_scheduler_steps(kind: type) -> str:
-    """Play once per process.
+    """Play the requests once per process.
 
     Args:
         kind: ``KVViewConnector``.
@@ -70,8 +70,8 @@ def check_scheduler_steps(kind: type) -> str:
     except KVViewError as error:
         if error.__cause__ is not None and (problem := _problem_without_connector()):
             _logger.warning(
-                "kvview: vLLM %s serves no request in a dry run, even without a connector (%s): "
-                "KVViewConnector is used unchecked",
+                "kvview: vLLM %s serves no request in a trial run, even without a connector "
+                "(%s), so KVViewConnector is used unchecked",
                 *(engine_version(), problem),
             )
             return problem
@@ -162,7 +162,7 @@ class _Play:
         self._scheduler.add_request(request)
 
     def _step_until(self, name: str) -> None:
-        """Step until a request has everything but its end."""
+        """Step until a request has had every call except the one about its end."""
         for _ in range(_MOST_STEPS):
             self._step()
             if self._half is not None and self._half.is_ready_to_end(name):
@@ -183,7 +183,7 @@ class _Play:
         self._scheduler.update_from_output(output, make_model_output(output, sampled, transfers))
 
     def _transfers(self, jobs: Sequence[TransferJob], owner: str, failing: set[str]) -> Any:
-        """The report of a worker: every load succeeded, except those that are to fail."""
+        """Make a worker's report, in which all loads succeeded except those that are to fail."""
         failed = failing.intersection(job.request_id or "" for job in jobs)
         reports = [
             JobReport(owner, 0, TransferResult(job.job_id, success=job.request_id not in failed))

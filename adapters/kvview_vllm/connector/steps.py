@@ -14,7 +14,7 @@ from kvview_vllm.releases import ConnectorSeam
 def request_info(
     request: Any, content: RequestContent, num_computed_tokens: int = 0
 ) -> RequestInfo:
-    """A ``Request`` of vLLM as a connector sees it; the hashes are the live list."""
+    """Make the info of a vLLM ``Request`` for a connector; the hashes are the live list."""
     return RequestInfo(
         request.request_id, request.num_tokens, request.block_hashes, num_computed_tokens, content
     )
@@ -69,14 +69,14 @@ class LazySteps(Sequence[RequestStep]):
 
 @dataclass(frozen=True, slots=True)
 class LazyStep(StepInfo):
-    """A step whose requests are built at their first use, all of them or those that fill a block.
+    """A step whose requests are built at their first use: all, or only those that fill a block.
 
     Args:
-        some: The result of :meth:`~kvview.StepInfo.filling`, None for all requests.
+        some: Result of :meth:`~kvview.StepInfo.filling`; None for all requests.
     """
 
     some: LazySteps | None = None
 
     def filling(self) -> Sequence[RequestStep]:
-        """The requests of which a block becomes full."""
+        """The requests with a block that becomes full."""
         return self.scheduled if self.some is None else self.some

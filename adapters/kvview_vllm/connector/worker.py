@@ -1,11 +1,11 @@
 """The worker's side of ``KVViewConnector``: runs plans and reports the ends of jobs.
 
-- WORK-1 A request that loads **must** be named to the engine once, when all its
-  loads have ended, failed ones included.
+- WORK-1 A request that loads **must** be reported to the engine once, when all its loads have
+  ended, including failed ones.
 - WORK-2 A failed load **must** be reported to the engine in a form that it supports: block ids
-  with one KV-cache group, request ids with several (0.30 and later). Where it supports
-  neither, :class:`~kvview.ConnectorError` ends the worker; nothing is computed on
-  bytes that were not loaded.
+  with one KV-cache group, request ids with several (0.30 and later). If it supports neither,
+  :class:`~kvview.ConnectorError` ends the worker, so that no step computes on bytes that were not
+  loaded.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvview import (
 )
 from kvview.connector.job_tracker import JobTracker
 from kvview_vllm.connector.containment import Faults
+from kvview_vllm.connector.handoffs import WorkerWire
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.releases import ConnectorSeam, reading
 from kvview_vllm.transfer import canonical_kv_caches
@@ -42,8 +43,9 @@ class WorkerSide:
         half: The connector's worker half.
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Rank of this worker in its engine.
-        release: How this vLLM is notified of a failed load.
+        release: The way in which this vLLM is notified of a failed load.
         faults: Policy for a half that fails.
+        wire: The wire of a half with the hooks for handoffs.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WorkerSide:
         rank: int,
         release: ConnectorSeam,
         faults: Faults,
+        wire: WorkerWire | None = None,
     ) -> None:
         self._half = half
         self._kv_cache_config = kv_cache_config
@@ -60,6 +63,7 @@ class WorkerSide:
         self._rank = rank
         self._release = release
         self._faults = faults
+        self._wire = wire
         self._owner = ""
         self._next_stats = 0.0
         self._unacknowledged: dict[int, JobReport] = {}
@@ -81,12 +85,14 @@ class WorkerSide:
     def start(self, metadata: KVViewMetadata) -> None:
         """Start the plan of one step."""
         self._owner = metadata.owner
+        if self._wire is not None:
+            self._wire.bind(metadata.owner)
         for job_id in metadata.acknowledged:
             self._unacknowledged.pop(job_id, None)
         plan, lost = metadata.plan, metadata.lost
         self._jobs.begin(plan)
         if plan.loads or plan.stores or lost or metadata.acknowledged:
-            self._next_stats = 0.0  # the other side has new metrics
+            self._next_stats = 0.0  # because the other side has new metrics
         if lost:
             self._jobs.begin(StepPlan(lost))
             self._lose(lost, "its promise has ended")
@@ -107,11 +113,11 @@ class WorkerSide:
             late = [job.job_id for job in plan.loads if job.job_id not in self._unacknowledged]
             if late:
                 raise ConnectorError(
-                    f"WORK-1: connector {self._faults.target}: "
-                    f"{type(self._half).__name__}.wait returned before load jobs {late} were "
-                    f"reported by get_finished, and the step computes on their bytes"
+                    f"WORK-1: connector {self._faults.target}: {type(self._half).__name__}.wait "
+                    f"returned before get_finished reported load jobs {late}, although the step "
+                    f"computes on their bytes"
                 )
-            self._loaded.clear()  # the engine waits for asynchronous loads only
+            self._loaded.clear()  # because the engine waits for asynchronous loads only
 
     def poll(self) -> None:
         """Take the results of ended jobs."""
@@ -136,8 +142,8 @@ class WorkerSide:
         for result in results:
             if not self._jobs.awaits(result.job_id):
                 _logger.warning(
-                    "CONN-3: connector %s: %s reported job %s, which is not in flight; the report "
-                    "is dropped",
+                    "CONN-3: connector %s: %s reported job %s, which is not in flight, so the "
+                    "report is dropped",
                     *(self._faults.target, type(self._half).__name__, result.job_id),
                 )
                 continue
@@ -183,6 +189,9 @@ class WorkerSide:
             self._half.shutdown()
         except HookError as error:
             self._faults.on_fault(error)
+        finally:
+            if self._wire is not None:
+                self._wire.close()
 
     def _report_failed(self, job: TransferJob, error: str | None) -> None:
         one_group = self._num_groups == 1
@@ -195,7 +204,8 @@ class WorkerSide:
             planner = "/".join(filter(None, (self._faults.target, job.owner)))
             raise ConnectorError(
                 f"WORK-2: load job {job.job_id} of request {job.request_id!r} by connector "
-                f"{planner} failed ({error}), and this vLLM takes no report of that with "
-                f"{self._num_groups} KV-cache groups: it would compute on bytes that were never "
-                f"loaded. Use 0.11.1 or later with one group, 0.30 or later with several"
+                f"{planner} failed ({error}), but with {self._num_groups} KV-cache groups this "
+                f"vLLM does not accept reports of failed loads and would compute on bytes that "
+                f"were never loaded. Use 0.11.1 or later with one group, 0.30 or later with "
+                f"several"
             )

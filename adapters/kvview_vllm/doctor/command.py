@@ -20,13 +20,16 @@ from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
 @click.option(
     "--tier",
     metavar="JSON",
-    help="Configuration of a tier to try, as vLLM, LMCache or SGLang takes it, or a file of it.",
+    help=(
+        "Configuration of a tier to try, in the form of vLLM, LMCache or SGLang, or the path of "
+        "a file with it."
+    ),
 )
 def doctor(json_file: str | None, tier: str | None) -> None:
-    """Report which vLLM is installed, and whether kvview fits it.
+    """Report the version of the installed vLLM, and whether kvview fits it.
 
-    With --tier, report instead whether that tier opens under its engine, and keeps
-    a page. Run it where the engine will run, with the engine's environment.
+    With --tier, report instead whether this tier opens under its engine, and keeps a page. Run the
+    command on the engine's machine, with the engine's environment.
     """
     found = diagnose() if tier is None else diagnose_tier(tier)
     if json_file != "-":

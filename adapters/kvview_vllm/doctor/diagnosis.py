@@ -1,7 +1,7 @@
 """The results of ``kvview doctor``: the installed vLLM, and the seams that fit it.
 
-Every result comes from the installed vLLM itself: the canaries are those that every bind
-plays, and nothing is concluded from a version.
+Every result comes from the installed vLLM itself, never from its version. The canaries are the same
+as at every bind.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class SeamReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings.
+    """All findings of the command.
 
     Args:
-        version: Version of the installed vLLM, None if there is no vLLM.
-        tested: The range of releases that kvview was tested on.
-        is_tested: Whether the version is in it.
+        version: Version of the installed vLLM; None if vLLM is not installed.
+        tested: The range of releases on which kvview was tested.
+        is_tested: Whether the version is in that range.
         is_healthy: Whether every seam fits.
         capabilities: Every flag of the table, and whether this vLLM has it.
         seams: One report per seam.
@@ -71,7 +71,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Examine the installed vLLM without changes to it; no GPU is needed."""
+    """Examine the installed vLLM without changing it and without a GPU."""
     try:
         version = engine_version()
     except VLLMNotInstalledError as error:
@@ -124,10 +124,10 @@ def _read(text: str) -> Mapping[str, Any]:
         given = json.loads(text if is_text else read_file(text))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--tier: neither JSON nor the path of a JSON file: {one_line(error)}"
+            f"--tier: expected JSON or the path of a JSON file: {one_line(error)}"
         ) from None
     if not isinstance(given, dict):
-        raise ConfigError("--tier: expected a JSON object")
+        raise ConfigError("--tier: expected a JSON object, got another JSON value")
     return given
 
 
@@ -193,7 +193,7 @@ def _check_connector(release: Release) -> tuple[Seam, str]:
 
     check_connector()
     if problem := check_scheduler_steps(KVViewConnector):
-        raise UnsupportedEngineError(f"no request could be served dry: {problem}")
+        raise UnsupportedEngineError(f"no request could be served in a trial run: {problem}")
     return found, "KVViewConnector has every method, and served four requests dry"
 
 

@@ -1,6 +1,6 @@
-"""A tier that vLLM makes from a user's configuration, and a page that goes through it.
+"""A trial of a tier that vLLM makes from a user's configuration, with one page.
 
-vLLM's own spec makes the tiers, and they are called as its manager calls them. The page belongs
+vLLM's own spec makes the tiers, which get the same calls as from vLLM's manager. The page belongs
 to a model named "kvview doctor".
 """
 
@@ -30,7 +30,7 @@ _SEED = "PYTHONHASHSEED"
 
 
 def try_dry() -> str:
-    """Try a tier that keeps its pages in this process, whatever the user's hash seed.
+    """Try a tier that keeps its pages in this process, with any hash seed.
 
     Returns:
         The problem; empty if there is none.

@@ -9,18 +9,58 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvview import Connector
+from kvview.targets import target_of
 from kvview.testing.handoff.tokens import RealCase
 from kvview_vllm.handoff.real_pair import LEASE_SECONDS, RealEngine
 from kvview_vllm.handoff.side_channel import FaultySideChannel, SideChannelFault
 from kvview_vllm.inference.models import FIRST_TOKEN, VOCABULARY, make_model
 from kvview_vllm.inference.server import prepare, require_vllm
+from kvview_vllm.simulation.scheduler import connector_config
 
 NUM_TOKENS = 8
+_WIRE = "kvview_reference.handoff.zmq_wire:ZmqWire"
 _PROMPT = 97  # tokens; three full blocks and one token
 _FAR = [900, 901, 902, 903]  # blocks beyond the producer's KV cache
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a connector's parameters that the cases change.
+
+    Args:
+        at_port: Returns the entries that lead to another port.
+        damaged: Wrong entries, by the name of their case; None for a missing entry.
+    """
+
+    at_port: Callable[[int], Mapping[str, Any]]
+    damaged: Mapping[str, Mapping[str, Any]]
+
+
+_OF_NIXL = Entries(
+    lambda port: {"remote_port": port},
+    {
+        "blocks that do not exist": {"remote_block_ids": [_FAR]},
+        "too few blocks": {"remote_block_ids": [_FAR[:1]]},
+        "engine that does not exist": {"remote_engine_id": "X"},
+        "no request id": {"remote_request_id": None},
+    },
+)
+_OF_KVVIEW = Entries(
+    lambda port: {"address": f"tcp://127.0.0.1:{port}"},
+    {
+        "tokens that do not exist": {"num_tokens": 64 * 900},
+        "fewer tokens than the prefix": {"num_tokens": 64},
+        "engine that does not exist": {"engine_id": "X"},
+        "no handoff id": {"handoff_id": None},
+        "pages of another layout": {"layout": "0"},
+    },
+)
 
 
 def prompt(number: int) -> list[int]:
@@ -37,6 +77,7 @@ class RealHandoffs:
     Args:
         model: Folder of the model.
         config: ``kv_transfer_config`` of both.
+        entries: Entries of the connector's parameters.
         folder: Folder for logs.
         on_progress: Called with the name of each case.
     """
@@ -45,10 +86,11 @@ class RealHandoffs:
         self,
         model: Path,
         config: dict[str, Any],
+        entries: Entries,
         folder: Path,
         on_progress: Callable[[str], None],
     ) -> None:
-        self._on_progress = on_progress
+        self._entries, self._on_progress = entries, on_progress
         self._number = self._held_before = 0
         self._truth: dict[int, list[int]] = {}
         self.producer = RealEngine("P", model, config, folder)
@@ -72,10 +114,10 @@ class RealHandoffs:
             ("HAND-5", "expired handoff, blocks reused", self.expired),
             ("HAND-6", "handoff of another prompt", self.foreign),
             ("HAND-3", "abort in the consumer's queue", self.aborted_decode),
-            ("HAND-6", "blocks that do not exist", lambda: self.damaged(remote_block_ids=[_FAR])),
-            ("HAND-6", "too few blocks", lambda: self.damaged(remote_block_ids=[_FAR[:1]])),
-            ("HAND-6", "engine that does not exist", lambda: self.damaged(remote_engine_id="X")),
-            ("HAND-6", "no request id", lambda: self.damaged(remote_request_id=None)),
+            *(
+                ("HAND-6", name, partial(self.damaged, changes))
+                for name, changes in self._entries.damaged.items()
+            ),
             ("HAND-2", "aborted prefill", self.aborted_prefill),
             ("HAND-9", "killed producer", self.killed),
             ("HAND-10", "right handoffs after a restart of the producer", self.after_a_restart),
@@ -145,7 +187,7 @@ class RealHandoffs:
         number, other = self.new_prompt(), self.new_prompt()
         return self.decode(number, self.prefill(other))
 
-    def damaged(self, **changes: Any) -> tuple[str, bool]:
+    def damaged(self, changes: Mapping[str, Any]) -> tuple[str, bool]:
         """Route a handoff with a wrong entry."""
         number = self.new_prompt()
         params = {**self.prefill(number), **changes}
@@ -175,7 +217,7 @@ class RealHandoffs:
         params = self.prefill(number)
         server = FaultySideChannel(fault)
         try:
-            return self.decode(number, {**params, "remote_port": server.port})
+            return self.decode(number, {**params, **self._entries.at_port(server.port)})
         finally:
             server.close()
 
@@ -250,11 +292,12 @@ def play_handoffs(
     options: Mapping[str, Any],
     on_progress: Callable[[str], None],
 ) -> Iterator[RealCase]:
-    """Play all cases with a connector of vLLM.
+    """Play all cases with a connector of vLLM or of kvview.
 
     Args:
         connector_class: The connector.
-        options: Its options; ``kv_transfer_config`` is a whole configuration.
+        options: Its options; for a connector of vLLM ``kv_transfer_config`` is a whole
+            configuration.
         on_progress: Called with the name of each case.
 
     Raises:
@@ -262,19 +305,41 @@ def play_handoffs(
     """
     prepare()
     require_vllm()
+    is_kvview = issubclass(connector_class, Connector)
+    config = (_kvview_config if is_kvview else _config)(connector_class, options)
+    entries = _OF_KVVIEW if is_kvview else _OF_NIXL
+    with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+        model = make_model("llama", Path(folder, "model"))
+        handoffs = RealHandoffs(model, config, entries, Path(folder), on_progress)
+        try:
+            yield from handoffs.play()
+        finally:
+            handoffs.close()
+
+
+def _config(connector_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the ``kv_transfer_config`` of a connector of vLLM."""
     extra = {"kv_lease_duration": LEASE_SECONDS, **options}
     config = extra.pop("kv_transfer_config", {})
-    given = {
+    return {
         "kv_connector": connector_class.__name__,
         "kv_role": "kv_both",
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": extra,
         **config,
     }
-    with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-        model = make_model("llama", Path(folder, "model"))
-        handoffs = RealHandoffs(model, given, Path(folder), on_progress)
-        try:
-            yield from handoffs.play()
-        finally:
-            handoffs.close()
+
+
+def _kvview_config(connector_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the ``kv_transfer_config`` of a connector of kvview, with a wire over TCP."""
+    target = target_of(connector_class) or (
+        f"{connector_class.__module__}:{connector_class.__qualname__}"
+    )
+    config = connector_config(target, **options)
+    config["kv_load_failure_policy"] = "recompute"
+    config["kv_connector_extra_config"]["handoffs"] = {
+        "wire": _WIRE,
+        "address": "tcp://127.0.0.1:{port}",
+        "lease_seconds": LEASE_SECONDS,
+    }
+    return config

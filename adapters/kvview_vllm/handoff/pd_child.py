@@ -1,4 +1,4 @@
-"""One engine in a process of its own: reads jobs as lines of JSON, and prints their results.
+"""One engine in a separate process, which reads jobs as lines of JSON and prints their results.
 
 ``python -m kvview_vllm.handoff.pd_child MODEL CONFIG``, with ``kv_transfer_config`` as JSON.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
 import traceback
@@ -19,6 +20,7 @@ from kvview_vllm.inference.server import GARBAGE, Server, fill_kv_caches, prepar
 
 NUM_BLOCKS = 16
 _LONGEST = 30.0  # seconds of one job
+_PAUSE = 0.005  # seconds between steps without a job
 
 
 def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
@@ -71,8 +73,12 @@ def main() -> None:
     torch.set_num_threads(1)
     server = Server(Path(sys.argv[1]), json.loads(sys.argv[2]), NUM_BLOCKS)
     print(json.dumps("up"), flush=True)
-    for line in sys.stdin:
+    while True:
         try:
+            while not select.select([sys.stdin], [], [], _PAUSE)[0]:
+                server.engine.step()  # an idle engine steps while its connector has work
+            if not (line := sys.stdin.readline()):
+                break
             result = serve(server, json.loads(line))
         except Exception as error:  # the engine of a server ends with it
             traceback.print_exc()

@@ -24,21 +24,23 @@ _WANTED = {
 
 
 class RealEngine:
-    """One engine in a process of its own.
+    """One engine in a separate process.
 
     Args:
         name: Its name, which is its engine id.
         model: Folder of the model.
-        config: ``kv_transfer_config``, without the engine id.
+        config: ``kv_transfer_config``, without the engine id; ``{port}`` in it stands for a free
+            port.
         folder: Folder for its log.
     """
 
     def __init__(self, name: str, model: Path, config: dict[str, Any], folder: Path) -> None:
         self.name, self.log = name, folder / f"{name}.log"
-        self._command = [sys.executable, "-m", "kvview_vllm.handoff.pd_child", str(model)]
-        self._command.append(json.dumps({**config, "engine_id": f"engine-{name}"}))
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        given = json.dumps({**config, "engine_id": f"engine-{name}"})
+        given = given.replace("{port}", str(self.port))
+        self._command = [sys.executable, "-m", "kvview_vllm.handoff.pd_child", str(model), given]
         self.start()
 
     def start(self) -> None:

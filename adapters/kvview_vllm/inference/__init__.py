@@ -1,9 +1,10 @@
-"""Real tokens: a connector in the installed vLLM, with tiny models made on the spot.
+"""Real tokens: checks of a connector in the installed vLLM, with tiny models that kvview makes.
 
     kvview check TARGET --inference
 
-The traffic (:mod:`.traffic`) is served without the connector first. With it the tokens must be
-the same, and its loads must matter: a fault that kvview injects into them must change tokens.
+The traffic (:mod:`.traffic`) is first served without the connector. With the connector the tokens
+must be the same. Its loads must have an effect, so a fault that kvview injects into them must
+change tokens.
 """
 
 from kvview_vllm.inference.check import check_tokens

@@ -1,4 +1,4 @@
-"""The ways in which a connector is run: models, workers, connectors side by side."""
+"""The ways in which a connector is run: models, workers, and connectors side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvview_vllm.simulation.raw.stand_ins import copies_on_cuda
 from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 HOST_BLOCKS = 56
-"""Blocks of a connector that takes ``cpu_blocks``: too few for everything."""
+"""Blocks for a connector with the option ``cpu_blocks``, too few for all KV."""
 
 _NGRAM = {
     "method": "ngram",
@@ -39,7 +39,7 @@ class Arrangement:
     Args:
         name: Name for people.
         kind: Kind of the model.
-        is_multi: Whether two of it run under ``MultiConnector``.
+        is_multi: Whether two instances of it run under ``MultiConnector``.
         more: Further arguments of ``vllm.LLM``.
     """
 
@@ -50,7 +50,7 @@ class Arrangement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether other arrangements are compared with it; it has a control."""
+        """Whether this is the plain arrangement of its model, which has a control."""
         return not (self.is_multi or self.more)
 
     @property
@@ -60,7 +60,7 @@ class Arrangement:
 
     @property
     def proof(self) -> tuple[str, str] | None:
-        """The event that must occur for the arrangement to count, and a message if it does not."""
+        """The event that must occur for the arrangement to count, and the message otherwise."""
         if self.is_ahead:
             return STEPS_AHEAD, "vLLM launched no step before the output of the last one"
         if "speculative_config" in self.more:
@@ -87,7 +87,7 @@ class Configured:
 
     Args:
         connector_class: A kvview connector, or a ``KVConnectorBase_V1``.
-        options: Its options, as for the simulation.
+        options: Options of the connector, as for the simulation.
 
     Raises:
         ConfigError: The options are refused.
@@ -123,7 +123,7 @@ class Configured:
         return cpu_scheduler.multi_config(*children), multi
 
     def why_not(self, arrangement: Arrangement) -> str:
-        """The reason why the connector is not run in an arrangement; empty when it is."""
+        """The reason why the connector is not run in an arrangement; empty if it is run."""
         if arrangement.is_multi and self.vllm_class.__name__ == "MultiConnector":
             return "it is a MultiConnector"
         if "tensor_parallel_size" in arrangement.more and copies_on_cuda(self.classes):
@@ -146,5 +146,6 @@ class Configured:
         name = f"{connector_class.__module__}:{connector_class.__qualname__}"
         config = cpu_scheduler.connector_config(target_of(connector_class) or name, **taken)
         config["kv_load_failure_policy"] = "recompute"
-        config["kv_connector_extra_config"]["contain_faults"] = False  # the check looks for faults
+        # Because the check looks for faults.
+        config["kv_connector_extra_config"]["contain_faults"] = False
         return config

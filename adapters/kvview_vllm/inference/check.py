@@ -1,4 +1,4 @@
-"""Compares the tokens with a connector with those without it, and reports the result."""
+"""The comparison of the tokens with and without a connector."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = "weights "
 _FEWEST_SILENT_SECONDS = 240.0
-_WAITS = 5  # an engine may be silent for this multiple of the time limit of a hook
+_WAITS = 5  # multiple of a hook's time limit for which an engine may be silent
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def check_tokens(
         options: Options of the connector.
         hook_seconds: CPU seconds that one call of a method may take.
         on_progress: Called with the progress.
-        arrangements: The arrangements; each model's plain one is among them.
+        arrangements: The arrangements, including the plain one of each model.
 
     Raises:
         ConfigError: No vLLM that can run is installed, or the options are refused.
@@ -135,7 +135,7 @@ class _Check:
         results = self._run(jobs)
         if not any(served.is_up for served in results):  # wrong options, or another engine's
             name, message = self._connector_class.__name__, results[0].message
-            raise ConfigError(f"{name} does not start in this vLLM: {message}")
+            raise ConfigError(f"{name} cannot start in this vLLM: {message}")
         names = [plain.name for plain in plains]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
         for arrangement, served in zip(arrangements, results, strict=False):
@@ -153,7 +153,7 @@ class _Check:
         self._add_gaps()
 
     def failures(self) -> list[ConnectorFailure]:
-        """One per law and seed, with the first arrangement and the names of the others."""
+        """Return one failure per law and seed, with the first arrangement and other names."""
         found = []
         for law in dict.fromkeys(broken.law for broken in self._broken):
             alike = [broken for broken in self._broken if broken.law == law]

@@ -81,11 +81,11 @@ def run_engines(
 
 
 def _start(job: JobT, serve: Callable[[JobT, Callable[[str], None]], Served], log: Path) -> _Engine:
-    context = multiprocessing.get_context("fork")  # it has imported vLLM already
+    context = multiprocessing.get_context("fork")  # because this process has already imported vLLM
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(there, job, serve, log))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads; those of torch rest
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads, but those of torch are idle
         process.start()
     there.close()
     return _Engine(process, here, log, str(job), time.monotonic())
@@ -110,7 +110,7 @@ def _receive(engine: _Engine, silence: float) -> Served | None:
 
 
 def _where_it_hangs(engine: _Engine) -> str:
-    """The line that does not return, of the connector if its code is on the stack."""
+    """Return the line that does not return, in the connector's code if that is on the stack."""
     with suppress(OSError):
         size = engine.log.stat().st_size
         os.kill(engine.process.pid, signal.SIGUSR1)
@@ -145,7 +145,7 @@ def _child(
 ) -> None:
     import faulthandler
 
-    os.setsid()  # a group that is killed as one; Ctrl-C goes to the parent
+    os.setsid()  # a group that is killed together; Ctrl-C goes to the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, made on the spot, whose tokens depend on every block."""
+"""Tiny models with random weights, whose tokens depend on every block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST_TOKEN = 4
 """The first token without a special meaning."""
 
 KINDS = ("llama", "gemma")
-"""One KV-cache group of full attention; sliding windows and full attention."""
+"""Kinds of models: one group of full attention, or sliding windows and full attention."""
 
 
 def make_model(kind: str, folder: Path) -> Path:

@@ -1,6 +1,6 @@
-"""The negative control: the last block of each load is corrupted, whichever connector loads it.
+"""The negative control, which corrupts the last block of each load of any connector.
 
-If the tokens stay the same then, equal tokens prove nothing about any connector.
+If the tokens then stay the same, equal tokens prove nothing about a connector.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvview_vllm.simulation.raw.watched import Watch
 
 
 def make_corrupting(connector_class: type, watch: Watch, scheduler: Callable[[], Any]) -> type:
-    """A subclass whose loads leave a wrong last block.
+    """Make a subclass whose loads leave a wrong last block.
 
     Args:
         connector_class: The watched class that vLLM is to build.
-        watch: Its watch, which has the loads.
+        watch: The watch of that class, which has the loads.
         scheduler: Returns the engine's scheduler; the worker runs in the same process.
     """
     corrupted: dict[str, set[str]] = {}  # layers, by request

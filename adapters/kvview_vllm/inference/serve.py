@@ -1,4 +1,4 @@
-"""Serves the traffic of some seeds with one connector, in one arrangement, in this process."""
+"""The traffic of some seeds, served with one connector in one arrangement in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.watched import Watch, make_watched
 
 NUM_BLOCKS = {"llama": 18, "gemma": 36}
-"""Too few for four requests, so that there are preemptions. Each group has its own blocks."""
+"""Number of blocks, which is too small for four requests, so that there are preemptions.
+
+Each group has its own blocks.
+"""
 
 _OF_WORKER = re.compile(r"Worker failed with error '(.*)', please check")
 _TOKENS_PER_STEP = 64  # prompts take several steps
@@ -37,9 +40,9 @@ class ServeJob:
         model: Folder of the model.
         seeds: Seeds of the traffic.
         config: ``kv_transfer_config``; None for no connector.
-        connector_class: The class that it names.
-        classes: That class, and those of children.
-        is_own: Whether the connector is kvview's, whose pool needs no watch.
+        connector_class: The class that the configuration names.
+        classes: That class, and the classes of its children.
+        is_own: Whether it is a kvview connector, whose pool needs no watch.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
         control: "corrupted" injects the fault, "loads off" lets it load nothing.
@@ -74,7 +77,7 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
     """
     import torch
 
-    torch.set_num_threads(1)  # two threads that wait for each other are 20 times slower
+    torch.set_num_threads(1)  # because two threads that wait for each other are 20 times slower
     served = Served()
     watch = Watch(loads=job.control != "loads off")
     stand_ins = StandIns(())
@@ -160,7 +163,7 @@ def _count_calls(server: Server, served: Served) -> None:
 
 
 def _named(connector_class: type) -> dict[str, Any]:
-    """The configuration keys that name a class made here."""
+    """The configuration keys that name the class."""
     setattr(sys.modules[__name__], connector_class.__name__, connector_class)
     return {
         "kv_connector": connector_class.__name__,

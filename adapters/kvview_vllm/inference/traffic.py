@@ -19,7 +19,7 @@ STEPS_AHEAD = "steps launched ahead of an output"
 REJECTED_DRAFTS = "draft tokens rejected"
 
 _PATIENCE = 20.0  # seconds without an output
-_FEWEST_STEPS = 400  # whatever their duration
+_FEWEST_STEPS = 400  # of any duration
 _NUDGES = 100
 
 
@@ -32,9 +32,9 @@ class Served:
         coverage: Counts of events.
         law: Number of the law that was broken, if the engine's own run broke one.
         message: Description of the failure.
-        left_out: Parts that were not played, in a few words each.
+        left_out: Parts that were not played, each in a few words.
         lost: Names of requests that ended without an answer.
-        is_up: Whether the engine started.
+        is_up: Whether the engine has started.
         is_refused: Whether the connector refused its configuration.
     """
 
@@ -88,7 +88,7 @@ class Traffic:
         return has_output
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Step until a condition holds; an engine that never gets there has failed."""
+        """Step until a condition is true; an engine that never reaches it has failed."""
         last, num_steps = time.monotonic(), 0
         while not is_so():
             num_steps += 1
@@ -99,10 +99,10 @@ class Traffic:
                 waiting = {r.request_id: r.status.name for r in requests}
                 raise InvariantBroken(
                     "CONN-3",
-                    f"the engine never becomes idle: {waiting or 'work is pending forever'}",
+                    f"the engine never becomes idle; {waiting or 'work is pending forever'}",
                 )
             else:
-                time.sleep(0.002)  # a thread may have to copy
+                time.sleep(0.002)  # because a thread may still have to copy
 
     def rest(self) -> None:
         """Step until the engine is idle and no copy holds a block."""
@@ -131,8 +131,8 @@ class Traffic:
         if not self.server.forget():
             raise InvariantBroken(
                 "CONN-4",
-                f"{self.server.leaked_blocks()} blocks of the KV cache are held when every request "
-                f"has ended: the prefix cache cannot be reset",
+                f"{self.server.leaked_blocks()} blocks of the KV cache are held although every "
+                f"request has ended, so the prefix cache cannot be reset",
             )
         self.served.coverage["KV caches overwritten"] += 1
 
@@ -146,8 +146,8 @@ class SeededTraffic(Traffic):
     Args:
         server: The engine.
         served: Receives the results; names start with the seed.
-        seed: Seed of everything random.
-        truth: Answers without a connector; None in that run itself.
+        seed: Seed of all random choices.
+        truth: Answers without a connector; None in the run without a connector.
         resets: Whether the connector can be reset.
         reuses_ids: Whether the id of a dropped request is reused.
         on_progress: Called with the progress, often.
@@ -183,7 +183,7 @@ class SeededTraffic(Traffic):
         self.rest()
         self.forget()
         before = talks
-        talks = self._next_turns(talks)  # nothing is on the GPU
+        talks = self._next_turns(talks)  # no block is on the GPU
         branch = [*self._text(before[0])[:-5], *self._tokens(20)]
         self.ask(self._name("branch"), branch, 20)
         self.ask(self._name("the same again"), self.prompts[talks[1]])
@@ -222,7 +222,7 @@ class SeededTraffic(Traffic):
         return self._name("dropped" if self._reuses_ids and number < 4 else f"dropped {number}")
 
     def _pressure(self) -> None:
-        """Send too much for the room, twice: evictions in both tiers, preemptions."""
+        """Send more requests than fit, twice, for evictions in both tiers and preemptions."""
         prompts = [self._tokens(self._length(180, 140)) for _ in range(6)]
         for part in range(2):
             for number, prompt in enumerate(prompts):
@@ -239,7 +239,7 @@ class SeededTraffic(Traffic):
             self.forget()
 
     def _weights(self, talks: Sequence[str]) -> None:
-        """Change the weights and back: KV of one set is wrong for the other."""
+        """Change the weights and change them back; KV of one set is wrong for the other."""
         if not self._resets:
             return
         for shift in (1, -1):
@@ -264,7 +264,7 @@ class SeededTraffic(Traffic):
             self.rest()
 
     def _text(self, name: str) -> list[int]:
-        """A conversation so far: the prompt and the correct answer."""
+        """The state of a conversation: the prompt and the correct answer."""
         answers = self.served.answers if self._truth is None else self._truth
         return [*self.prompts[name], *answers[name]]
 
@@ -275,7 +275,7 @@ class SeededTraffic(Traffic):
         return self._draw.choices(range(FIRST_TOKEN, VOCABULARY), k=number)
 
     def _length(self, most: int, fewest: int = 1) -> int:
-        """A random length; half of them end a block with the prompt or the answer, or nearly."""
+        """Draw a length; with half of them the prompt or answer ends at or near a block's end."""
         length = self._draw.randint(fewest, most)
         if self._draw.random() < 0.5:
             length -= (length + self._draw.choice((-1, 0, 1, NUM_TOKENS))) % BLOCK_SIZE

@@ -1,11 +1,11 @@
 """A kvview offloading manager with the interface of vLLM's, for its OffloadingConnector.
 
 - VOFF-3 The manager never gets a key twice in one call of ``touch`` or ``prepare_store``.
-- VOFF-4 A request's keys are touched when it finishes, in releases in which vLLM touches no
-  keys (0.31 and later); the head of a prefix is evicted last.
-- VOFF-5 After ``reset_cache`` vLLM does not report the jobs in flight, so they
-  are completed at once; their pages stay safe because a transfer worker keeps the
-  order of jobs that touch the same page (XFER-3).
+- VOFF-4 In releases in which vLLM touches no keys (0.31 and later), a request's keys are touched
+  when it finishes, so that the head of a prefix is evicted last.
+- VOFF-5 After ``reset_cache`` vLLM does not report the jobs in flight, so they are completed at
+  once. Their pages stay safe, because a transfer worker keeps the order of jobs that touch the same
+  page (XFER-3).
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
 """
@@ -31,7 +31,7 @@ from kvview_vllm.releases.calls import make_known
 
 if TYPE_CHECKING:
 
-    class _Manager:  # stands in for vLLM's, which mypy does not see
+    class _Manager:  # replaces vLLM's class, which mypy does not see
         pass
 
     class _LoadStoreSpec:
@@ -57,7 +57,7 @@ class PagesSpec(_LoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """The name that distinguishes transfers up to 0.24."""
+        """The name that distinguishes transfers in releases up to 0.24."""
         return "kvview"
 
 
@@ -67,7 +67,7 @@ class ManagerForVLLM(_Manager):
     Args:
         manager: The kvview manager.
         block_size: Tokens of an offloaded block, for events up to 0.19.
-        media: From the manager's media to vLLM's names.
+        media: A map from the manager's media to vLLM's names.
 
     Raises:
         ConfigError: vLLM does not know such a medium (VOFF-6).
@@ -84,7 +84,7 @@ class ManagerForVLLM(_Manager):
         self._used: dict[str, dict[OffloadKey, None]] = {}  # by request, in order of use
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
-        """The result for one key, or the number of hits of a prefix."""
+        """Return the result for one key, or the number of hits of a prefix."""
         if _release.prefix_lookup:
             return self._count_hits(key)
         result = self.manager.lookup(key, _context(req_context))
@@ -107,7 +107,7 @@ class ManagerForVLLM(_Manager):
         self._loads -= Counter(keys)
 
     def touch(self, keys: Iterable[Any], req_context: Any = None) -> None:
-        """Pass on the touches of releases before 0.31."""
+        """Pass the touches of releases before 0.31 to the manager."""
         self.manager.touch(list(dict.fromkeys(keys)), _context(req_context))
 
     def prepare_store(self, keys: Iterable[Any], req_context: Any = None) -> Any:
@@ -137,7 +137,7 @@ class ManagerForVLLM(_Manager):
         self._stores.difference_update(keys)
 
     def take_events(self) -> list[Any]:
-        """The manager's events since the last call, as vLLM's."""
+        """Return the manager's events since the last call, as vLLM's events."""
         return [
             make_known(
                 _Event,
@@ -201,12 +201,12 @@ class ManagerForVLLM(_Manager):
         return num_hits
 
     def _use(self, keys: Collection[OffloadKey], req_context: Any) -> None:
-        if _release.key_positions:  # vLLM touches no keys then
+        if _release.key_positions:  # because vLLM touches no keys in these releases
             self._used.setdefault(req_context.req_id, {}).update(dict.fromkeys(keys))
 
 
 def _context(req_context: Any) -> ReqContext:
-    if req_context is None:  # up to 0.20 not every call has one
+    if req_context is None:  # up to 0.20 not every call has a request
         return ReqContext()
     req_id = req_context.req_id if _release.request_ids else ""
     return ReqContext(req_id, req_context.kv_transfer_params)

@@ -1,8 +1,8 @@
 """A manager's media, under the names of the installed vLLM.
 
 - VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
-  does not know is refused at start. One that it did not name is published as ``"CPU"``,
-  and logged once: an event never ends the engine.
+  does not know is refused at start. A medium that it did not name is published as ``"CPU"`` and
+  logged once, because an event must never end the engine.
 
 Up to 0.26 any string is a medium; later ``Medium`` lists them.
 
@@ -26,12 +26,12 @@ _KNOWN = known_media()
 class Media:
     """Renames the media of one manager's events.
 
-    1. If several media get one name, a key is published there while one of them holds it
+    1. If several media get one name, a key is published under it while one of them holds the key
        (EVENT-1, EVENT-2).
 
     Args:
         manager: The manager of the events.
-        names: From the manager's media to vLLM's, where they differ.
+        names: A map from the manager's media to vLLM's, for the media that differ.
 
     Raises:
         ConfigError: vLLM does not know a medium of ``names``, or one that the manager names.
@@ -50,7 +50,7 @@ class Media:
                 )
 
     def publish(self, event: OffloadingEvent) -> Iterator[tuple[list[bytes], Any, bool]]:
-        """The event under vLLM's names, if any: keys, medium, and whether they were removed."""
+        """Yield the event under vLLM's names: keys, medium, and whether they were removed."""
         name = self._name(event.medium)
         held = self._held.setdefault(event.medium, set())
         others = [
@@ -70,8 +70,8 @@ class Media:
             self._names[medium] = medium if _is_known(medium) else MEDIUM_CPU
             if self._names[medium] != medium:
                 _logger.warning(
-                    "VOFF-6: events name medium %r, which vLLM %s does not know and the manager "
-                    "did not name in its media; they are published as %r",
+                    "VOFF-6: events name medium %r, which vLLM %s does not know and the "
+                    "manager's media do not list; they are published as %r",
                     *(medium, engine_version(), MEDIUM_CPU),
                 )
         return self._names[medium]

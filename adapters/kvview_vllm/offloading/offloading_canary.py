@@ -1,7 +1,7 @@
-"""A canary for offloading: managers of both sides, called once with the installed classes.
+"""A canary for offloading, which calls managers of both sides once with the installed classes.
 
 vLLM's own manager of host pages is called as a kvview manager, and a kvview manager as vLLM
-calls its own; their arguments and results are built and read. Neither has pages.
+calls its own; their arguments and results are built and read. Neither manager has pages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_keys() -> None:
     Raises:
         UnsupportedEngineError: They differ from those of the tested releases.
     """
-    if not installed().offloading.prefix_lookup:  # before, keys are block hashes
+    if not installed().offloading.prefix_lookup:  # in older releases keys are block hashes
         key = require_class("make_offload_key")(b"%032d" % 1, 1)
         expect(_SEAM, "bytes of a key", bytes(key), make_offload_key(b"%032d" % 1, 1))
 

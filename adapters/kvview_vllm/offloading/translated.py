@@ -1,10 +1,10 @@
 """One vLLM offloading manager of any release, with the interface of kvview's.
 
-- VOFF-1 The manager's results are only translated: where a release breaks a law, so does
-  this class.
-- VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other spec,
-  with keys or files for example, is passed on unmodified: only the worker that belongs to the
-  manager reads it.
+- VOFF-1 The manager's results are only translated, so if a release breaks a law, this class breaks
+  it too.
+- VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other spec, with
+  keys or files for example, is passed on unmodified, because only the manager's own worker reads
+  it.
 
 Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0; :mod:`kvview_vllm.releases` recognises the
 shape of a manager.
@@ -44,7 +44,7 @@ class TranslatedManager:
         manager: A manager of ``vllm.v1.kv_offload``.
 
     Raises:
-        UnsupportedEngineError: It has a shape that no tested release has.
+        UnsupportedEngineError: The manager has a shape that no tested release has.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -107,7 +107,7 @@ class TranslatedManager:
         self.manager.complete_store(keys, *self._completion(ctx), success=success)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call, except those that vLLM does not publish."""
+        """Return the events since the last call, except those that vLLM does not publish."""
         events = []
         for event in list(self.manager.take_events()):
             if self.release.metadata_events and event.metadata_only:  # a failed store
@@ -117,12 +117,12 @@ class TranslatedManager:
         return events
 
     def reset(self) -> None:
-        """Forget every key, where the release can (0.22)."""
+        """Forget every key, if the release can do that (0.22)."""
         if self.release.cache_reset:
             self.manager.reset_cache()
 
     def shutdown(self) -> None:
-        """Release the manager's resources, where the release can (0.20)."""
+        """Release the manager's resources, if the release can do that (0.20)."""
         if self.release.manager_shutdown:
             self.manager.shutdown()
 

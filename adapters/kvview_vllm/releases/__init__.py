@@ -1,7 +1,7 @@
-"""The differences between vLLM releases, probed once: no other package decides by a release.
+"""The differences between vLLM releases, which are probed once and decided only in this package.
 
 ``python tests/vllm/add_release.py RELEASE`` adds a release: it lists the differences, writes
-the release into the list of tested ones, and runs the matrix. Three places remain:
+the release into the list of tested ones, and runs the matrix. Three places must be edited by hand:
 
 1. A member with another shape: a row in ``shapes.txt``.
 2. Another behaviour of the adapter: a row in ``differences.toml``, and a field of its seam in

@@ -22,7 +22,7 @@ class Beyond:
         since: First release that has it.
         what: Its purpose.
         met: Whether kvview supports it.
-        how: How kvview supports it, or what to do instead.
+        how: The way in which kvview supports it, or an alternative.
     """
 
     name: str
@@ -40,7 +40,7 @@ def _read() -> tuple[tuple[Beyond, str], ...]:
 
 
 KNOWN = _read()
-"""Each feature, and the member that shows it."""
+"""Each feature, and the member of vLLM by which it is recognised."""
 
 
 def beyond() -> tuple[Beyond, ...]:

@@ -1,4 +1,4 @@
-"""The kinds of KV cache that the release allocates, by every attention backend that imports here.
+"""The kinds of KV cache that the release allocates, for every backend that can be imported.
 
 The layers and the backends make the specs themselves. Sizes are small: two layers, two KV heads
 and blocks of 16 tokens.
@@ -22,14 +22,14 @@ from kvview_vllm.releases.worker_caches import BLOCK_SIZE, CacheKind, flash_atte
 _ATTENTION = "model_executor.layers.attention"
 _HEAD_SIZES = (64, 32, 128, 256, 512)
 _MLA_HEAD_SIZES = (576, 512)
-_INDEXER_BYTES = 132  # of a token: an fp8 key of 128 elements and its scale
+_INDEXER_BYTES = 132  # bytes of a token: an fp8 key of 128 elements and its scale
 _MEMORY = ("num_heads", "num_kv_heads", "head_size", "dtype", "state_content_size_bytes")
 """The fields of a spec that decide the memory of a layer."""
 _MODEL_DTYPES = frozenset({"float16", "bfloat16"})
 
 
 def cache_kinds() -> dict[CacheKind, frozenset[str]]:
-    """Return the kinds, each with the memory layouts that its backends take."""
+    """Return the kinds, each with the memory layouts that its backends accept."""
     if not hasattr(vllm("v1.worker.utils"), "allocate_kv_cache"):  # up to 0.31
         kind = replace(flash_attention([FullAttention(BLOCK_SIZE)]), name="FLASH_ATTN float32")
         return {kind: frozenset(layouts())}
@@ -71,7 +71,7 @@ def _backends() -> Iterator[tuple[str, Any]]:
 
 
 def _dtypes(backend: Any) -> list[str]:
-    """The cache dtypes of a backend; ``auto`` stands for those of models."""
+    """The cache dtypes of a backend; ``auto`` stands for the dtypes of models."""
     names = list(backend.supported_kv_cache_dtypes)
     return [name for name in names if name not in _MODEL_DTYPES or "auto" not in names]
 
@@ -79,7 +79,7 @@ def _dtypes(backend: Any) -> list[str]:
 def _spec(
     backend: Any, dtype: str, *, head_size: int | None = None, window: int | None = None
 ) -> Any:
-    """The spec of a layer, as the layer and then the backend make it."""
+    """Return the spec of a layer, which the layer and then the backend make."""
     is_mla = backend.is_mla()
     torch_utils = vllm("utils.torch_utils")
     model = SimpleNamespace(dtype=torch_utils.torch.bfloat16)
@@ -108,7 +108,7 @@ def _spec(
 
 
 class _Layer:
-    """An attention layer without weights: each attribute that it lacks reads as None."""
+    """An attention layer without weights, whose missing attributes are None."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -118,7 +118,7 @@ class _Layer:
 
 
 def _mixed_kinds() -> Iterator[CacheKind]:
-    """Kinds whose layers differ."""
+    """Make the kinds whose layers differ."""
     import torch
 
     interface = vllm("v1.kv_cache_interface")

@@ -1,4 +1,4 @@
-"""Calls of vLLM that differ between releases, and queries of objects that a release may lack.
+"""Calls of vLLM that differ between releases, and queries of members that a release may lack.
 
 1. Constructors and functions get only the arguments that they have, by name
    (:func:`make_known`).
@@ -40,7 +40,7 @@ def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[
     return {name: value for name, value in values.items() if name in parameters}
 
 
-@lru_cache(64)  # 0.1 ms each, and some targets are called in every step
+@lru_cache(64)  # because each takes 0.1 ms, and some targets are called in every step
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(target).parameters
 
@@ -79,7 +79,7 @@ def reuse_watchers(block_pool: Any) -> dict[int, Any]:
 
 
 def make_block_pool(num_blocks: int) -> Any:
-    """A new ``BlockPool`` of vllm/v1/core/block_pool.py."""
+    """Make a ``BlockPool`` of vllm/v1/core/block_pool.py."""
     kind = vllm("v1.core.block_pool").BlockPool
     return make_known(kind, num_gpu_blocks=num_blocks, enable_caching=True, hash_block_size=16)
 
@@ -133,7 +133,7 @@ def extra_keys_of(request: Any, block_size: int) -> Sequence[Any]:
 
 
 def request_content(request: Any, hash_block_size: int) -> RequestContent:
-    """The inputs from which a ``Request``'s KV is computed; nothing is copied.
+    """The input of a ``Request``; nothing is copied.
 
     Args:
         request: A ``Request`` of vllm/v1/request.py.
@@ -146,6 +146,7 @@ def request_content(request: Any, hash_block_size: int) -> RequestContent:
         lora_id=lora and lora.lora_int_id,
         cache_salt=request.cache_salt,
         extra_keys=_ExtraKeys(request, hash_block_size),
+        transfer_params=request.kv_transfer_params,
     )
 
 
@@ -180,7 +181,7 @@ def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) ->
 
 
 def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
-    """Extra keys as events have them: without the tags that hashes have from 0.31 on."""
+    """Convert extra keys to those of events, without the tags that hashes have from 0.31 on."""
     convert = getattr(vllm(_UTILS), "to_event_extra_keys", list)
     converted: list[Any] = convert(extra_keys)
     return converted
@@ -210,7 +211,7 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any) -> Any:
-    """The installed vLLM's own manager of host pages, as vLLM's own spec makes it.
+    """Make the installed vLLM's own manager of host pages, like vLLM's own spec.
 
     Args:
         num_blocks: Capacity, in offloaded blocks.
@@ -242,25 +243,25 @@ def has_block_ids(spec: Any) -> bool:
 
 
 def lock_of(manager: Any) -> AbstractContextManager[Any]:
-    """The lock for every call of a manager but ``shutdown`` (0.33); it is not re-entrant."""
+    """The lock for every call of a manager except ``shutdown`` (0.33); it is not re-entrant."""
     lock: AbstractContextManager[Any] = getattr(manager, "lock", nullcontext())
     return lock
 
 
 def known_media() -> list[str] | None:
-    """The media that events of offloading managers may name; None where any string may be one."""
+    """The media that events of offloading managers may name; None if any string is allowed."""
     medium = find_class("Medium")
     return None if medium is None else [known.value for known in medium]
 
 
 def make_medium(name: str) -> Any:
-    """A medium as such an event has it."""
+    """Convert a medium to the type that events of offloading managers have."""
     medium = find_class("Medium")
     return name if medium is None else medium(name)
 
 
 def medium_name(medium: Any) -> str:
-    """Name of an event's medium, an enum from 0.27 on."""
+    """Return the name of an event's medium, which is an enum from 0.27 on."""
     return str(getattr(medium, "value", medium))
 
 
@@ -284,7 +285,7 @@ def cache_config_of(spec: Any) -> Any:
 
 
 def recomputes_failed_loads(transfer_config: Any) -> bool:
-    """Whether a request whose load failed is computed instead of ended; always up to 0.12."""
+    """Whether a request whose load failed is computed instead of ended; up to 0.12 always."""
     return str(getattr(transfer_config, "kv_load_failure_policy", "recompute")) == "recompute"
 
 
@@ -316,7 +317,7 @@ def set_concurrent_batches(vllm_config: Any, number: int) -> None:
 
 
 def blocks_freed_later(scheduler: Any) -> list[Any]:
-    """Blocks of ended requests that a scheduler frees when steps in flight have ended (0.24)."""
+    """Return blocks of ended requests that a scheduler frees after the steps in flight (0.24)."""
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
@@ -327,7 +328,7 @@ def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
 
 
 def has_draft_models() -> bool:
-    """Whether a release has draft models, for which a step has slots beyond its tokens (0.18)."""
+    """Whether a release has draft models, which need slots beyond the tokens of a step (0.18)."""
     return hasattr(vllm("config").SpeculativeConfig, "uses_draft_model")
 
 
@@ -373,13 +374,13 @@ def aborted_loads_keep_blocks() -> bool:
 
 
 def num_preemptions(request: Any) -> int:
-    """How often a request was preempted; 0 where requests do not count it (0.11.0)."""
+    """Return how often a request was preempted; 0 in 0.11.0, which does not count it."""
     number: int = getattr(request, "num_preemptions", 0)
     return number
 
 
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
-    """Tokens as a ``ModelRunnerOutput`` takes them: arrays in 0.11.1 and 0.11.2."""
+    """Convert tokens for a ``ModelRunnerOutput``, which has arrays in 0.11.1 and 0.11.2."""
     wanted = _parameters(vllm("v1.outputs").ModelRunnerOutput)["sampled_token_ids"]
     if "ndarray" not in str(wanted.annotation):
         return tokens

@@ -106,7 +106,7 @@ class LateWorker:
         return True
 
     def get_finished(self) -> list[Any]:
-        """Jobs that have ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         done = []
         for queue, direction in ((self._stores, ("GPU", "CPU")), (self._loads, ("CPU", "GPU"))):
             done += [_result(job_id, direction) for job_id in queue.done]
@@ -126,10 +126,10 @@ class LateWorker:
             self._region = None
 
     def _host_pages(self, page_bytes: int) -> Any:
-        """Memory for a page of each block of each chunk."""
+        """Allocate memory for a page of each block of each chunk."""
         shape = self._num_chunks, self._per_chunk, page_bytes
         if self._region is not None:
-            # Up to 0.27 it has the second name.
+            # Up to 0.27 the attribute has the second name.
             create = _first(self._region, "create_next_worker_view", "create_next_view")
             return create(self._per_chunk * page_bytes).unflatten(1, shape[1:])
         import torch

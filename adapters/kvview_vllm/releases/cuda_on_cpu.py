@@ -1,6 +1,7 @@
 """CUDA's own operations on a CPU: streams, events, and copies of bytes between addresses.
 
-No part of a connector: the connector computes each address and size, and they are used unchanged.
+They replace no part of a connector, because the connector computes each address and size, which are
+used unchanged.
 Copies of one direction run in order and may be some steps late.
 
 Source: vllm/v1/kv_offload/cpu/gpu_worker.py, 0.25.0 to 0.33.0; ``swap_blocks_batch`` in
@@ -27,7 +28,7 @@ def copy_bytes(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[i
 
 
 def as_gpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of the host as one that passes for a tensor of the GPU."""
+    """View a tensor of the host as a tensor that looks like one of the GPU."""
     import torch
 
     return tensor.as_subclass(type("TensorOnGPU", (torch.Tensor,), {"is_cuda": True}))

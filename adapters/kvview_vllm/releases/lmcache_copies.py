@@ -41,7 +41,7 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
 
     try:
         connectors = importlib.import_module("lmcache.v1.gpu_connector")
-    except ImportError:  # importing LMCache's adapter will report it
+    except ImportError:  # because importing LMCache's adapter will report it
         return
     state = vllm("distributed.parallel_state")
     alone = SimpleNamespace(

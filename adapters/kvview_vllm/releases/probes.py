@@ -1,4 +1,4 @@
-"""Recognise vLLM objects: check their shapes once and read a seam off them.
+"""Recognition of vLLM objects: their shapes are checked once, and give the seam of the release.
 
 1. A shape that no tested release has **must** be refused, with nothing bound.
 2. A release after the tested range **must** be refused too, because its known shapes may have
@@ -41,8 +41,8 @@ _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 class Release:
     """The installed vLLM; each seam is probed at its first use.
 
-    For an existing pool or manager, :func:`probe_pool` and :func:`probe_offloading` find more
-    than the classes show.
+    For an existing pool or manager, :func:`probe_pool` and :func:`probe_offloading` also find
+    differences that the classes do not show.
 
     Args:
         version: Its version string.
@@ -53,14 +53,14 @@ class Release:
     @cached_property
     @importing()
     def binding(self) -> BindingSeam:
-        """How connectors are bound."""
+        """The way in which connectors are bound."""
         check_shapes(BindingSeam.seam)
         return BindingSeam.found_on(vllm(_BASE).KVConnectorBase_V1)
 
     @cached_property
     @importing()
     def geometry(self) -> GeometrySeam:
-        """How block sizes are configured."""
+        """The way in which block sizes are configured."""
         check_shapes(GeometrySeam.seam)
         return GeometrySeam.found_on(vllm("v1.kv_cache_interface"))
 
@@ -73,7 +73,7 @@ class Release:
     @cached_property
     @importing()
     def offloading(self) -> OffloadingSeam:
-        """How managers are called."""
+        """The way in which managers are called."""
         return probe_offloading(require_class("OffloadingManager"))
 
 
@@ -112,7 +112,7 @@ _POOL_ATTRIBUTES = {
 def probe_pool(block_pool: Any) -> PoolSeam:
     """Recognise a block pool, once, when a view is made of it.
 
-    1. The pool does not change: the only calls are touches of an empty list of blocks.
+    1. The pool does not change, because the only calls are touches of an empty list of blocks.
     2. A shape that no tested release has is refused.
 
     Args:
@@ -145,7 +145,7 @@ def _check_attributes(owner: Any, name: str) -> None:
     wanted = _POOL_ATTRIBUTES[name]
     if missing := [attribute for attribute in wanted if not hasattr(owner, attribute)]:
         kind = type(owner)
-        if name == "BlockPool" != kind.__name__:  # any object may be passed as a pool
+        if name == "BlockPool" != kind.__name__:  # because any object may be passed as a pool
             name = f"{kind.__module__}.{kind.__qualname__}"
         raise refusal(
             PoolSeam.seam,
@@ -220,7 +220,7 @@ def check_scheduler() -> None:
     """Check that vLLM's ``Scheduler`` has the attributes that binding a pool reads.
 
     Raises:
-        UnsupportedEngineError: It has not.
+        UnsupportedEngineError: An attribute is missing.
     """
     code = inspect.unwrap(vllm("v1.core.sched.scheduler").Scheduler.__init__).__code__
     wanted = ("connector", "kv_cache_manager")

@@ -1,10 +1,10 @@
-"""The differences between vLLM releases, and the seams that hold the answers.
+"""The differences between vLLM releases, and the seams that record them.
 
 1. A difference **must** be probed on the shape of the object at hand: signatures and
    attributes. A fork, or a build with a wrong version string, is then still served.
-2. A difference that the version has by the table **must** be found: a member that a later
-   release renames is refused, never taken for an older release. A defect need not be
-   found, because a build of that release may have its fix.
+2. A difference that the table lists for the version **must** be found. So a release that renames a
+   member is refused, and is never mistaken for an older release. A defect need not be found,
+   because a build of that release may have its fix.
 3. No module outside this package **may** decide by a release, or test which members an
    object of vLLM has; :mod:`.calls` makes the calls that differ between releases.
 
@@ -45,7 +45,7 @@ class Difference:
         description: The behaviour of a release that has it and, where needed, of one without.
         source: The upstream pull request, or the path of the source file.
         releases: ``SINCE..UNTIL``; an empty end is the oldest or the newest tested release.
-        members: The members of vLLM that show it; empty for one of :data:`_PROBES`.
+        members: The members of vLLM by which it is recognised; empty for one of :data:`_PROBES`.
         is_defect: Whether it is a mistake in vLLM.
     """
 
@@ -64,11 +64,11 @@ class Difference:
 
     @property
     def last_release(self) -> str | None:
-        """Last release that has it, None if the newest tested release has it."""
+        """Last release that has it; None if the newest tested release has it."""
         return self.releases.partition("..")[2] or None
 
     def is_in(self, version: str) -> bool:
-        """Whether a version has it by the table; False for a version that names no release."""
+        """Whether the table lists it for a version; False for a version that names no release."""
         return is_between(version, self.first_release, self.last_release)
 
     def is_found_on(self, owner: Any) -> bool:
@@ -96,10 +96,10 @@ def differences(seam: str | None = None) -> tuple[Difference, ...]:
 
 @dataclass(frozen=True)
 class Seam:
-    """One surface of vLLM, as it was found.
+    """The differences that were found on one surface of vLLM.
 
     Args:
-        version: Version string of the vLLM that it was found in.
+        version: Version string of that vLLM.
     """
 
     seam: ClassVar[str]
@@ -112,7 +112,7 @@ class Seam:
 
     @classmethod
     def found_on(cls, owner: Any) -> Self:
-        """Read the differences off an object of a known shape.
+        """Find the differences of an object of a known shape.
 
         Raises:
             UnsupportedEngineError: The release may not be used, or lacks a difference that
@@ -126,7 +126,7 @@ class Seam:
                 raise refusal(
                     cls.seam,
                     f"nothing of '{each.description}' ({each.name})",
-                    f"it as in every release from {each.first_release} on ({each.source})",
+                    f"the same as in every release from {each.first_release} on ({each.source})",
                 )
         return cls(version, **found)
 
@@ -186,7 +186,7 @@ class PoolSeam(Seam):
 
 @dataclass(frozen=True)
 class BindingSeam(Seam):
-    """How ``KVConnectorBase_V1`` gets the pool."""
+    """The way in which ``KVConnectorBase_V1`` gets the pool."""
 
     seam: ClassVar[str] = "binding"
 

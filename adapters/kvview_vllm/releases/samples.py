@@ -32,7 +32,7 @@ _UTILS = "v1.core.kv_cache_utils"
 
 
 def make_filled(kind: Any, **values: Any) -> Any:
-    """An object of a dataclass, with an empty value for every other field that it requires.
+    """Make an object of a dataclass, with an empty value for every other required field.
 
     Raises:
         TypeError: The class does not have one of the fields.
@@ -46,10 +46,10 @@ def make_filled(kind: Any, **values: Any) -> Any:
 
 
 def make_unchecked(kind: Any, **values: Any) -> Any:
-    """An object of a configuration class with its defaults, without running its constructor.
+    """Make an object of a configuration class with its defaults, without running its constructor.
 
-    The constructors of vLLM's configurations look for devices and a model, set environment
-    variables and log. A scheduler that never computes does not need any of that.
+    The constructors of vLLM's configurations search for devices and a model, set environment
+    variables and log, which a scheduler without a model does not need.
 
     Args:
         kind: A dataclass of vllm/config.
@@ -96,7 +96,7 @@ def make_attention_spec(
     """A ``KVCacheSpec`` in float32, vllm/v1/kv_cache_interface.py.
 
     Args:
-        name: Its class.
+        name: Name of the class.
         block_size: Tokens of a block.
         num_heads: KV heads.
         head_size: Elements of a head.
@@ -124,7 +124,7 @@ class _NoModel:
         self.dtype = torch.float32
 
     def __getattr__(self, name: str) -> Any:
-        # For 0.11.0, which passes no KVCacheConfig to connectors: the sizes of a page.
+        # The sizes of a page, for 0.11.0, which passes no KVCacheConfig to connectors.
         return (lambda *_: 1) if name.startswith("get_") else False
 
 
@@ -164,7 +164,7 @@ def make_scheduler(
         ),
         kv_transfer_config=transfer_config
         and make_unchecked(config.KVTransferConfig, **transfer_config),
-        use_v2_model_runner=False,  # else a warning about the missing model
+        use_v2_model_runner=False,  # otherwise vLLM warns about the missing model
     )
     structured = vllm("v1.structured_output").StructuredOutputManager
     values = {
@@ -214,7 +214,7 @@ def make_request(
     """A ``Request`` of vllm/v1/request.py with greedy sampling.
 
     Args:
-        request_id: Its id.
+        request_id: Id of the request.
         tokens: Tokens of the prompt.
         max_tokens: Tokens to generate.
         cache_salt: Salt of its block hashes.
@@ -222,7 +222,7 @@ def make_request(
         block_hasher: Called with the request, returns the hashes of its new full blocks; vLLM's
             own by default.
         end_token: Token that ends the request early.
-        transfer_params: Its ``kv_transfer_params``.
+        transfer_params: The ``kv_transfer_params`` of the request.
         **more: Further arguments of ``Request``, which replace those above.
     """
     if block_hasher is None:

@@ -46,11 +46,11 @@ class Shape:
     """One row of the table.
 
     Args:
-        owner: Class, or module where the name is a function's.
+        owner: Class of the member, or module of a function.
         name: Name of the member.
         shape: Shape of the member, as ``shapes.txt`` describes it.
         since: First release with this shape.
-        until: Last release with this shape, None if the newest tested release has it.
+        until: Last release with this shape; None if the newest tested release has it.
     """
 
     owner: str
@@ -122,7 +122,7 @@ def check_shapes(seam: str) -> None:
         found = shape_of(owner_of(owner), name)
         wanted = [row.shape for row in here or rows]
         if found is None and not here:
-            continue  # a version that names no release may be of any age
+            continue  # because a version that names no release may be of any age
         if found is None or (_ANY not in wanted and found not in wanted):
             member = f"{owner.rpartition(':')[2].rpartition('.')[2]}.{name}"
             shape = "missing" if found is None else found
@@ -131,7 +131,7 @@ def check_shapes(seam: str) -> None:
 
 
 def find_class(name: str) -> Any:
-    """A class of vLLM's offloading interface, in whichever module has it; None if none does."""
+    """Find a class of vLLM's offloading interface in its modules; None if no module has it."""
     package = "vllm.v1.kv_offload"
     for module in ("base", "abstract", "spec", "mediums", "worker.worker"):
         try:
@@ -163,7 +163,7 @@ def has_member(member: str, probed: Any = None) -> bool:
 
 
 def signature_of(owner: Any, method: str) -> str:
-    """The names and defaults of a method's parameters except ``self`` and ``cls``: "(a, b=1)"."""
+    """Format the parameters of a method, without ``self`` and ``cls``, as "(a, b=1)"."""
     try:
         found = getattr(owner, method)
         parameters = list(inspect.signature(found).parameters.values())
@@ -175,7 +175,7 @@ def signature_of(owner: Any, method: str) -> str:
 
 
 def shape_of(owner: Any, name: str) -> str | None:
-    """The shape of a member as the table writes it; None if the owner has no such member."""
+    """Format the shape of a member as in the table; None if the owner has no such member."""
     if owner is None:
         return None
     if isinstance(owner, enum.EnumMeta):
@@ -229,7 +229,7 @@ def require_concrete(seam: str, kind: type) -> None:
         raise refusal(
             seam,
             f"{base.__name__} that requires {', '.join(sorted(missing))}",
-            f"that it requires nothing beyond what {kind.__name__} has",
+            f"that it requires only members that {kind.__name__} has",
         )
 
 
@@ -287,7 +287,7 @@ def owner_of(name: str) -> Any:
 
 
 def _plain(annotation: Any) -> str:
-    """An annotation as text, in one spelling."""
+    """Format an annotation in a uniform spelling."""
     if annotation is None or annotation is type(None):
         return "None"
     if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
@@ -298,7 +298,7 @@ def _plain(annotation: Any) -> str:
 
 @cache
 def plain_text(text: str) -> str:
-    """An annotation without module names and quotes, in one spelling."""
+    """Format an annotation in a uniform spelling, without module names and quotes."""
     text = re.sub(r"<(?:class|enum) '([^']*)'>", r"\1", text)
     try:
         tree = ast.parse(text, mode="eval")

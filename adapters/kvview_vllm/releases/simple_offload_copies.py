@@ -1,7 +1,7 @@
 """The copies of vLLM's ``SimpleCPUOffloadConnector`` on a CPU.
 
-The manager, the worker and the addresses of the copies stay vLLM's. Steps of the run replace the
-thread of its backend, so that a seed is reproducible, and the CPU copies the bytes.
+The manager, the worker and the addresses of the copies are those of vLLM. The CPU copies the bytes,
+in steps of the run instead of on the backend's thread, so that a seed is reproducible.
 
 Source: vllm/v1/simple_kv_offload/worker.py and copy_backend.py, 0.19.0 to 0.33.0.
 """
@@ -106,7 +106,7 @@ class _Done:
 
 
 class NoStream:
-    """Replaces a CUDA stream, or an event between streams: a step on a CPU ends when it returns."""
+    """Replaces a CUDA stream or event; a step on a CPU has ended when it returns."""
 
     cuda_stream = 0
 

@@ -60,7 +60,7 @@ def resolve(name: str) -> tuple[str, ...]:
     index knows whether it exists.
 
     Raises:
-        SourcesError: It does not name a release.
+        SourcesError: The name does not name a release.
     """
     if name == "all":
         return LATEST_OF_MINORS
@@ -71,8 +71,8 @@ def resolve(name: str) -> tuple[str, ...]:
     if number(name) is not None and name.count(".") >= 2:
         return (name,)
     raise SourcesError(
-        f"vllm {name}: no such release is known; use one of {TESTED}, such as 0.33 or 0.33.0, "
-        "'all', or the complete version of another one"
+        f"vllm {name} is not a known release; use one of {TESTED}, such as 0.33 or 0.33.0, "
+        f"'all', or the complete version of another release"
     )
 
 
@@ -80,7 +80,7 @@ def resolve_all(names: Sequence[str]) -> list[str]:
     """The releases that names stand for, each once, in the order of the names.
 
     Raises:
-        SourcesError: One of them does not name a release.
+        SourcesError: A name does not name a release.
     """
     return list(dict.fromkeys(release for name in names for release in resolve(name)))
 
@@ -95,8 +95,8 @@ def cache_folder() -> Path:
 def sources(release: str, on_progress: Callable[[str], None] = lambda text: None) -> Path:
     """The folder with the sources of a release, which are fetched the first time.
 
-    Besides the ``vllm`` package it holds a ``vllm-<release>+cpu.dist-info``: by that local
-    version vLLM recognises a CPU build of itself.
+    Besides the ``vllm`` package it has a ``vllm-<release>+cpu.dist-info``, because vLLM recognises
+    its CPU build by that local version.
 
     Args:
         release: A version on the package index, such as "0.33.0".
@@ -106,7 +106,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
         A folder for PYTHONPATH.
 
     Raises:
-        SourcesError: There is no such release, no network, or no room.
+        SourcesError: The release does not exist, or there is no network or disk space.
     """
     folder = cache_folder() / release
     if folder.is_dir():
@@ -127,7 +127,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
                 if not folder.is_dir():  # else another process was first
                     raise
     except OSError as error:
-        raise SourcesError(f"vllm {release}: its sources cannot be kept: {error}") from error
+        raise SourcesError(f"vllm {release}: the sources cannot be stored: {error}") from error
     return folder
 
 
@@ -152,7 +152,7 @@ def _wheel_url(release: str) -> str:
     with tempfile.TemporaryDirectory() as target:
         report = _pip(
             *(release, "install", "--dry-run", "--ignore-installed", "--report=-"),
-            # Else pip downloads the wheel to read its metadata; before 23.3 it does anyway.
+            # Otherwise pip downloads the wheel to read its metadata; before 23.3 it always does.
             *("--use-feature=fast-deps", f"--target={target}"),
         )
     return str(json.loads(report)["install"][0]["download_info"]["url"])
@@ -176,7 +176,7 @@ def _pip(release: str, command: str, *options: str) -> str:
             "run 'python -m ensurepip' there"
         )
     if "(from versions: none)" in done.stderr:
-        raise SourcesError(f"vllm {release}: no package index responds")
+        raise SourcesError(f"vllm {release}: no package index responded")
     if "(from versions: " in done.stderr:
         raise SourcesError(f"vllm {release}: the package index has no such release")
     raise SourcesError(f"vllm {release}: pip failed: {' '.join(done.stderr.split()[-30:])}")
@@ -184,7 +184,7 @@ def _pip(release: str, command: str, *options: str) -> str:
 
 def _unpack(wheel: Any, folder: Path) -> None:
     with ZipFile(wheel) as archive:
-        # In the order of the file: a buffer that is read ahead then serves neighbours.
+        # In the order of the file, so that a buffer that is read ahead serves neighbours.
         for member in sorted(archive.infolist(), key=lambda member: int(member.header_offset)):
             if member.filename.startswith("vllm/") and member.filename.endswith(".py"):
                 archive.extract(member, folder)
@@ -194,7 +194,7 @@ class _RemoteFile(io.RawIOBase):
     """A file on a server, read in parts.
 
     Raises:
-        OSError: The server does not respond, or not with parts of the file.
+        OSError: The server does not respond, or cannot serve parts of the file.
     """
 
     def __init__(self, url: str) -> None:
@@ -232,7 +232,7 @@ class _RemoteFile(io.RawIOBase):
         response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         if response.status != 206:
             response.close()
-            raise OSError("the server sends whole files only")
+            raise OSError("the server only sends complete files")
         return response
 
 

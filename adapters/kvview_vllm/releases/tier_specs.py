@@ -1,4 +1,4 @@
-"""vLLM's own tiering spec, made without a model, for checks and trials of tiers.
+"""vLLM's own tiering spec, which is made without a model, for checks and trials of tiers.
 
 Source: ``OffloadingConfig``, vllm/v1/kv_offload/config.py, 0.26.0 to 0.33.0; before that
 ``OffloadingSpec`` reads a ``VllmConfig``, vllm/v1/kv_offload/base.py.
@@ -20,7 +20,7 @@ from kvview_vllm.releases.versions import vllm
 _TOKENS = 16
 _HEADS, _HEAD_SIZE, _DTYPE_BYTES = 8, 128, 2
 PAGE_BYTES = 2 * _TOKENS * _HEADS * _HEAD_SIZE * _DTYPE_BYTES
-"""Bytes of a block where the layers of a model determine them (before 0.26)."""
+"""Bytes of a block in releases in which the layers of a model determine them (before 0.26)."""
 
 
 def make_tiering_spec(
@@ -30,12 +30,12 @@ def make_tiering_spec(
     *,
     publishes_events: bool = False,
 ) -> Any:
-    """The spec that vLLM makes of ``kv_connector_extra_config``; its ``get_manager`` has tiers.
+    """Make vLLM's spec of ``kv_connector_extra_config``; its ``get_manager`` has tiers.
 
     Args:
         extra: The user's configuration, with ``spec_name`` and ``cpu_bytes_to_use``.
         namespace: The model, and the other facts that vLLM passes to a tier.
-        page_bytes: Bytes of a block; before 0.26 only :data:`PAGE_BYTES`.
+        page_bytes: Bytes of a block; before 0.26 they must be :data:`PAGE_BYTES`.
         publishes_events: Whether the engine publishes KV events.
     """
     factory = vllm("v1.kv_offload.factory").OffloadingSpecFactory

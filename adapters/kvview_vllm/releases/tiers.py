@@ -46,9 +46,10 @@ class TierSeam(Seam):
 
 
 def has_random_hash_root() -> bool:
-    """Whether the chain of block hashes started at random, which an engine does after its tiers.
+    """Whether the chain of block hashes starts at random.
 
-    From 0.29.0 on only hashes that are not cryptographic (``xxhash``) do so, without a seed.
+    An engine chooses that start after it has built its tiers. From 0.29.0 on only hashes that are
+    not cryptographic (``xxhash``) start at random, if there is no seed.
     """
     utils = vllm(_UTILS)
     seed = getattr(utils, "_NONE_HASH_SEED", None)
@@ -67,7 +68,8 @@ def tier_seam() -> TierSeam:
     """The differences of the installed vLLM.
 
     Raises:
-        UnsupportedEngineError: It has no tiers, or tiers of a shape that no tested release has.
+        UnsupportedEngineError: The installed vLLM has no tiers, or tiers of a shape that no tested
+            release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     return TierSeam.found_on(require_tier_class("SecondaryTierManager"))
@@ -94,7 +96,7 @@ def places_of(job: Any) -> Sequence[int]:
 
 
 def make_tier_job(job_id: int, keys: Sequence[Any], rows: Sequence[int], is_load: bool) -> Any:
-    """A job as vLLM submits it to a tier."""
+    """Make a job like those that vLLM submits to a tier."""
     import numpy as np
 
     base = vllm(_BASE)
@@ -111,7 +113,7 @@ def make_tier_job(job_id: int, keys: Sequence[Any], rows: Sequence[int], is_load
 
 
 def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
-    """The result of a job, with the keys that succeeded if the release supports partial loads."""
+    """Make a job's result, with the keys that succeeded if the release has partial loads."""
     kind = require_tier_class("JobResult")
     if all(flags) or not tier_seam().partial_loads:
         return kind(job_id=job_id, success=all(flags))
@@ -153,7 +155,7 @@ def _memory_order() -> str | None:
 
 
 def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
-    """The fields of :class:`~kvview.tier.Namespace` that a spec has: all but the weights.
+    """Return the fields of :class:`~kvview.tier.Namespace` of a spec: all except the weights.
 
     Args:
         spec: A ``TieringOffloadingSpec``.
@@ -206,7 +208,7 @@ def tier_event(event: OffloadingEvent, ownership: str) -> Any:
 
 
 def with_events_of_tiers(manager: Any, kind: Any) -> Any:
-    """A tiering manager that also returns the events of its tiers, where the release's does not.
+    """Make a tiering manager that also returns the events of its tiers, in every release.
 
     Args:
         manager: The release's manager; the result takes its tiers and its place.
@@ -235,7 +237,7 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
 def metric_definitions(
     counters: Mapping[str, str], gauges: Mapping[str, str], labels: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Series of a tier, as vLLM declares them: from names to descriptions."""
+    """Make the series of a tier in vLLM's form, from names and descriptions."""
     kinds = {"OffloadingCounterMetadata": counters, "OffloadingGaugeMetadata": gauges}
     return {
         name: find_class(kind)(documentation=text, labelnames=labels)
@@ -247,7 +249,7 @@ def metric_definitions(
 def metric_stats(
     counters: Mapping[str, float], gauges: Mapping[str, float], labels: tuple[str, ...]
 ) -> Any:
-    """The changes of such series, as vLLM sends them to its front end."""
+    """Make the changes of such series in the form that vLLM sends to its front end."""
     metrics = vllm("distributed.kv_transfer.kv_connector.v1.offloading.metrics")
     stats = metrics.OffloadingConnectorStats()
     for name, more in counters.items():

@@ -1,7 +1,7 @@
 """The installed version of vLLM, and whether it was tested.
 
 A version only decides whether an object of known shape may be used, and which differences it
-must have. The features of an object are read off the object (:mod:`.release`).
+must have. The features of an object are found on the object itself (:mod:`.release`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ class VLLMNotImportableError(UnsupportedEngineError):
 
 
 def broken_import(error: BaseException) -> VLLMNotImportableError | None:
-    """The error to raise for an exception of a module of vLLM that was being imported.
+    """Return the error to raise for an exception during an import of a module of vLLM.
 
     Returns:
-        None for any other exception, and if one of vLLM's own names is missing: that is a shape.
+        None for any other exception, and if one of vLLM's own names is missing, because that is an
+        unknown shape.
     """
     if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "vllm":
         return None
@@ -79,7 +80,7 @@ def importing() -> Iterator[None]:
     """Report in one line that the installed vLLM cannot be imported; pass other exceptions on.
 
     Raises:
-        VLLMNotImportableError: It cannot be imported.
+        VLLMNotImportableError: vLLM cannot be imported.
     """
     try:
         yield
@@ -100,15 +101,14 @@ def engine_version() -> str:
     """The version string of the installed vLLM.
 
     Raises:
-        VLLMNotInstalledError: There is no vLLM.
+        VLLMNotInstalledError: vLLM is not installed.
     """
     try:
         vllm = import_module("vllm")
     except Exception as error:
         raise VLLMNotInstalledError(
-            f"kvview_vllm wraps an installed vLLM ({TESTED}), and "
-            f"importing it failed: {error}. Install vLLM, or use kvview_reference, which "
-            f"satisfies the same contract without it"
+            f"kvview_vllm needs an installed vLLM ({TESTED}), but importing it failed: {error}. "
+            f"Install vLLM, or use kvview_reference, which satisfies the same contract without it"
         ) from error
     return str(getattr(vllm, "__version__", "of unknown version"))
 
@@ -163,12 +163,12 @@ def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
 
 
 def require_usable(seam: str) -> str:
-    """The installed version, if its known shapes may be trusted.
+    """Return the installed version, if its known shapes may be trusted.
 
-    A version string that names no known release, a fork's for example, gets a warning.
+    A version string that names no known release, for example of a fork, gets a warning.
 
     Raises:
-        UnsupportedEngineError: It is after the tested range, and not explicitly allowed.
+        UnsupportedEngineError: The version is after the tested range, and not explicitly allowed.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     version = engine_version()
@@ -180,7 +180,8 @@ def require_usable(seam: str) -> str:
         )
     if not is_tested(version):
         _logger.warning(
-            "vLLM %s is outside the tested range %s; its %s seam has a known shape, so it is used",
+            "vLLM %s is outside the tested range %s, but its %s seam has a known shape, so it is "
+            "used",
             *(version, TESTED, seam),
         )
     return version

@@ -1,7 +1,7 @@
 """The KV cache of a raw connector's worker: configuration, tensors and layers of the release.
 
-- VSIM-4 Tensors **must** have the shapes and strides that the release allocates for the
-  attention backend, by its own functions where it has them.
+- VSIM-4 Tensors **must** have the shapes and strides that the release allocates for the attention
+  backend, made by its own functions if it has them.
 
 Source: ``initialize_kv_cache_tensors`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to
 0.33.0; ``allocate_kv_cache`` of vllm/v1/worker/utils.py since 0.32.0.
@@ -47,7 +47,7 @@ class CacheKind:
     """A kind of KV cache: the attention backend and the ``KVCacheSpec`` of each layer.
 
     Args:
-        name: For reports.
+        name: Name in reports.
         layers: Backend class and spec, by layer number.
     """
 
@@ -73,7 +73,7 @@ class RealCaches:
 
     Args:
         config: vLLM's ``KVCacheConfig``.
-        tensors: By layer name, as the release registers them.
+        tensors: The tensors by layer name, as the release registers them.
         slots: A view ``(blocks, states of a block, ...)`` of the same memory for each layer in
             order, in words as wide as the layer allows. Most caches have one state per token.
     """
@@ -106,7 +106,7 @@ def use_layout(vllm_config: Any, name: str) -> None:
 
 
 def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
-    """Choose a memory layout as :func:`use_layout` does, if layers of these specs may have it.
+    """Choose a memory layout like :func:`use_layout`, if layers of these specs may have it.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, without a layout.
@@ -114,7 +114,7 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
         specs: The ``KVCacheSpec`` of each layer.
 
     Raises:
-        ValueError: They may not.
+        ValueError: The layers may not have this layout.
     """
     utils = vllm("v1.attention.backends.utils")
     if hasattr(utils, "resolve_kv_cache_layout"):
@@ -124,7 +124,7 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
 
 
 def flash_attention(groups: Sequence[CacheGroup]) -> CacheKind:
-    """Layers of FlashAttention in float32, of these kinds in turn.
+    """Make layers of FlashAttention in float32, of these kinds in turn.
 
     Args:
         groups: Full attention or windows.
@@ -149,7 +149,7 @@ def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kind: Its layers; the release decides how it groups them.
+        kind: The layers, which the release groups in its own way.
         num_blocks: Blocks of the pool.
     """
     specs = {name: spec for name, (_, spec) in kind.named_layers().items()}
@@ -176,7 +176,7 @@ def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
 
 
 def config_of_scheduler(config: Any) -> Any:
-    """The ``KVCacheConfig`` of the scheduler, made from a worker's by the release."""
+    """Let the release make the scheduler's ``KVCacheConfig`` from a worker's."""
     make = getattr(vllm("v1.core.kv_cache_utils"), "generate_scheduler_kv_cache_config", None)
     return make([config]) if make else copy.deepcopy(config)
 
@@ -232,7 +232,7 @@ def _in_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(config: Any) -> dict[str, torch.Tensor]:
-    """The memory of each layer up to 0.31; layers of several groups share it."""
+    """Allocate the memory of each layer up to 0.31, which layers of several groups share."""
     import torch
 
     return {
@@ -246,7 +246,7 @@ def _memory(config: Any) -> dict[str, torch.Tensor]:
 def _tensor(
     backend: Any, spec: Any, config: Any, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's tensor up to 0.31, as a model runner shapes it, and its slots."""
+    """Return a layer's tensor up to 0.31 in the shape of a model runner, and its slots."""
     block_size, sizes = spec.block_size, (spec.num_kv_heads, spec.head_size)
     shape = backend.get_kv_cache_shape(config.num_blocks, block_size, *sizes)
     # Unlikely sizes show which dimensions are the blocks and the tokens.
@@ -273,7 +273,7 @@ def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:
 
 
 def _layer_class() -> type:
-    """A class of attention layers without weights, which connectors ask for backend and cache."""
+    """Make a class of layers without weights, which have the backend and cache of attention."""
     attention: Any = _find(_LAYERS, "Attention").Attention
 
     class Layer(attention):  # type: ignore[misc]
@@ -308,7 +308,7 @@ def _find(names: tuple[str, ...], attribute: str) -> Any:
 
 
 def supports_several_groups(connector_class: type, vllm_config: Any) -> bool:
-    """Whether a connector takes a hybrid cache; since 0.24 the factory checks children too."""
+    """Whether a connector accepts a hybrid cache; since 0.24 the factory also checks children."""
     factory = vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     if hasattr(factory, "supports_hma_config"):
         return bool(factory.supports_hma_config(vllm_config.kv_transfer_config))
@@ -317,19 +317,19 @@ def supports_several_groups(connector_class: type, vllm_config: Any) -> bool:
 
 
 def has_pending_work(connector: Any) -> bool:
-    """Whether a connector needs steps without requests, where the release queries that."""
+    """Whether a connector needs steps without requests, if the release queries that."""
     query = getattr(connector, "has_pending_push_work", None)
     return query is not None and bool(query())
 
 
 def is_hook(name: str) -> bool:
-    """Whether ``KVConnectorBase_V1`` has a public method of a name."""
+    """Whether ``KVConnectorBase_V1`` has a public method with this name."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
     return not name.startswith("_") and hasattr(base, name)
 
 
 def overridden(connector_class: type) -> set[str]:
-    """Methods of a connector that are not those of ``KVConnectorBase_V1``."""
+    """Methods of a connector that ``KVConnectorBase_V1`` does not have."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
     return {
         name

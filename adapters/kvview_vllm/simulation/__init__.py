@@ -5,8 +5,8 @@
 
 The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are the real ones.
 
-- VSIM-2 The parts of a scenario that the installed release cannot play **must** be left out
-  and named, never dropped silently.
+- VSIM-2 If the installed release cannot play a part of a scenario, the part **must** be named,
+  never dropped silently.
 
 Source: :mod:`kvview_vllm.simulation.engine`, which is tried.
 """
@@ -26,6 +26,7 @@ from kvview import (
     KVViewError,
     Mamba,
 )
+from kvview.handoff import Peer, Wire
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
@@ -39,12 +40,14 @@ from kvview_vllm.releases.calls import (
 from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness, named
+from kvview_vllm.simulation.handoff import VLLMPDHarness
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
+    from kvview.testing.handoff.harness import PDHarness
     from kvview.testing.handoff.tokens import RealCase
     from kvview.testing.token_runs import TokenCheck
 
@@ -56,7 +59,7 @@ class VLLMEngines:
 
     Raises:
         VLLMNotInstalledError: There is no vLLM.
-        UnsupportedEngineError: This vLLM cannot be configured.
+        UnsupportedEngineError: The installed vLLM cannot be configured.
     """
 
     def __init__(self) -> None:
@@ -89,13 +92,14 @@ class VLLMEngines:
         return play_handoffs(connector_class, options, on_progress)
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Leave out the parts of a scenario that this release cannot play (VSIM-2)."""
+        """Remove the parts of a scenario that this release cannot play (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
         hash_size = scenario.geometry.hash_block_size
         geometry = Configs(groups, hash_block_size=hash_size).geometry
-        ranks = (NUM_LAYERS,) * len(scenario.ranks)
+        is_pipeline = len({*scenario.ranks}) > 1 or 0 < sum(scenario.ranks) <= NUM_LAYERS
+        ranks = (1, NUM_LAYERS - 1) if is_pipeline else (NUM_LAYERS,) * len(scenario.ranks)
         fitted = replace(scenario, geometry=geometry, decode_tokens=1, group_pages=(), ranks=ranks)
 
         def leave_out(part: str, **changes: Any) -> None:
@@ -106,8 +110,6 @@ class VLLMEngines:
         if scenario.num_gpu_blocks > _MOST_BLOCKS:
             part = f"a pool of more than {_MOST_BLOCKS} blocks: it takes long"
             leave_out(part, num_gpu_blocks=_MOST_BLOCKS)
-        if len(set(scenario.ranks)) > 1:
-            leave_out("ranks with different pages")
         if scenario.decode_tokens > 1:
             leave_out("decode steps of several tokens")
         fewest = cpu_scheduler.fewest_tokens_per_step(groups)
@@ -116,9 +118,9 @@ class VLLMEngines:
             leave_out(f"{part}: not all of their blocks are counted", max_tokens_per_step=fewest)
         if scenario.num_connectors > 1 and (why := self._why_not(fitted, num_connectors=2)):
             leave_out(f"two connectors with {several}: {why}", num_connectors=1)
-        if not cpu_scheduler.can_load_beside_hits(len(groups)):
+        if not cpu_scheduler.can_load_after_hits(len(groups)):
             part = f"loads after a GPU hit, with {several}: one block may become two groups'"
-            leave_out(part, loads_beside_hits=False)
+            leave_out(part, loads_after_hits=False)
         self._fit_steps(fitted, several, leave_out)
         self._fit_drafts(fitted, several, leave_out)
         events = tuple(event for event in scenario.events if type(event).__name__ != "Alias")
@@ -131,7 +133,7 @@ class VLLMEngines:
         return fitted, left_out
 
     def _fit_steps(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
-        """Leave out steps that overlap each other, or their transfers."""
+        """Remove steps that overlap each other, or their transfers."""
         if not cpu_scheduler.can_load_between_steps():
             within = "a load within a step waits for it"
             if scenario.steps_in_flight > 1:
@@ -150,7 +152,7 @@ class VLLMEngines:
             leave_out(f"{most} steps in flight with {several}: {why}", steps_in_flight=1)
 
     def _fit_drafts(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
-        """Leave out speculative decoding, or its slots for lookahead."""
+        """Remove speculative decoding, or its slots for lookahead."""
         if scenario.lookahead_tokens and not has_draft_models():
             leave_out("slots for lookahead", lookahead_tokens=0)
         steps, drafts = scenario.steps_in_flight, scenario.drafts
@@ -174,7 +176,7 @@ class VLLMEngines:
     def judge_own(
         self, connector_class: type, result: SimulationResult, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Find out whether a failure is the connector's (VSIM-6)."""
+        """Find out whether the connector caused a failure (VSIM-6)."""
         from kvview_vllm.simulation.raw import judge
 
         return judge(connector_class, result, options)
@@ -191,8 +193,21 @@ class VLLMEngines:
         """Build an engine."""
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
+    def build_for_handoffs(
+        self,
+        scenario: Scenario,
+        connector: Connector,
+        *,
+        clock: Callable[[], float],
+        me: Peer,
+        wire: Wire,
+        lease_seconds: float,
+    ) -> PDHarness:
+        """Build an engine that hands KV to others."""
+        return VLLMPDHarness(scenario, connector, clock, me, wire, lease_seconds)
+
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-        """The groups that this release serves; the reasons against the others are recorded."""
+        """Return the groups that this release serves, and record the reasons against the others."""
         groups = scenario.geometry.groups
         if not self._why_not(scenario):
             return groups
@@ -282,7 +297,7 @@ def _try(scenario: Scenario) -> str | None:
         while engine.has_work():
             engine.step()
     except (InvariantBroken, KVViewError) as error:
-        # Without the numbers, which differ from geometry to geometry.
+        # Without numbers, because they differ from geometry to geometry.
         return " ".join(str(error.__cause__ or error).rpartition(": ")[2].split())[:160]
     if engine.stats.most_in_flight < steps_in_flight:
         return "it waits for each"

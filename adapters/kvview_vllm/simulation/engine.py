@@ -1,4 +1,4 @@
-"""One real vLLM ``Scheduler`` under simulation: the events that happen to it, and its queries.
+"""One real vLLM ``Scheduler`` under simulation, with its events and its queries.
 
 Requests, the bytes of computed blocks and the sampled tokens are made up; everything else is
 real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
@@ -6,8 +6,8 @@ real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
 - VSIM-1 An exception of vLLM itself, or an output that a sequential engine would not deliver,
   **must not** be reported under a law of the connector: it is reported as ``ENGINE``, with the
   place.
-- VSIM-7 A vLLM that the simulation cannot read **must** be refused in one line: the simulation
-  reads more of it than the adapter does, which may work.
+- VSIM-7 A vLLM that the simulation cannot read **must** be refused in one line. The adapter may
+  work with it nevertheless, because the simulation reads more of vLLM than the adapter.
 
 Source: vllm/v1/core/sched/scheduler.py, and ``step_with_batch_queue`` of
 vllm/v1/engine/core.py, 0.11.0 to 0.33.0; ``kvview.testing.connector.harness`` defines the
@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate, islice
 from pathlib import Path
 from traceback import walk_tb
 from types import FunctionType
@@ -65,9 +66,9 @@ _BARE = {"contain_faults": False, "leak_report_seconds": None}
 
 
 class HandedConnector(Connector):
-    """Stands for an existing connector object, which the option ``connector`` carries.
+    """Replaces itself by the connector object in the option ``connector``.
 
-    It passes an object into ``KVViewConnector``: both sides use the same one.
+    So both sides of ``KVViewConnector`` use the same object.
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
@@ -98,7 +99,7 @@ def reads_vllm(kind: type[_Kind]) -> type[_Kind]:
 def _named(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:  # some are called for every block, and a context manager costs more
+        try:  # because some are called for every block, and a context manager costs more
             return method(*args, **kwargs)
         except Exception as error:
             with named(f"{method.__name__} of the simulated server"):
@@ -119,9 +120,11 @@ class Configs:
         **sizes: Any,
     ) -> None:
         has_states = any(isinstance(group, Mamba) for group in groups)
-        # Of Mamba blocks with several hashes vLLM copies states, whose bytes are not made up here.
+        # vLLM copies states of Mamba blocks with several hashes, whose bytes the simulation does
+        # not have.
         may_be_finer = len(groups) > 1 and not has_states
-        self.kv_cache = cpu_scheduler.make_kv_cache_config(groups, num_blocks, NUM_LAYERS)
+        self._groups, self._num_blocks = groups, num_blocks
+        self.kv_cache = self.kv_cache_of(range(NUM_LAYERS))
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
             self.vllm = cpu_scheduler.make_vllm_config(
                 Path(folder),
@@ -135,6 +138,18 @@ class Configs:
             )
         self.geometry = read_geometry(self.vllm, self.kv_cache)
 
+    def kv_cache_of(self, stage: range) -> Any:
+        """The ``KVCacheConfig`` of a rank that has some of the layers of each group."""
+        return cpu_scheduler.make_kv_cache_config(self._groups, self._num_blocks, NUM_LAYERS, stage)
+
+
+def _stages(ranks: Sequence[int]) -> list[range]:
+    """The layers of a group that each rank has: all, or parts as in pipeline parallelism."""
+    if sum(ranks) != NUM_LAYERS:
+        return [range(NUM_LAYERS)] * max(1, len(ranks))
+    ends = [*accumulate(ranks)]
+    return [range(end - number, end) for number, end in zip(ranks, ends, strict=True)]
+
 
 @dataclass
 class _Stats:
@@ -144,9 +159,10 @@ class _Stats:
     preemptions: int = 0
     steps: int = 0
     mismatches: int = 0
+    mismatch: str = ""
     most_in_flight: int = 0
     running_resets: int = 0  # resets that preempt running requests
-    running_resets_raised: int = 0  # those that vLLM gave up
+    running_resets_raised: int = 0  # resets that vLLM gave up
     gave_up: int = 0  # requests that vLLM would have left waiting for each other
 
 
@@ -167,12 +183,13 @@ class VLLMConnectorHarness:
 
     Args:
         scenario: Sizes, as fitted.
-        connectors: With several, vLLM's ``MultiConnector`` runs them.
+        connectors: The connectors; vLLM's ``MultiConnector`` runs several.
         clock: Seconds, by which leases expire.
         stream: The compute stream, when compute lags.
     """
 
     _longest = cpu_scheduler.MAX_TOKENS
+    _more_options: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -198,7 +215,7 @@ class VLLMConnectorHarness:
             status.WAITING_FOR_REMOTE_KVS: "loading",
         }
         self._preempted = status.PREEMPTED
-        # None: aborted while loading. Where loads happen within a step, the request is running.
+        # None: aborted while loading. If loads happen within a step, the request is running.
         between_steps = cpu_scheduler.can_load_between_steps()
         self._while_loading = {"loading", None} if between_steps else {"running"}
         self._steps_in_flight = scenario.steps_in_flight
@@ -208,7 +225,7 @@ class VLLMConnectorHarness:
         self._num_aborts = self._num_resets = 0
         self._added: dict[str, PlannedRequest] = {}  # the last request of each id
         self._loading: set[str] = set()
-        self._uncomputed: set[int] = set()  # blocks that the step has yet to fill
+        self._uncomputed: set[int] = set()  # blocks that the step will fill
         self._squeezed: list[Any] = []
         self._can_block_itself = cpu_scheduler.can_block_itself()
         self._idle_steps = 0
@@ -219,49 +236,62 @@ class VLLMConnectorHarness:
         """Build the scheduler, the worker's side and the bytes."""
         target = f"{__name__}:{HandedConnector.__name__}"
         children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
-        for child in children:  # the kit looks for faults, and its clock counts steps
-            child["kv_connector_extra_config"] |= _BARE | {"pin_budget": scenario.pin_budget}
+        for child in children:  # because the kit looks for faults, and its clock counts steps
+            extra = _BARE | {"pin_budget": scenario.pin_budget, **self._more_options}
+            child["kv_connector_extra_config"] |= extra
         configs = Configs(
             self._geometry.groups,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
             hash_block_size=self._geometry.hash_block_size,
             **cpu_scheduler.sizes_of(scenario),
         )
-        num_ranks = configs.vllm.parallel_config.world_size = max(1, len(scenario.ranks))
+        stages = _stages(scenario.ranks)
+        parallel = configs.vllm.parallel_config
+        parallel.world_size = len(stages)
+        if len({*stages}) > 1:
+            parallel.pipeline_parallel_size = len(stages)
+        else:
+            parallel.tensor_parallel_size = len(stages)
         with named("building the scheduler"):
             self._scheduler = cpu_scheduler.make_scheduler(
                 configs.vllm, configs.kv_cache, self._geometry
             )
             self._workers = [
-                cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache, rank)
-                for rank in range(num_ranks)
+                cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache_of(stage), rank)
+                for rank, stage in enumerate(stages)
             ]
-        self._aggregator = cpu_scheduler.make_aggregator(num_ranks)
+        self._aggregator = cpu_scheduler.make_aggregator(len(stages))
         for connector in self._connectors():
             connector.block_pool_view.now = clock
         self._compute = Compute(
-            self._geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=NUM_LAYERS * num_ranks
+            self._geometry,
+            scenario.num_gpu_blocks,
+            PAGE_BYTES,
+            num_layers=sum(map(len, stages)),
         )
+        pages = iter(self._compute.pages)
         with named("register_kv_caches"):
-            for rank, worker in enumerate(self._workers):
-                pages = self._compute.pages[rank * NUM_LAYERS : (rank + 1) * NUM_LAYERS]
+            for stage, worker in zip(stages, self._workers, strict=True):
+                own = [*islice(pages, len(stage))]
                 worker.register_kv_caches(
                     {
                         name: tensor
-                        for group in configs.kv_cache.kv_cache_groups
-                        for name, tensor in zip(group.layer_names, pages, strict=True)
+                        for group in configs.kv_cache_of(stage).kv_cache_groups
+                        for name, tensor in zip(group.layer_names, own, strict=True)
                     }
                 )
 
     # --- events ---
 
-    def add(self, add: Add, serial: int) -> None:
-        """Queue a request; without output it gets one token, because vLLM requires one."""
+    def add(self, add: Add, serial: int, transfer_params: Mapping[str, Any] | None = None) -> None:
+        """Queue a request; a request without output gets one token, because vLLM requires one."""
         num_output_tokens = max(1, add.num_output_tokens)
         before: Sequence[int] = ()
         if add.continues is not None:
             if add.continues not in self._added:
-                raise ConfigError(f"request {add.continues!r} was never added: nothing to continue")
+                raise ConfigError(
+                    f"request {add.continues!r} was never added, so it cannot be continued"
+                )
             before = self._added[add.continues].request.all_token_ids
         size = self._geometry.hash_block_size
         prompt = make_prompt(add, before, size)
@@ -269,13 +299,18 @@ class VLLMConnectorHarness:
         needed = sum(-(-num_tokens // group.block_size) for group in self._geometry.groups)
         if needed >= self.num_blocks or num_tokens > self._longest:
             raise ConfigError(
-                f"request {add.request_id!r} of {num_tokens} tokens may need {needed} blocks, the "
-                f"pool has {self.num_blocks - 1}"
+                f"request {add.request_id!r} of {num_tokens} tokens may need {needed} blocks, "
+                f"but the pool has {self.num_blocks - 1}"
             )
         if add.request_id in self._scheduler.requests:
-            raise ConfigError(f"request {add.request_id!r} was aborted and still loads")
+            raise ConfigError(
+                f"request {add.request_id!r} was aborted but still loads, so its id cannot be "
+                f"reused yet"
+            )
         if any(add.request_id in step.chunks for step in self._launched):
-            raise ConfigError(f"request {add.request_id!r} is in a step that is in flight")
+            raise ConfigError(
+                f"request {add.request_id!r} is in a step in flight, so its id cannot be reused yet"
+            )
         self.stats.requests += 1
         with named("add_request"):
             planned = PlannedRequest(
@@ -286,13 +321,13 @@ class VLLMConnectorHarness:
                 add.stops_after,
                 size,
                 self._drafts,
-                _transfer_params(add),
+                transfer_params or add.transfer_params,
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
 
     def abort(self, request_id: str) -> None:
-        """End a request, as when its client disconnects.
+        """End a request, as if its client disconnected.
 
         An engine core is notified between steps, or while it waits for an output.
         """
@@ -318,7 +353,7 @@ class VLLMConnectorHarness:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Give another owner this many blocks from now on, if they are free."""
+        """Give this many blocks to another owner from now on, if they are free."""
         with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)
@@ -327,11 +362,11 @@ class VLLMConnectorHarness:
         self._overwrite([block.block_id for block in self._squeezed])
 
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Overwrite squeezed blocks, as their new owner does."""
+        """Overwrite squeezed blocks, like their new owner."""
         self._compute.overwrite(block_ids)
 
     def alias(self) -> bool:
-        """Cache the first part of a block under its own hash, besides the whole block."""
+        """Cache the first part of a block under its own hash, in addition to the whole block."""
         size = self._geometry.hash_block_size
         for request in self._scheduler.running:
             tables = self._manager.get_block_ids(request.request_id)
@@ -351,8 +386,9 @@ class VLLMConnectorHarness:
     def reset(self, *, after_reports: bool = False) -> bool:
         """Reset the prefix cache and the connectors, which vLLM resets even when it refuses.
 
-        With steps in flight every second reset preempts running requests, where the release can.
-        If a block stays in use then, vLLM raises, whatever the connector: that is a refusal.
+        With steps in flight every second reset preempts running requests, if the release can do
+        that. If a block stays in use, vLLM raises, whatever the connector does, which counts as a
+        refusal.
         """
         self._num_resets += 1
         if self._steps_in_flight == 1 or self._num_resets % 2:
@@ -366,7 +402,7 @@ class VLLMConnectorHarness:
             return False
 
     def shutdown(self) -> Mapping[int, int]:
-        """Stop both sides; return the references that neither requests nor the scenario own."""
+        """Stop both sides; returns the references that neither requests nor the scenario own."""
         while self._launched:
             self._run(self._launched.popleft())
         with named("shutdown"):
@@ -395,7 +431,7 @@ class VLLMConnectorHarness:
         )
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """The keys that a load must bring into the blocks of a request."""
+        """The key whose KV a load must write, for each block of a request."""
         request = self._scheduler.requests.get(request_id)
         if request is None or self._status.get(request.status) not in self._while_loading:
             return {}
@@ -414,7 +450,7 @@ class VLLMConnectorHarness:
         return len(self._pool.blocks)
 
     def ref_count(self, block_id: int) -> int:
-        """References to a block, by vLLM's own count."""
+        """References to a block, counted by vLLM."""
         count: int = self._pool.blocks[block_id].ref_cnt
         return count
 
@@ -466,7 +502,7 @@ class VLLMConnectorHarness:
         return any(connector.has_pending_push_work() for connector in self._connectors())
 
     def _has_requests(self) -> bool:
-        """Whether an engine core would schedule."""
+        """Whether an engine core would schedule a step."""
         return bool(self._scheduler.has_requests()) or self._has_pending_work()
 
     def _finish(self, request_ids: Sequence[str]) -> None:
@@ -508,8 +544,12 @@ class VLLMConnectorHarness:
         self._launched.append(LaunchedStep(output, answer, forward, invalid, chunks))
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         if self._stream is None:
-            self.stats.mismatches += forward.mismatches(invalid)
+            self._count_mismatches(forward, invalid)
         return output
+
+    def _count_mismatches(self, forward: Forward, invalid: Collection[int]) -> None:
+        self.stats.mismatches += forward.mismatches(invalid)
+        self.stats.mismatch = self._compute.mismatch
 
     def _start_transfers(self) -> None:
         for worker in self._workers:
@@ -529,8 +569,8 @@ class VLLMConnectorHarness:
     def _end_deadlock(self) -> None:
         """Abort a request with finished loads that waits behind a request that needs its blocks.
 
-        Up to 0.22 vLLM leaves them waiting forever, whatever the connector; later only where
-        loads failed (vLLM PR #57841, which is not in 0.33).
+        Up to 0.22 vLLM lets them wait forever, whatever the connector does; later only if loads
+        failed (vLLM PR #57841, which is not in 0.33).
         """
         unfinished = self.unfinished()
         # vLLM lists a request whose loads have ended as loading until it is scheduled.
@@ -557,7 +597,7 @@ class VLLMConnectorHarness:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             planned = self._added[request_id]
             life = num_preemptions(planned.request)
-            # vLLM takes rejected drafts for computed until it gets the output.
+            # vLLM counts rejected drafts as computed until it gets the output.
             start = starts[request_id] - sum(
                 chunk.num_rejected
                 for step in self._launched
@@ -576,15 +616,19 @@ class VLLMConnectorHarness:
             self._finish(aborts)
         num_unfinished = len(self.unfinished())
         with named("update_from_output"):
-            self._scheduler.update_from_output(step.output, step.answer)
+            outputs = self._scheduler.update_from_output(step.output, step.answer)
+        self._on_outputs(step, outputs)
         self.stats.finished += num_unfinished - len(self.unfinished())
         for chunk in step.chunks.values():
             request = chunk.planned.request
             chunk.planned.check(request.is_finished() and request.status is not self._aborted)
         self._propose_drafts(step)
 
+    def _on_outputs(self, step: LaunchedStep, outputs: Mapping[int, Any]) -> None:
+        """Receive the outputs of a step, by client."""
+
     def _propose_drafts(self, step: LaunchedStep) -> None:
-        """Draft the next tokens of the requests of a step; with steps in flight, a worker does."""
+        """Draft the next tokens of a step's requests; with steps in flight a worker does this."""
         if not self._drafts or self._steps_in_flight > 1:
             return
         drafts = {
@@ -598,20 +642,15 @@ class VLLMConnectorHarness:
         if self._stream is not None:
             self._compute.run(step.forward)
             self._stream.take()
-            self.stats.mismatches += step.forward.mismatches(step.invalid)
+            self._count_mismatches(step.forward, step.invalid)
 
     def _poison(self) -> None:
-        """Overwrite blocks that were allocated for a load: only the load can bring their bytes."""
+        """Overwrite blocks that were allocated for a load, which must write all right bytes."""
         loading = {name for name, status in self.unfinished().items() if status == "loading"}
         for request_id in loading - self._loading:
             for table in self._manager.get_block_ids(request_id):
                 self._compute.overwrite(b for b in table if b and not self._look.block_keys([b])[0])
         self._loading = loading
-
-
-def _transfer_params(add: Add) -> Mapping[str, int] | None:
-    caps = {name: getattr(add, name) for name in ("max_load_tokens", "max_offload_tokens")}
-    return {name: cap for name, cap in caps.items() if cap is not None} or None
 
 
 @contextmanager

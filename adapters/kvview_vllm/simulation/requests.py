@@ -1,7 +1,7 @@
-"""The future of a simulated request: every token is known before vLLM samples it.
+"""The future of a simulated request, whose tokens are known before vLLM samples them.
 
-With steps in flight vLLM schedules tokens that it does not know yet. Made-up bytes of a block
-need the key of the block at that time, and thus its tokens.
+With steps in flight vLLM schedules tokens that it does not know yet. The simulated bytes of a block
+follow from its key, and thus need its tokens at that time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Chunk:
     Args:
         planned: The request.
         life: Number of its preemptions so far.
-        start: First of the tokens.
-        kept: After the last token that is not a rejected draft.
-        end: After the last token.
+        start: Position of the first token.
+        kept: Position after the last token that is not a rejected draft.
+        end: Position after the last token.
         sampled: The tokens that the step samples, accepted drafts first.
     """
 
@@ -43,7 +43,7 @@ class Chunk:
 
     @property
     def num_rejected(self) -> int:
-        """Drafts that are rejected."""
+        """Number of rejected drafts."""
         return self.end - self.kept
 
 
@@ -51,14 +51,14 @@ class PlannedRequest:
     """A ``Request`` of vLLM, and the output that a sequential engine would give it.
 
     Args:
-        request_id: Its id.
-        prompt: Its tokens.
+        request_id: Id of the request.
+        prompt: Tokens of the prompt.
         serial: Distinguishes its generated tokens from those of other requests.
-        num_output_tokens: Requested tokens.
-        stops_after: Tokens after which it ends early, which vLLM cannot foresee.
+        num_output_tokens: Number of requested tokens.
+        stops_after: Number of tokens after which it ends early, which vLLM cannot know in advance.
         hash_block_size: Tokens of a hash.
         drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
-        transfer_params: Its ``kv_transfer_params``.
+        transfer_params: The ``kv_transfer_params`` of the request.
     """
 
     kv_seed = 12345
@@ -92,7 +92,7 @@ class PlannedRequest:
         )
 
     def next_drafts(self) -> list[int]:
-        """Draft tokens for the next step; a scheduler does not read them."""
+        """Make draft tokens for the next step, whose values a scheduler does not read."""
         number, _ = self._drafts[self._num_decode_steps % len(self._drafts)]
         return [self._sampled] * number
 
@@ -131,7 +131,7 @@ class PlannedRequest:
             has_ended: Whether the request ended without an abort.
 
         Raises:
-            InvariantBroken: It did not (``ENGINE``).
+            InvariantBroken: The output differs (``ENGINE``).
         """
         tokens = self.request.output_token_ids
         for index in range(self._num_checked, len(tokens)):
@@ -139,14 +139,14 @@ class PlannedRequest:
             if tokens[index] != expected or index >= self._num_output_tokens:
                 raise InvariantBroken(
                     "ENGINE",
-                    f"request {self.request.request_id!r} got token {tokens[index]} as its "
-                    f"output {index} of {self._num_output_tokens}, which is {expected}",
+                    f"request {self.request.request_id!r} got token {tokens[index]} as output "
+                    f"{index} of {self._num_output_tokens}, expected {expected}",
                 )
         self._num_checked = len(tokens)
         if has_ended and len(tokens) < self._num_output_tokens:
             raise InvariantBroken(
                 "ENGINE",
-                f"request {self.request.request_id!r} ended after {len(tokens)} of "
+                f"request {self.request.request_id!r} ended after only {len(tokens)} of "
                 f"{self._num_output_tokens} tokens",
             )
 
@@ -161,7 +161,7 @@ def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[i
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:
-    """Hashes that are equal in every process: vLLM's own have a random seed up to 0.28."""
+    """Compute hashes that are equal in every process; vLLM's own have a random seed up to 0.28."""
 
     def hash_new_blocks(request: Any) -> list[bytes]:
         known = request.block_hashes

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Scenario
 
 MAX_TOKENS = 512
-"""Longest request, prompt and output together."""
+"""Tokens of the longest request, prompt and output together."""
 
 END_TOKEN = 2
 """Token that ends a request before it has all of its tokens."""
@@ -116,7 +116,7 @@ def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuses_several_groups() -> bool:
-    """Whether this release takes only one KV-cache group with a connector (0.11.0)."""
+    """Whether this release only supports one KV-cache group with a connector (0.11.0)."""
     return not installed().connector.several_groups
 
 
@@ -128,8 +128,8 @@ def can_load_between_steps() -> bool:
 def most_steps_in_flight() -> int:
     """Steps that a scheduler of this release keeps in order (three: 0.27.0).
 
-    Before, a preempted request may be resumed while its last output but one is in flight, and
-    then gets a token twice, even without a connector.
+    Older releases may resume a preempted request while two of its outputs are in flight, so that it
+    gets a token twice, even without a connector.
     """
     return 3 if installed().connector.stale_outputs else 2
 
@@ -140,7 +140,7 @@ def can_fail_loads(num_groups: int = 1) -> bool:
     return release.failed_blocks if num_groups == 1 else release.failed_requests
 
 
-def can_load_beside_hits(num_groups: int) -> bool:
+def can_load_after_hits(num_groups: int) -> bool:
     """Whether a request may load the blocks after its GPU hit (several groups: 0.24.0)."""
     release = installed().connector
     return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
@@ -174,6 +174,14 @@ def invalid_blocks(transfers: Any) -> Collection[int]:
     return blocks
 
 
+def failed_requests(transfers: Any) -> Collection[str]:
+    """The requests that a worker's report lists as not loaded; none without a report."""
+    if transfers is None or not installed().connector.failed_requests:
+        return ()
+    requests: Collection[str] = transfers.failed_recving or ()
+    return requests
+
+
 # --- configuration ---
 
 
@@ -202,13 +210,13 @@ def make_vllm_config(
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
         has_states: Whether there are Mamba groups, whose states are then cached.
-        prefix_match_unit: Tokens of a hash, where the release lets users choose it (0.32.0); by
+        prefix_match_unit: Tokens of a hash, if the release lets users choose it (0.32.0); by
             default as few as the sizes of the groups require.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is processed; with several, scheduling is asynchronous.
-        num_drafts: Most draft tokens of a step; 0 for no speculative decoding.
+        num_drafts: Maximum of draft tokens in a step; 0 for no speculative decoding.
         has_lookahead: Whether a step has slots for the drafts of the next one, as for a draft
             model.
     """
@@ -253,11 +261,11 @@ def make_vllm_config(
         kv_transfer_config=transfer_config
         and make_known(config.KVTransferConfig, **_RECOMPUTE | transfer_config),
     )
-    # Set afterwards, because old releases only accept some sizes.
+    # Set after the construction, because old releases only accept some sizes.
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     set_prefix_match_unit(vllm_config, prefix_match_unit)
-    # Set afterwards, because the CPU platform switches it off.
+    # Set after the construction, because the CPU platform switches it off.
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
         set_concurrent_batches(vllm_config, steps_in_flight)
@@ -271,7 +279,7 @@ def make_vllm_config(
 
 
 def sizes_of(scenario: Scenario) -> dict[str, Any]:
-    """The arguments of :func:`make_vllm_config` that a scenario gives."""
+    """Return the arguments of :func:`make_vllm_config` for a scenario."""
     return {
         "num_blocks": scenario.num_gpu_blocks,
         "max_num_seqs": scenario.max_running,
@@ -298,17 +306,21 @@ def _make_speculative_config(vllm_config: Any, num_drafts: int, has_lookahead: b
 
 
 def make_kv_cache_config(
-    groups: Sequence[CacheGroup], num_blocks: int, layers_per_group: int = 1
+    groups: Sequence[CacheGroup],
+    num_blocks: int,
+    layers_per_group: int = 1,
+    stage: range | None = None,
 ) -> Any:
-    """A ``KVCacheConfig`` whose groups share the memory of their layers.
+    """Make a ``KVCacheConfig`` whose groups share the memory of their layers.
 
     Args:
         groups: The KV-cache groups.
         num_blocks: Blocks of the pool.
         layers_per_group: Layers of each group.
+        stage: Those of them that a stage of pipeline parallelism has; None for all.
 
     Raises:
-        UnsupportedEngineError: A kind of group for which no spec is made here.
+        UnsupportedEngineError: The simulation cannot make a spec for this kind of group.
     """
     import torch
 
@@ -317,7 +329,9 @@ def make_kv_cache_config(
     page = 2 * _HEADS * _HEAD_SIZE * 4 * groups[0].block_size  # of keys and values
     for group in groups:
         if type(group) not in _SPECS:
-            raise UnsupportedEngineError(f"no spec of vLLM is made for {type(group).__name__} here")
+            raise UnsupportedEngineError(
+                f"the simulation cannot make a spec of vLLM for {type(group).__name__}"
+            )
         values = {"attention_chunk_size": None, **vars(group)}
         values |= {"shapes": ((page // 4,),), "dtypes": (torch.float32,)}
         del values["block_size"]
@@ -331,8 +345,9 @@ def make_kv_cache_config(
                 **values,
             )
         )
+    stage = range(layers_per_group) if stage is None else stage
     names = [
-        [f"model.layers.{index}.self_attn.attn" for index in range(first, first + layers_per_group)]
+        [f"model.layers.{first + layer}.self_attn.attn" for layer in stage]
         for first in range(0, len(specs) * layers_per_group, layers_per_group)
     ]
     page = specs[0].page_size_bytes
@@ -345,7 +360,7 @@ def make_kv_cache_config(
             layer_stride=page,
             block_stride=page,
         )
-        for layer in range(layers_per_group)
+        for layer in range(len(stage))
     ]
     return make_known(
         interface.KVCacheConfig,
@@ -358,12 +373,12 @@ def make_kv_cache_config(
 def make_scheduler(
     vllm_config: Any, kv_cache_config: Any, geometry: Any, *, plain: bool = False
 ) -> Any:
-    """A scheduler, asynchronous if so configured, with its connector.
+    """Make a scheduler with its connector, asynchronous if so configured.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kv_cache_config: Its ``KVCacheConfig``.
-        geometry: A result of :func:`~kvview_vllm.geometry.read_geometry` for them.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        geometry: Result of :func:`~kvview_vllm.geometry.read_geometry` for both.
         plain: Whether to make vLLM's own class instead of the ``ViewScheduler`` derived from it.
     """
     from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
@@ -387,12 +402,12 @@ def make_scheduler(
 
 
 def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
-    """Reset the prefix cache, and the connector's where the release does; False when refused.
+    """Reset the prefix cache, and the connector's if the release does that; False if refused.
 
     Args:
         scheduler: The scheduler.
         running_too: Whether to preempt running requests, where the release can (0.12.0) and
-            drops their outputs in flight (0.27.0). Before, an older output may end a
+            drops their outputs in flight (0.27.0). In older releases an older output may end a
             request that computes its prompt again.
 
     Raises:
@@ -424,7 +439,7 @@ def make_request(
     block_hasher: Callable[[Any], list[Any]],
     **more: Any,
 ) -> Any:
-    """A ``Request`` with greedy sampling, which :data:`END_TOKEN` ends early.
+    """Make a ``Request`` with greedy sampling, which :data:`END_TOKEN` ends early.
 
     Args:
         request_id: Its id.
@@ -475,9 +490,9 @@ def end_transfers(worker: Any) -> None:
 
 
 def take_transfers(worker: Any, output: Any) -> Any:
-    """A worker's report, a ``KVConnectorOutput``.
+    """Make a worker's report, a ``KVConnectorOutput``.
 
-    A model runner takes it at the end of a step; made-up compute needs it before.
+    A model runner makes it at the end of a step; simulated compute needs it before.
     """
     values: dict[str, Any] = {}
     release = installed().connector
@@ -496,12 +511,12 @@ def take_transfers(worker: Any, output: Any) -> Any:
 
 
 def make_aggregator(num_ranks: int) -> Any:
-    """VLLM's own join of the outputs of all ranks."""
+    """Merge the outputs of all ranks with vLLM's own code."""
     return vllm("distributed.kv_transfer.kv_connector.utils").KVOutputAggregator(num_ranks)
 
 
 def _register_model() -> None:
-    """Register a model that never runs: vLLM would import a real one in its own process."""
+    """Register a model that never runs, because vLLM would import a real one in another process."""
     import torch
 
     class KVViewTestModel(torch.nn.Module):

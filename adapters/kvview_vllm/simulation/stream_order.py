@@ -1,4 +1,4 @@
-"""The made-up compute of a simulated step: the KV bytes that it writes and reads."""
+"""The simulated compute of a step: the KV bytes that it writes and reads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ class Forward:
     begun: list[int] = field(default_factory=list)  # blocks that it does not fill with known tokens
     writes: list[_Blocks] = field(default_factory=list)
     reads: list[_Blocks] = field(default_factory=list)
-    overwritten: list[int] = field(default_factory=list)  # by other owners, after its end
+    # Blocks that other owners overwrite after its end.
+    overwritten: list[int] = field(default_factory=list)
     wrong: list[tuple[set[int], int]] = field(default_factory=list)
 
     @property
     def written(self) -> set[int]:
-        """Blocks that become full in it."""
+        """Blocks that become full in the step."""
         return {block_id for blocks, _ in self.writes for block_id in blocks}
 
     def mismatches(self, invalid: Collection[int]) -> int:
-        """Wrong blocks that it read, except those that the scheduler knows to be ``invalid``."""
+        """Number of wrong blocks that it read, except those that the scheduler calls invalid."""
         return sum(count for blocks, count in self.wrong if not blocks & set(invalid))
 
 
@@ -50,12 +51,17 @@ class Compute:
         self, geometry: CacheGeometry, num_blocks: int, page_bytes: int, num_layers: int
     ) -> None:
         self._geometry = geometry
-        self._bytes = KVBytes(
+        self.kv_bytes = KVBytes(
             num_blocks, page_bytes, num_groups=len(geometry.groups), num_layers=num_layers
         )
-        self.pages = [cache.tensor for cache in self._bytes.caches.tensors]
+        self.pages = [cache.tensor for cache in self.kv_bytes.caches.tensors]
         self.computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._launched: list[Forward] = []  # and not run
+
+    @property
+    def mismatch(self) -> str:
+        """The latest wrong block, and whose KV is there."""
+        return self.kv_bytes.mismatch
 
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
         """The key of a block of a request."""
@@ -70,7 +76,7 @@ class Compute:
         """Plan a step.
 
         Args:
-            chunks: Tokens that it computes, by request.
+            chunks: Tokens that the step computes, by request.
             tables: Blocks of the requests, by group.
         """
         forward = Forward()
@@ -95,23 +101,23 @@ class Compute:
     def run(self, forward: Forward) -> None:
         """Write the bytes of a step, and compare the bytes that it reads."""
         assert forward is self._launched.pop(0), "steps run in the order of their launch"
-        self._bytes.poison(forward.begun)
+        self.kv_bytes.poison(forward.begun)
         for blocks, keys in forward.writes:
-            self._bytes.write(blocks, keys)
+            self.kv_bytes.write(blocks, keys)
         for blocks, keys in forward.reads:
-            if count := self._bytes.count_mismatches(blocks, keys):
+            if count := self.kv_bytes.count_mismatches(blocks, keys):
                 forward.wrong.append((set(blocks), count))
-        self._bytes.poison(forward.overwritten)
+        self.kv_bytes.poison(forward.overwritten)
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
-        """Overwrite blocks after every launched step, as another owner does."""
+        """Overwrite blocks after every launched step, like another owner."""
         overwritten = list(block_ids)
         for block_id in overwritten:
             self.computed.pop(block_id, None)
         if self._launched:
             self._launched[-1].overwritten += overwritten
         else:
-            self._bytes.poison(overwritten)
+            self.kv_bytes.poison(overwritten)
 
     def _full_blocks(
         self,

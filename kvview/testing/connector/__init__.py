@@ -1,4 +1,4 @@
-"""Check a connector in an engine: many seeds, faults, invariants, a small script.
+"""Checks of a connector in an engine, with many seeds, faults, invariants, and a small script.
 
     report = check_connector(MyConnector)
     assert report.is_clean, report.summary()

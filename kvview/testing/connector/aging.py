@@ -1,7 +1,7 @@
-"""A long run of equal rounds: the loads of late rounds, and the memory that the halves keep.
+"""Checks of a long run of equal rounds: the loads of late rounds, and the memory of the halves.
 
-The last rounds of a run are compared with the same rounds of new connectors, so that neither
-chance nor the pattern of the requests matters. Memory is measured at the end of rounds.
+The last rounds of a run are compared with the same rounds of new connectors, which excludes chance
+and the pattern of the requests as causes. Memory is measured at the end of rounds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Scenario
 
 FEWEST_ROUNDS = 24
-"""Rounds of a run below which its tier is not checked."""
+"""Number of rounds from which on the tier of a run is checked."""
 _ROUNDS_WHEN_NEW = 2
 _NUM_NEW = 4
-_FEWEST_TOKENS = 100  # loaded in the compared rounds
-_BYTES_PER_PAGE = 250  # that a connector may keep for each page of a tier that is filling
+_FEWEST_TOKENS = 100  # tokens that must be loaded in the compared rounds
+_BYTES_PER_PAGE = 250  # bytes that a connector may keep for each page of a tier that is filling
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
 _A_DAY = 24 * 3600.0
 _OF_KVVIEW = ("kvview.guard", "kvview.testing", "kvview.tier.answers")  # the last expires
@@ -35,7 +35,7 @@ _NOT_KEPT = (type, ModuleType, torch.Tensor)
 
 
 def when_new(scenario: Scenario) -> list[Scenario]:
-    """The last rounds of a long run, two at a time, each for a new connector."""
+    """The last rounds of a long run, in pairs, each pair for a new connector."""
     end = scenario.first_round + scenario.rounds
     starts = range(end - _NUM_NEW * _ROUNDS_WHEN_NEW, end, _ROUNDS_WHEN_NEW)
     return [replace(scenario, first_round=first, rounds=_ROUNDS_WHEN_NEW) for first in starts]
@@ -47,23 +47,24 @@ def is_comparable(loads_when_new: Sequence[int]) -> bool:
 
 
 def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int]) -> None:
-    """Require that a tier in long use loads at least half as much as a new one.
+    """Require that a tier after many rounds loads at least half as much as a new tier.
 
     Args:
-        loads_of_rounds: Tokens that requests were to load, by round.
-        loads_when_new: The same of new connectors, for the last of these rounds.
+        loads_of_rounds: Number of tokens that requests were to load, by round.
+        loads_when_new: The same numbers for new connectors, in the last of these rounds.
 
     Raises:
-        InvariantBroken: CONN-10, with the two figures.
+        InvariantBroken: CONN-10 is broken; the message has both numbers.
     """
     late, new = sum(loads_of_rounds[-len(loads_when_new) :]), sum(loads_when_new)
     if is_comparable(loads_when_new) and 2 * late < new:
         raise InvariantBroken(
             "CONN-10",
             f"the last {len(loads_when_new)} of {len(loads_of_rounds)} rounds loaded {late} "
-            f"tokens, and new connectors load {new} in the same rounds: the connector's own tier "
-            f"loses pages. Check the code that frees them after a failed store or load, an abort, "
-            f"a reset, a second store of a key, a promise that is not loaded, an eviction",
+            f"tokens, but new connectors load {new} in the same rounds, so the connector's own "
+            f"tier loses pages. Check the code that frees pages after a failed store or load, an "
+            f"abort, a reset, a second store of a key, a promise that is not loaded, and an "
+            f"eviction",
         )
 
 
@@ -80,13 +81,13 @@ class Memory:
     def __init__(self, connector_class: type, rounds: int) -> None:
         self.sizes: list[int] = []
         self.allocated_at = ""
-        """The line of the author that allocated most of the memory of the last third."""
+        """The author's line that allocated most of the memory in the last third."""
         self._connector_class = connector_class
         self._rounds = rounds
         self._traces = False
 
     def end_round(self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector]) -> None:
-        """Measure at the end of a round, from 0, if it ends a third."""
+        """Measure the memory at the end of a round that ends a third; rounds count from 0."""
         if self._rounds < FEWEST_ROUNDS or (place + 1) % (self._rounds // 3):
             return
         self.sizes.append(_kept_bytes(halves))
@@ -103,25 +104,25 @@ class Memory:
 
 
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
-    """Whether memory grew in the second and in the last third of a run, by as much in both.
+    """Whether memory grew in the second and in the last third of a run, by about the same amount.
 
     Args:
         sizes: Bytes at the end of each third.
-        num_pages: Pages of the tier, which may have been filling.
+        num_pages: Pages of the tier, which may have filled during the run.
     """
-    if len(sizes) < 3:  # the halves of a raw connector are not measured
+    if len(sizes) < 3:  # because the halves of a raw connector are not measured
         return False
     before, after = sizes[1] - sizes[0], sizes[2] - sizes[1]
-    # A dictionary that doubles its table grows in leaps.
+    # A dictionary grows in leaps, because it doubles its table.
     is_steady = before <= 4 * after and after <= 4 * before
     return before + after >= _BYTES_PER_PAGE * num_pages and is_steady
 
 
 def longer(scenario: Scenario) -> Scenario:
-    """A run in which bounded memory does not grow.
+    """Make a run in which bounded memory does not grow.
 
-    Its prompts are reused, because a history of keys may be long before it is full, and days
-    pass between two hooks, because entries may have a time to live. Requests and jobs are new.
+    It reuses prompts, because a history of keys may be long before it is full. Days pass between
+    two hooks, because entries may have a time to live. Requests and jobs are new.
     """
     again = _ROUNDS_TO_CONFIRM // 6
     return replace(scenario, rounds=_ROUNDS_TO_CONFIRM, rounds_until_reuse=again, clock_jump=_A_DAY)
@@ -136,20 +137,21 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
         allocated_at: The line that allocated most of the growth, or empty.
 
     Raises:
-        InvariantBroken: CONN-10, with the growth.
+        InvariantBroken: CONN-10 is broken; the message has the growth.
     """
     if grows(sizes, scenario.cpu_blocks):
         growth = (sizes[-1] - sizes[-2]) // (scenario.rounds // 3)
         at = f", most of it allocated at {allocated_at}" if allocated_at else ""
         raise InvariantBroken(
             "CONN-10",
-            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, {growth} "
-            f"more with each round{at}: forget requests, jobs and keys when they end",
+            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, and "
+            f"{growth} more with each round{at}; delete the entries of requests, jobs and keys "
+            f"when these end",
         )
 
 
 def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
-    """Bytes of the objects that the halves refer to, without views and tensors."""
+    """Count the bytes of the objects to which the halves refer, without views and tensors."""
     found: dict[int, Any] = {}
     ahead: list[Any] = list(halves)
     while ahead:
@@ -170,7 +172,7 @@ def _parts(one: Any) -> list[Any]:
 
 
 def _line_of_allocations(connector_class: type) -> str:
-    """The line of the author's files that allocated most of the traced memory, or nothing."""
+    """The author's line that allocated most of the traced memory; empty without such a line."""
     modules = (sys.modules.get(one.__module__) for one in connector_class.__mro__)
     files = {file for module in modules if (file := getattr(module, "__file__", None))}
     files.update(AuthorCode(connector_class).paths)
@@ -188,7 +190,7 @@ def failure_at_the_end(result: SimulationResult, law: str, message: str) -> Fail
 def with_rounds_compared(
     result: SimulationResult, play: Callable[[Scenario], SimulationResult]
 ) -> SimulationResult:
-    """The result of a run; the rounds of a long one are compared as well."""
+    """Play a run, and compare the rounds of a long run."""
     rounds = result.scenario.rounds
     is_whole = len(result.loads_of_rounds) == rounds and not result.scenario.ends_abruptly
     if result.failure or rounds < FEWEST_ROUNDS or not is_whole:
@@ -210,10 +212,10 @@ def _compare_rounds(
         play: Plays a scenario with a new connector.
 
     Returns:
-        Coverage of the comparison.
+        The coverage of the comparison.
 
     Raises:
-        InvariantBroken: CONN-10.
+        InvariantBroken: CONN-10 is broken.
     """
     scenario = result.scenario
     loads = [tokens for new in when_new(scenario) for tokens in play(new).loads_of_rounds]

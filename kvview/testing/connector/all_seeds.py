@@ -36,10 +36,11 @@ from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.workers import Died, Workers, default_processes, workers
 from kvview.testing.placeholders import in_size
 
-_MAX_TIMEOUTS = 2  # seeds whose hooks do not return, because each takes the whole limit
+# Maximum of seeds whose hooks do not return, because each takes the whole time limit.
+_MAX_TIMEOUTS = 2
 _SAMPLE = repeat.EVERY // 2
-_MOST_SAMPLES = 25  # of green runs, to show a typical one
-_TRIES = 50  # of a script whose failure is not deterministic
+_MOST_SAMPLES = 25  # number of green runs, of which a typical one is shown
+_TRIES = 50  # runs of a script whose failure is not deterministic
 
 GoesOn = Callable[[str], bool]
 
@@ -60,35 +61,35 @@ def check_connector(
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
-    1. Seeds that find most wrong connectors for their time come first. The report does not depend
-       on the number of processes.
-    2. A seed that fails is run again: a difference between both runs is part of the message.
+    1. Seeds that detect the most wrong connectors in the least time come first. The report does not
+       depend on the number of processes.
+    2. A failing seed is run again, and a difference between both runs is part of the message.
     3. The first failure of each law is shrunk.
-    4. A hook that does not return ends its run; the second of them ends the check.
+    4. A hook that does not return ends its run, and the second such hook ends the check.
     5. A process that dies fails the seed that it played.
 
     Args:
         connector_class: A kvview connector, or one of the engine's own kind.
         seeds: Number of seeds.
-        first_seed: The first of them.
-        options: Of the connector. ``cpu_blocks`` and ``enable_events`` are added where
-            it takes them and they are not given; ``{tmp}``, ``{blocks}`` and ``{bytes}`` in
-            them are filled in (:mod:`~kvview.testing.placeholders`).
+        first_seed: The first seed.
+        options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if the
+            connector accepts them and the user has not set them. The placeholders ``{tmp}``,
+            ``{blocks}`` and ``{bytes}`` are replaced (:mod:`~kvview.testing.placeholders`).
         on_progress: Called after each seed with the number of seeds and of failures
             so far.
-        keep_going: Whether all seeds are played, whatever fails; or a function that decides it from
-            the law that failed.
-        max_shrink_runs: Runs to make one failure smaller, and for all laws together twice
-            as many; a long run counts as several, and 0 turns shrinking off.
+        keep_going: Whether the run continues after a failure; or a function that decides this for
+            the broken law.
+        max_shrink_runs: Maximum of runs to shrink one failure, and half of those for all laws
+            together. A long run counts as several runs; 0 turns shrinking off.
         engines: Builds the engines; reference engines by default.
-        steps: Fewest scheduler steps of a run; None for the numbers of the scenarios.
+        steps: Minimum of scheduler steps in a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
             (:mod:`~kvview.testing.watchdog`).
-        processes: Number of forked processes that play; 0 plays in this one. By default one for
-            each core, but 0 for one seed and where a fork is not safe.
+        processes: Number of forked processes that play; 0 plays in this process. The default is one
+            per core, but 0 for one seed and if a fork is not safe.
 
     Returns:
-        The results; after Ctrl-C, those until then.
+        The results; after Ctrl-C, the results so far.
 
     Raises:
         ConfigError: The connector refuses the options.
@@ -99,7 +100,7 @@ def check_connector(
     check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     number = processes
     if number is None:
-        number = default_processes() if seeds > 1 else 0  # a fork takes as long as a seed
+        number = default_processes() if seeds > 1 else 0  # because a fork takes as long as a seed
     is_interrupted = False
     start = time.perf_counter()
     try:
@@ -144,18 +145,18 @@ def replay_seed(
     engines: EngineFactory | None = None,
     steps: int | None = None,
 ) -> ConnectorFailure | None:
-    """Run one seed again, and make its failure smaller.
+    """Run one seed again, and shrink its failure.
 
     Args:
         connector_class: A kvview connector, or one of the engine's own kind.
         seed: Seed of a failure.
-        options: Options of the connector when it failed.
-        max_shrink_runs: Runs to make it smaller; 0 turns shrinking off.
-        engines: Engines when it failed.
-        steps: Fewest steps when it failed.
+        options: Options of the connector in the failing run.
+        max_shrink_runs: Maximum of runs to shrink the failure; 0 turns shrinking off.
+        engines: Engines of the failing run.
+        steps: Minimum of steps of the failing run.
 
     Returns:
-        The failure, or None when there is none.
+        The failure, or None if the seed passes now.
     """
     runs = check_connector(
         connector_class,
@@ -191,7 +192,7 @@ class _Check:
         self.max_shrink_runs = self.shrink_runs_left = 0
         self._num_timeouts = 0
         self._green: list[SimulationResult] = []
-        self._to_shrink: list[int] = []  # places among the failures
+        self._to_shrink: list[int] = []  # the places of notes among the failures
         self._connector_class = connector_class
         self._options = options
         self.code = CodeThatRan(self.player.code, options)
@@ -199,7 +200,7 @@ class _Check:
         self._first_load_error = ""
 
     def play(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> None:
-        """Play the seeds, in order, until a failure ends it."""
+        """Play the seeds, in order, until a failure ends the run."""
         questions = (
             ("seed", seed, place % repeat.EVERY == _SAMPLE, self.code.measures(place))
             for place, seed in enumerate(seeds)
@@ -237,7 +238,7 @@ class _Check:
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
-        failure = self._told(seed, result, played.is_repeatable)
+        failure = self._to_failure(seed, result, played.is_repeatable)
         known = {one.filed_under for one in self.failures}
         if played.may_shrink and failure.filed_under not in known:
             self._to_shrink.append(len(self.failures))
@@ -251,13 +252,13 @@ class _Check:
         self._first_load_error = answer if isinstance(answer, str) else ""
 
     def gaps(self) -> list[Gap]:
-        """Parts of the check that are missing besides those that the coverage shows."""
+        """List the missing parts of the check that the coverage does not show."""
         failed = loads_that_failed(self.coverage, self._first_load_error)
         code = self.code.gaps() if self.num_seeds >= FEWEST_SEEDS else []
         return [*failed, *code]
 
     def shrink(self) -> None:
-        """Make the first failure of each law smaller."""
+        """Shrink the first failure of each law."""
         for place in self._to_shrink:
             before = self.failures[place]
             assert before.result is not None, "simulated runs have results"
@@ -268,17 +269,17 @@ class _Check:
             finally:  # after Ctrl-C, the smallest run so far is reported
                 self.shrink_runs_left -= most - shrinker.runs_left
                 if shrinker.best is not before.result:
-                    self.failures[place] = self._told(before.seed, shrinker.best, True)
+                    self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
             if shrinker.best is before.result:
                 continue
             judged = next(self.workers.map([("judge", shrinker.best)]))
             if isinstance(judged, Died) or judged.failure.law != before.law:
                 self.failures[place] = before
             else:
-                self.failures[place] = self._told(before.seed, judged, True)
+                self.failures[place] = self._to_failure(before.seed, judged, True)
 
     def explain(self) -> None:
-        """Add the exception that may be the cause to the first failure of CONN-3."""
+        """Add the exception that may be the cause to the first CONN-3 failure."""
         for place, failure in enumerate(self.failures):
             if failure.filed_under == "CONN-3" and failure.result is not None:
                 explained = next(self.workers.map([("explain", failure.result)]))
@@ -299,9 +300,11 @@ class _Check:
             for number, answer in enumerate(answers):
                 yield _death(asked[number], answer) if isinstance(answer, Died) else answer
 
-    def _told(self, seed: int, result: SimulationResult, is_repeatable: bool) -> ConnectorFailure:
+    def _to_failure(
+        self, seed: int, result: SimulationResult, is_repeatable: bool
+    ) -> ConnectorFailure:
         failure = result.failure
-        assert failure is not None, "only failures are told"
+        assert failure is not None, "only failures are reported"
         script = to_script(
             self._connector_class,
             result.scenario,
@@ -313,7 +316,7 @@ class _Check:
         return ConnectorFailure(seed, failure.law, failure.message, script, result)
 
     def typical(self) -> Sequence[Snapshot]:
-        """Snapshots of a green run that loaded as often as most of those that loaded."""
+        """The snapshots of a green run with a typical number of loads."""
         loads = [result for result in self._green if result.coverage.get("loads")]
         shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
         return shown[len(shown) // 2].timeline if shown else ()
@@ -327,7 +330,7 @@ def _death(scenario: Scenario, died: Died) -> SimulationResult:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Torch without its pool: for pages this small it costs more than it saves."""
+    """Use torch without its threads, which cost more than they save for such small pages."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

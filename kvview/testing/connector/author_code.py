@@ -1,4 +1,4 @@
-"""The author's code of a connector, and the statements of it that no run reached.
+"""The author's code of a connector, and its statements that no run reached.
 
 The code of a connector is its class, and the functions and classes of its author that the class
 uses by name, directly or through others. Other code in the same files (a second connector, a
@@ -31,13 +31,14 @@ class Unrun:
     """Consecutive statements that no run reached.
 
     Args:
-        place: ``file:line`` of the first of them; the file is relative to the author's folder.
-        function: Qualified name of the function that they are part of.
-        num_statements: Their number; 0 for a branch that never ran, of a statement that did.
-        source: The first of those lines.
-        condition: The line that never led to them; empty for a whole function.
-        is_judged: Whether a check without them is incomplete. Code for errors, for a GPU, for
-            a log, without an effect, or without a caller is listed only, and so is a branch.
+        place: ``file:line`` of the first statement; the file is relative to the author's folder.
+        function: Qualified name of the function that contains the statements.
+        num_statements: Number of statements; 0 for a branch that never ran in a statement that did.
+        source: Source of the first line.
+        condition: Source of the line that never branched to these statements; empty for a whole
+            function.
+        is_judged: Whether a check without these statements is incomplete. False for a branch, and
+            for code that serves errors, a GPU or a log, has no effect, or has no caller.
     """
 
     place: str
@@ -65,7 +66,7 @@ class _File:
 
     @cached_property
     def definitions(self) -> Mapping[str, _Definition]:
-        """Classes and functions by qualified name, as ``__qualname__`` has it."""
+        """Classes and functions by qualified name (``__qualname__``)."""
         return dict(_definitions(self.tree, ""))
 
     @cached_property
@@ -112,11 +113,11 @@ class AuthorCode:
 
     @property
     def paths(self) -> list[str]:
-        """The files that hold the code; empty when it is kvview's own or has no file."""
+        """The files with the code; empty if the code is kvview's own or has no file."""
         return sorted({str(self._files[module].path) for module, _ in self._parts})
 
     def num_statements(self, ran: Branches) -> int:
-        """Statements in the functions of the code."""
+        """Number of statements in the functions of the code."""
         return sum(len(region.statements) for _, _, _, region in self._regions(ran))
 
     def unrun(self, ran: Branches) -> list[Unrun]:
@@ -136,7 +137,7 @@ class AuthorCode:
         ]
 
     def options(self) -> dict[str, object]:
-        """Options that the code reads, with their defaults: of pydantic models, or by ``get``."""
+        """Options that the code reads from pydantic models or with ``get``, with their defaults."""
         found: dict[str, object] = {}
         for (module, name), node in sorted(self._parts.items(), key=lambda item: item[0]):
             fields = getattr(vars(self._files[module].module).get(name), "model_fields", {})
@@ -188,7 +189,7 @@ class AuthorCode:
         return vars(file).setdefault("followed", set())  # type: ignore[no-any-return]
 
     def _file(self, module_name: object) -> _File | None:
-        """A module, if it is the author's."""
+        """Parse a module of the author; None for a module of anyone else."""
         if not isinstance(module_name, str) or self._folder is None:
             return None
         if module_name not in self._files:
@@ -252,7 +253,7 @@ class AuthorCode:
 
     @cached_property
     def _hooks(self) -> set[str]:
-        """Names of methods that override one of a base class that is not the author's."""
+        """Names of methods that override a method of a base class by someone else."""
         found: set[str] = set()
         for module, name in self._parts:
             kind: Any = vars(self._files[module].module).get(name.partition(".")[0])
@@ -288,7 +289,7 @@ def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
 
 
 def _folder_of(connector_class: type[Any]) -> Path | None:
-    """The folder of an author's modules: of the top package, or else of the file."""
+    """The folder of an author's modules, which is that of the top package or else of the file."""
     module = sys.modules.get(connector_class.__module__)
     path = _path_of(module)
     if module is None or path is None:
@@ -301,7 +302,7 @@ def _folder_of(connector_class: type[Any]) -> Path | None:
 
 
 def _is_kvviews(module_name: str) -> bool:
-    """Whether a module is part of kvview; files of authors have a prefix of their own."""
+    """Whether a module is part of kvview; modules of authors' files have their own prefix."""
     return module_name.startswith("kvview") and not module_name.startswith(TARGET_PREFIX)
 
 
@@ -312,7 +313,7 @@ def _path_of(module: ModuleType | None) -> Path | None:
 
 
 def _names_used(lines: Sequence[str], ran: Collection[int]) -> set[str]:
-    """Words of lines that ran, definitions excluded: only these lines call a function."""
+    """Words of the lines that ran, except definitions, because only such lines call functions."""
     used = (lines[number - 1] for number in ran if number <= len(lines))
     return {
         word for line in used if not _DEFINITION.match(line) for word in re.findall(r"\w+", line)

@@ -1,8 +1,8 @@
-"""The branches of an author's code that simulated runs take, in every process of them.
+"""The branches of an author's code that simulated runs take, in all their processes.
 
-The library ``coverage`` traces the author's files and no others, and finds the statements that no
-branch reached. A worker half in a process of its own returns its branches to the process that plays
-the seed, which returns them with its results.
+The library ``coverage`` traces only the author's files, and finds the statements that no branch
+reached. A worker half in a separate process returns its branches to the process that plays the
+seed, which returns them with its results.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ Branches = Mapping[str, Collection[tuple[int, int]]]
 """Pairs of lines that ran one after the other, by file."""
 
 ARE_CHEAP = sys.version_info >= (3, 14)
-"""Whether a branch costs nothing once it ran (``sys.monitoring``); else a traced run takes twice
-the CPU time."""
+"""Whether a branch that has run once costs nothing more (``sys.monitoring``).
+
+Otherwise a traced run takes twice the CPU time.
+"""
 
 _NORMAL = "KeyError|IndexError|LookupError|AttributeError|StopIteration|FileNotFoundError"
-_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # by which Python code asks a question
+_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # statements that branch
 _CONSTANT = r"None|True|False|-?[\d.]+|\[\]|\{\}|\(\)|\"[^\"]*\"|'[^']*'"
 _LISTED_ONLY = (
     r"^\s*raise\b",
@@ -38,8 +40,10 @@ _LISTED_ONLY = (
     rf"^\s*return( ({_CONSTANT}))?\s*(#.*)?$",
     r"^\s*(pass|break|continue|import|from)\b",
 )
-"""Code for errors, logs, devices and people, and code without an effect; patterns of lines, whose
-blocks are part of it."""
+"""Patterns of lines that serve errors, logs, devices or people, or have no effect.
+
+The block under such a line is included.
+"""
 
 _active: list[BranchTracer] = []
 
@@ -49,11 +53,11 @@ class Region:
     """The statements of a function.
 
     Args:
-        statements: Their lines, in order.
-        executed: Those that ran.
-        missing: Those that did not run, without the statements that are listed only.
-        origins: Lines from which a branch to a line never ran, by that line.
-        partial: Lines that ran and of which one branch never did, to code that ran or to the end.
+        statements: Lines of the statements, in order.
+        executed: Lines that ran.
+        missing: Lines that did not run and make a check incomplete.
+        origins: For each line, the lines from which a branch to it never ran.
+        partial: Lines that ran, with a branch that never did, to code that ran or to the end.
     """
 
     statements: list[int]
@@ -63,18 +67,18 @@ class Region:
     partial: list[int]
 
     def unrun(self) -> Iterator[list[int]]:
-        """Maximal sequences of statements that did not run."""
+        """The longest sequences of consecutive statements that did not run."""
         for has_run, group in groupby(self.statements, self.executed.__contains__):
             if not has_run:
                 yield list(group)
 
 
 def regions_of(paths: Sequence[str], ran: Branches) -> Mapping[str, Mapping[str, Region]]:
-    """Find the statements of the functions of some files that ran, and those that did not.
+    """Find the statements of functions that ran, and those that did not.
 
     Args:
         paths: The files.
-        ran: Their branches that ran.
+        ran: Branches of these files that ran.
 
     Returns:
         The functions of each file, by qualified name.
@@ -113,10 +117,10 @@ def _region(report: Mapping[str, Any], ran: Collection[int]) -> Region:
 
 
 class BranchTracer:
-    """Measures the branches of some files that run in this process.
+    """Measures the branches of some files in this process.
 
     Args:
-        paths: The files; without any, nothing is measured.
+        paths: The files; if there are none, no measurement runs.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -127,10 +131,10 @@ class BranchTracer:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the block, its new threads included.
+        """Measure the block, including its new threads.
 
-        The block runs unmeasured under another tracer, such as a debugger, and inside of
-        another measurement.
+        Under another tracer, such as a debugger, and inside of another measurement, the block runs
+        unmeasured.
         """
         if not self._paths or _active or why_not() is not None:
             yield
@@ -162,7 +166,7 @@ class BranchTracer:
 
 
 def why_not() -> str | None:
-    """The reason why branches cannot be measured; None if they can."""
+    """Return the reason why branches cannot be measured; None if they can."""
     if find_spec("coverage") is None:
         return "the package coverage is not installed (pip install 'kvview[testing]')"
     if sys.gettrace() is not None:
@@ -171,7 +175,7 @@ def why_not() -> str | None:
 
 
 def take_branches() -> Branches:
-    """Return the new branches of this process, which measures since it was forked."""
+    """Return the branches of this process since its fork or the last call."""
     return _active[0].take() if _active else {}
 
 

@@ -20,8 +20,8 @@ class CodeThatRan:
     """Collects the branches that ran, seed after seed.
 
     Args:
-        code: Of the author; None if the connector is of another kind.
-        options: Of the connector, as the user gave them.
+        code: Code of the author; None for a connector that kvview cannot read.
+        options: Options of the connector that the user has set.
     """
 
     def __init__(self, code: AuthorCode | None, options: Mapping[str, Any]) -> None:
@@ -32,16 +32,16 @@ class CodeThatRan:
         self._why_not = why_not()
 
     def measures(self, place: int) -> bool:
-        """Whether to measure a seed: none once all code ran, and a share where that is costly.
+        """Whether to measure a seed: none once all code ran, and a share if measuring is slow.
 
         Args:
-            place: Of the seed among all seeds, from 0.
+            place: Place of the seed among all seeds, from 0.
         """
         is_due = place < _MEASURED_FIRST or place % _MEASURED_EVERY == 0
         return not self._is_complete and (is_due or ARE_CHEAP)
 
     def add(self, branches: Branches) -> None:
-        """Add the branches that ran first in a seed."""
+        """Add the branches that ran for the first time in a seed."""
         if self._code is None:
             return
         has_new_lines = False
@@ -54,7 +54,7 @@ class CodeThatRan:
 
     @property
     def num_statements(self) -> int:
-        """Statements in the functions of the code; 0 without a measurement."""
+        """Number of statements in the functions of the code; 0 without a measurement."""
         return self._code.num_statements(self._ran) if self._code and self._ran else 0
 
     @property
@@ -63,7 +63,7 @@ class CodeThatRan:
         return self._code.unrun(self._ran) if self._code and self._ran else ()
 
     def gaps(self) -> list[Gap]:
-        """The statements without which a check is incomplete, each with its name."""
+        """The unrun statements that make a check incomplete, each with its name."""
         return [
             Gap(one.place, f"{one.place} in {one.function} never ran: {one.source}")
             for one in self.unrun
@@ -71,7 +71,7 @@ class CodeThatRan:
         ]
 
     def notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
-        """Report that the code could not be measured, or the options that might reach more.
+        """Return the notes: that the code could not be measured, or options that might reach more.
 
         Args:
             gaps: The gaps that are reported.
@@ -79,9 +79,9 @@ class CodeThatRan:
         if self._code is not None and self._why_not is not None:
             yield f"code that never ran was not looked for: {self._why_not}"
         elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
-            yield f"to reach the code that never ran: {self._what_to_try()}"
+            yield f"to reach the code that never ran: {self._options_to_try()}"
 
-    def _what_to_try(self) -> str:
+    def _options_to_try(self) -> str:
         sizes = [
             name for name, value in self._known_options.items() if self._is_a_size(name, value)
         ]

@@ -1,4 +1,4 @@
-"""The configuration of a connector in a run: the options given, and how much its tier holds."""
+"""The configuration of a connector in a run: its options, and the size of its tier."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from kvview.errors import line_of
 from kvview.testing.connector.scenario import Scenario
 from kvview.testing.placeholders import has_whole_size, in_size, is_sized
 
-_ROOMIER = (16, 64, 256, 1024)  # blocks, for a tier that takes no fewer
+_ROOMIER = (16, 64, 256, 1024)  # blocks, for a tier that refuses fewer
 
 
 def configure(
     connector_class: type[Connector], scenario: Scenario, options: Mapping[str, Any]
 ) -> bytes:
-    """A configuration that the connector takes, pickled.
+    """Return a pickled configuration that the connector accepts.
 
     Args:
-        connector_class: That is built with it, to see.
-        scenario: Says how much the tier holds, where an option has a placeholder for it or
-            one is named ``cpu_blocks``; a tier that refuses so little gets the least it takes.
-        options: Of the connector; ``enable_events`` is added where it is taken.
+        connector_class: The connector, which is built with the configuration as a trial.
+        scenario: Has the size of the tier, for an option with a placeholder or named
+            ``cpu_blocks``. A tier that refuses such a small size gets the smallest size that it
+            accepts.
+        options: Options of the connector; ``enable_events`` is added if the connector accepts it.
 
     Raises:
         ConfigError: The connector refuses the options, or one of them does not pickle.
@@ -58,12 +59,12 @@ def _candidates(scenario: Scenario, options: Mapping[str, Any]) -> Iterator[dict
 
 
 def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[str, Any]) -> bool:
-    """Whether a tier holds as many blocks as the scenario says, and the check knows it.
+    """Whether the check chose the size of the tier, so that it is that of the scenario.
 
     Args:
-        given: What :func:`configure` gave.
-        scenario: Of the run.
-        options: Of the user.
+        given: Result of :func:`configure`.
+        scenario: Scenario of the run.
+        options: Options of the user.
     """
     if not is_sized(options):
         return given.get("cpu_blocks") == scenario.cpu_blocks
@@ -73,14 +74,14 @@ def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[st
 
 
 def _refuse_late(connector: Connector) -> None:
-    """Let a connector refuse the size of its tier when its halves are made."""
+    """Make the halves once, because a connector may refuse the size of its tier only then."""
     try:
         connector.make_scheduler()
         connector.make_worker()
     except ConfigError:
         raise
     except Exception:
-        return  # the run reports it when it makes them
+        return  # because the run reports the error when it makes the halves
 
 
 def _pickled(config: ConnectorConfig) -> bytes:
@@ -89,7 +90,8 @@ def _pickled(config: ConnectorConfig) -> bytes:
             pickle.loads(pickle.dumps(value))
         except Exception as error:
             raise ConfigError(
-                f"option {name!r} does not survive pickling ({line_of(error)}): each half is built "
-                f"in a process of its own, from an equal configuration. Give what it is made from"
+                f"option {name!r} cannot be pickled ({line_of(error)}), but each half is built "
+                f"in its own process from an equal configuration; pass a value that can be "
+                f"pickled, from which the connector makes the object"
             ) from error
     return pickle.dumps(config)

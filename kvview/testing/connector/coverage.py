@@ -22,16 +22,16 @@ from kvview.geometry import (
 from kvview.testing.connector.scenario import Scenario
 
 FEWEST_SEEDS = 15
-"""Seeds of a kind of geometry below which its cells are only counted."""
+"""Number of seeds of a kind of geometry from which on its cells are required."""
 
 EVENTS_WANTED = "seeds that ask for events"
 OF_THEIR_OWN_SIZE = "with a tier of its own size"
 WITH_A_FULL_TIER = "with a tier that was full"
-"""Blocks were stored again before any load failed, so they had been evicted since."""
+"""The event that blocks were stored again before a load failed, so they had been evicted."""
 LOADS_LEFT_ALONE = "loads without an injected failure"
 FAILED_BY_THEMSELVES = "of these, loads that failed"
 FEWEST_STEADY_SEEDS = 4
-"""Steady runs below which it is not checked whether any of them loaded enough."""
+"""Number of steady runs from which on one of them must have loaded enough."""
 
 _NEVER = {
     "stores": "nothing was ever stored",
@@ -85,12 +85,12 @@ def rows_of(geometry: CacheGeometry) -> Iterator[str]:
 
 
 def seeds_of(scenario: Scenario) -> Iterator[str]:
-    """Names that a scenario counts for: kinds of geometry, and ends that loads may have."""
+    """Names under which a scenario counts: kinds of geometry, and results that loads may have."""
     if not scenario.cpu_blocks:
-        return  # without a tier nothing is loaded
+        return  # because without a tier no block is loaded
     is_possible = dict.fromkeys(_ENDS, scenario.loads_may_be_late)
     is_possible["failed"] = scenario.loads_may_fail
-    hits = list(_HITS) if scenario.loads_beside_hits else ["no-gpu-hit"]
+    hits = list(_HITS) if scenario.loads_after_hits else ["no-gpu-hit"]
     for row in rows_of(scenario.geometry):
         yield f"seeds/{row}"
         for hit, end in product(hits, _ENDS):
@@ -99,14 +99,14 @@ def seeds_of(scenario: Scenario) -> Iterator[str]:
 
 
 def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
-    """Events that runs must exercise and did not.
+    """List the events that runs must exercise but did not.
 
     1. Without loads, cells are not checked.
-    2. A kind of geometry counts if enough seeds were played with it; kinds that the engine leaves
-       out, or that few seeds drew, do not count.
-    3. One in ten seeds must show each of its cells: the generator aims at one a seed.
+    2. A kind of geometry counts if enough seeds were played with it. Kinds that the engine cannot
+       play, or that few seeds drew, do not count.
+    3. Each cell must occur in one of ten seeds; the generator aims at one per seed.
     4. Of at least four steady runs, one must load enough to compare its rounds.
-    5. An engine that never resets while loads are in flight leaves those cells out.
+    5. If an engine never resets while loads are in flight, those cells do not count.
     6. A tier whose size the check could not choose must have been full in one run of twenty,
        because a tier that never fills never evicts.
     7. A connector with the option ``enable_events`` must report events.
@@ -158,12 +158,12 @@ def rates_of(coverage: Mapping[str, int]) -> list[tuple[str, float]]:
 
 
 def is_cell(name: str) -> bool:
-    """Whether a name in the coverage belongs into the table of cells."""
+    """Whether a name in the coverage belongs to the table of cells."""
     return "/" in name
 
 
 def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
-    """Occurrences of each combination: the header, and one row for each kind of geometry."""
+    """Make a table of the occurrences of each combination, with a row for each kind of geometry."""
     columns = list(product(_HITS, _ENDS))
     head = ["loads with", "seeds"]
     head += [f"{end}, GPU hit" if hit == "gpu-hit" else end for hit, end in columns]
@@ -177,7 +177,7 @@ def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
 
 
 REPLACED = "replaced: "
-"""Prefix, in the coverage, of the name of a part of the connector that the engine replaced."""
+"""Prefix in the coverage for names of parts of the connector that the engine replaced."""
 
 
 def replaced_parts(coverage: Mapping[str, int]) -> Sequence[str]:
@@ -186,7 +186,7 @@ def replaced_parts(coverage: Mapping[str, int]) -> Sequence[str]:
 
 
 def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
-    """Facts that break no law and that a reader must know."""
+    """List facts that break no law but that a reader must know."""
     for part in replaced_parts(coverage):
         yield f"the check replaced a part of the connector, which is therefore not checked: {part}"
 
@@ -195,11 +195,11 @@ def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator
     """Find loads that failed although the check injected no failure.
 
     A server computes their blocks again, or loses the answer (``kv_load_failure_policy`` "fail" of
-    vLLM), so the connector does not do its work, and its faults beyond the load do not show.
+    vLLM). So such a connector is useless, and its faults after a load do not show.
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first of them, with its place; or empty.
+        first_error: The exception behind the first such load, with its place; or empty.
     """
     num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed:

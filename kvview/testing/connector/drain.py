@@ -1,4 +1,4 @@
-"""The end of a run: all requests and jobs end, blocks are released, and the caches are reset."""
+"""The end of a run: requests and jobs end, blocks are released, and the caches are reset."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from kvview.testing.connector.invariants import InvariantBroken, check_drained
 from kvview.testing.connector.stage import Stage
 
-_STEPS_BEFORE_LOST = 12  # until lost jobs are reported
-_MAX_STILL_STEPS = 80  # in which no request and no job ends
+_STEPS_BEFORE_LOST = 12  # steps until lost jobs are reported
+_MAX_STILL_STEPS = 80  # steps in which no request and no job ends
 _MAX_DRAIN_STEPS = 3000
-_STEPS_TO_REST = 3  # until a reset that nothing prevents must not be refused any more
+_STEPS_TO_REST = 3  # steps after which a connector may no longer refuse a reset
 _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
@@ -20,7 +20,7 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
 
     Args:
         stage: The engine and its connectors.
-        raise_stuck: Called if nothing ends any more; raises the reason.
+        raise_stuck: Called if no work ends any more; raises an error with the reason.
 
     Raises:
         InvariantBroken: Work never ends, or blocks stay held.
@@ -48,7 +48,9 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
             still, has_waited = 0, True
     else:
         raise InvariantBroken(
-            "CONN-3", f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps"
+            "CONN-3",
+            f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps, so the "
+            f"engine never becomes idle",
         )
     if engine.held_blocks():
         stage.seconds += _SECONDS_A_LEASE_MAY_LAST
@@ -58,16 +60,17 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
 
 
 def _check_asleep(stage: Stage) -> None:
-    """Require pending work while a store holds blocks: an idle engine takes in no report."""
+    """Require pending work while a store holds blocks, because an idle engine takes no reports."""
     held = Counter(stage.engine.held_blocks()) - stage.expiring_blocks()
     for worker in stage.workers:
         for store in worker.stores_in_flight():
             if kept := [block for block in store.gpu_blocks if block in held]:
                 raise InvariantBroken(
                     "CONN-3",
-                    f"store job {store.job_id} is in flight and holds blocks {kept}, no request "
-                    f"is left and has_pending_work is false: the engine steps no more, and the "
-                    f"blocks stay held",
+                    f"store job {store.job_id} is in flight and holds blocks {kept}, but no "
+                    f"request is left and has_pending_work returns False, so the engine makes no "
+                    f"further step and the blocks stay held; return True while a store is in "
+                    f"flight",
                 )
 
 
@@ -80,8 +83,8 @@ def raise_stuck(stage: Stage) -> None:
     if lost := [job for worker in stage.workers for job in worker.unreported()]:
         raise InvariantBroken(
             "CONN-3",
-            f"jobs {lost} were started and are never reported: get_finished of the worker half "
-            f"returns a TransferResult for each, once",
+            f"jobs {lost} were started but never reported; get_finished of the worker half must "
+            f"return a TransferResult for each, once",
         )
     engine = stage.engine
     held = engine.held_blocks()
@@ -97,11 +100,13 @@ def raise_stuck(stage: Stage) -> None:
             f"requests {waiting} wait forever: {why}, and the connector holds {len(held)} of "
             f"{engine.num_blocks - 1} blocks",
         )
-    raise InvariantBroken("CONN-3", "has_pending_work is true forever, and no job is in flight")
+    raise InvariantBroken(
+        "CONN-3", "has_pending_work returns True forever, although no job is in flight"
+    )
 
 
 def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
-    """Require that no block was skipped in a roomy run.
+    """Require that no block was skipped in a run with room for all.
 
     Args:
         stage: The engine and its connectors.
@@ -115,17 +120,17 @@ def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
         if num_skipped and is_roomy:
             raise InvariantBroken(
                 "CONN-13",
-                f"num_skipped_blocks is {num_skipped!r}, and neither blocks nor pages of the tier "
-                f"were ever short, and no transfer failed: it counts blocks that could have been "
-                f"stored and were not",
+                f"num_skipped_blocks is {num_skipped!r}, although blocks and pages of the tier "
+                f"were never short and no transfer failed; it must only count blocks that could "
+                f"not be stored",
             )
 
 
 def reset_at_rest(stage: Stage) -> None:
-    """Reset once more; a connector that refuses gets a few steps, and another reset.
+    """Reset once more; if a connector refuses, make a few steps and reset again.
 
     Raises:
-        InvariantBroken: CONN-11, it refuses forever.
+        InvariantBroken: CONN-11, if the connector refuses forever.
     """
     for part in stage.parts:
         part.scheduler.has_refused_reset = False
@@ -138,11 +143,10 @@ def reset_at_rest(stage: Stage) -> None:
     else:
         raise InvariantBroken(
             "CONN-11",
-            f"reset_cache refuses forever: no job was in flight and no request was left, and it "
-            f"was called {_STEPS_TO_REST + 1} times. The KV of a model that was replaced stays "
-            f"loadable",
+            f"reset_cache returned False in all {_STEPS_TO_REST + 1} calls, although no job was "
+            f"in flight and no request was left, so the KV of a replaced model stays loadable",
         )
     if stage.parts and not was_reset:
         raise InvariantBroken(
-            "ENGINE", "no block is in use, and the engine does not reset its prefix cache"
+            "ENGINE", "the engine does not reset its prefix cache, although no block is in use"
         )

@@ -1,4 +1,4 @@
-"""Draws from a seed; the same in every version of Python."""
+"""Random draws from a seed, which are the same in every version of Python."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _T = TypeVar("_T")
 
 
 class Draw:
-    """A stream of draws for one purpose, which does not depend on the draws for others.
+    """A stream of draws for one purpose, independent of the draws for other purposes.
 
     Args:
-        seed: Any.
+        seed: Any whole number.
         purpose: Name of the stream.
     """
 
@@ -22,23 +22,23 @@ class Draw:
         self._random = Random(f"{purpose} {seed}").random
 
     def number(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
+        """Draw a whole number, including both ends."""
         return low + int(self._random() * (high - low + 1))
 
     def one_of(self, items: Sequence[_T]) -> _T:
-        """One of some items."""
+        """Draw one of some items."""
         return items[self.number(0, len(items) - 1)]
 
     def chance(self, share: float) -> bool:
-        """True in a share of the draws."""
+        """Draw True with this probability."""
         return self._random() < share
 
     def shuffled(self, items: Sequence[_T]) -> list[_T]:
-        """The items in a drawn order."""
+        """Return the items in a random order."""
         left = list(items)
         return [left.pop(self.number(0, len(left) - 1)) for _ in items]
 
 
 def dealt(items: Sequence[_T], seed: int) -> _T:
-    """The item that is a seed's in turn: consecutive seeds get all of them equally often."""
+    """Return the item for a seed, so that consecutive seeds get all items equally often."""
     return items[seed % len(items)]

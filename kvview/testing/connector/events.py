@@ -38,7 +38,7 @@ class EventPlayer:
         self._scenario = scenario
         self._unique_ids = unique_ids
         self.num_begun = 0
-        """Events of the round that were begun, at most."""
+        """Number of events of the round that were started, at most."""
         self._is_first_round = True
         self._first_family = 0
         self._num_renamed = 0
@@ -49,16 +49,17 @@ class EventPlayer:
         """Start a round with its own prompts."""
         families = number % self._scenario.rounds_until_reuse
         self._first_family = families * _FAMILIES_PER_ROUND
-        # A connector finds entries of a reused id again, which would hide that they were left.
+        # A connector would find the entries of a reused id again, which would hide that it kept
+        # them.
         if not any(isinstance(event, Reset) for event in self._scenario.events):
             self._names_of_round.clear()
 
     def end_round(self) -> None:
-        """End a round."""
+        """End the round."""
         self._is_first_round = False
 
     def play(self, number: int, event: Event) -> None:
-        """Play the event of a number, from 1."""
+        """Play the event with a number, counted from 1."""
         stage = self._stage
         self.num_begun = max(self.num_begun, number)
         match event:
@@ -99,7 +100,7 @@ class EventPlayer:
             name = add.request_id if is_first else f"{add.request_id}.{self._num_renamed}"
         self._names[add.request_id] = name
         self._names_of_round.add(name)
-        with suppress(ConfigError):  # no engine queues a request that can never fit
+        with suppress(ConfigError):  # because no engine queues a request that can never fit
             family = self._first_family + add.family
             engine.add(replace(add, request_id=name, family=family), serial)
             coverage["ids again"] += is_reused

@@ -17,7 +17,7 @@ _MUCH_LATER = 40  # steps until a long run reports a lost job
 class Fates(Iterator[Fate]):
     """The fates of a run.
 
-    Each round of a long run has them in its own order, so that faults do not repeat.
+    Each round of a long run has its own order of fates, so that faults do not repeat.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -28,7 +28,7 @@ class Fates(Iterator[Fate]):
             self._fates = tuple(map(_reported_later, scenario.fates))
 
     def begin_round(self, number: int) -> None:
-        """Start with the order of a round."""
+        """Start a round, with its order of fates."""
         if self._is_endless and self._fates:
             self._ahead = cycle(Random(number).sample(self._fates, len(self._fates)))
 

@@ -1,4 +1,4 @@
-"""KV tensors whose copies wait or fail on request: a gate between a worker half and memory."""
+"""A gate between a worker half and KV tensors, at which copies wait or fail on request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-_LONGEST_COPY = 1.0  # seconds until the next operation is let in
-# Operations that read shapes, devices and the like. A view moves nothing, but leads to a copy.
+# Seconds until the next operation is let in Operations that read shapes, devices and so on. A view
+# moves no bytes, but leads to a copy.
+_LONGEST_COPY = 1.0
 _LOOKS = {"__get__", "__len__", "__repr__", "dim", "element_size", "is_contiguous", "numel"}
 _LOOKS |= {"size", "storage_offset", "stride", "untyped_storage", "view"}
 
 
-_SOON = 0.0005  # seconds in which a running thread comes to its next operation
+_SOON = 0.0005  # seconds in which a running thread reaches its next operation
 
 
 @dataclass(eq=False)
@@ -26,14 +27,14 @@ class _Ticket:
 
 
 class CopyFailed(RuntimeError):
-    """The simulated failure of a copy."""
+    """A simulated failure of a copy."""
 
 
 class Gate:
-    """The gate that operations on KV tensors pass.
+    """The gate through which operations on KV tensors pass.
 
-    1. While it is closed, operations wait before it, except those of the engine's own thread,
-       because that thread opens it.
+    1. While the gate is closed, operations wait, except those of the engine's own thread, because
+       that thread opens the gate.
     2. Operations are let in one at a time, in a drawn order.
 
     Args:
@@ -48,20 +49,20 @@ class Gate:
         self._num_inside = 0
         self._is_open = False
         self._is_over = False
-        self._num_good: int | None = None  # until they fail; None: they do not
-        self._num_bad: int | None = None  # until they succeed again; None: they do not
+        self._num_good: int | None = None  # copies until they fail; None: copies do not fail
+        self._num_bad: int | None = None  # copies until they succeed again; None: they never do
         self.num_failed = 0
         self.has_recovered = False
         self.num_after_the_end = 0
 
     @property
     def num_waiting(self) -> int:
-        """Operations before the closed gate."""
+        """Operations that wait before the closed gate."""
         return len(self._before)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """One operation, on the thread that runs it."""
+        """Run one operation, on the thread that made it."""
         with self._changed:
             if not self._is_open and not self._is_home():
                 ticket = _Ticket(threading.get_ident())
@@ -76,7 +77,7 @@ class Gate:
                 if self._num_good < 0 and not self.has_recovered:
                     self.num_failed += 1
                     self._changed.notify_all()
-                    raise CopyFailed("simulated: the copy failed")
+                    raise CopyFailed("simulated failure of a copy")
             self._num_inside += 1
         try:
             yield
@@ -89,7 +90,7 @@ class Gate:
         """Let one waiting operation pass.
 
         Args:
-            number: Its place, 0.0 for the first to just below 1.0 for the last.
+            number: Place of the operation, from 0.0 for the first to just below 1.0 for the last.
             whole_job: Whether the following operations of its thread may pass, too.
         """
         with self._changed:
@@ -101,7 +102,7 @@ class Gate:
             pass
 
     def _let_in_next(self, thread: int) -> bool:
-        """Let an operation of a thread pass that waits or comes soon; False without one."""
+        """Let an operation of a thread pass if it waits or comes soon; False if none does."""
         with self._changed:
             found: list[_Ticket] = []
 
@@ -138,11 +139,11 @@ class Gate:
             self._is_open = False
 
     def set_failing(self, num_good: int | None, num_bad: int | None = None) -> None:
-        """Have operations fail from now on.
+        """Let operations fail from now on.
 
         Args:
-            num_good: Operations that succeed before; None for no failure.
-            num_bad: Operations that fail before others succeed again; None for all.
+            num_good: Number of operations that still succeed; None for no failure.
+            num_bad: Number of operations that then fail; None for all.
         """
         with self._changed:
             self._num_good, self._num_bad = num_good, num_bad
@@ -157,7 +158,7 @@ class Gate:
 
 
 class GatedTensor(torch.Tensor):
-    """A KV tensor, or a view of one, with a gate before its bytes."""
+    """A KV tensor, or a view of one, whose operations pass the gate."""
 
     gate: Gate
     address: int
@@ -184,7 +185,7 @@ class GatedTensor(torch.Tensor):
 
 
 def gate_tensor(tensor: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """The same memory behind a gate."""
+    """Return a tensor over the same memory, behind a gate."""
     gated = tensor.as_subclass(GatedTensor)
     gated.gate, gated.address = gate, tensor.untyped_storage().data_ptr()
     return gated
@@ -199,7 +200,7 @@ def _gated(values: Iterable[Any]) -> Iterator[GatedTensor]:
 
 
 def _again(result: Any, gated: GatedTensor) -> Any:
-    """Gate a result that is a view of KV memory; a copy of it needs no gate."""
+    """Put a view of KV memory behind the gate; copies need no gate."""
     if isinstance(result, torch.Tensor) and not hasattr(result, "gate"):
         if result.untyped_storage().data_ptr() == gated.address:
             return gate_tensor(result, gated.gate)

@@ -1,7 +1,7 @@
-"""Scenarios from seeds: most fields are drawn, and those that all seeds must cover are dealt.
+"""Scenarios from seeds.
 
-Geometries and kinds are dealt in turn. The events are in
-:mod:`~kvview.testing.connector.scenes`.
+Most fields are drawn at random. Geometries and kinds of scenarios are dealt in turn, so that the
+seeds cover all of them. :mod:`~kvview.testing.connector.scenes` draws the events.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "small pool": 3,
     "large pool": 1,
     "huge pool": 1,
-    "no tier": 2,  # the connector's option requests no pages
-    "roomy": 2,  # nothing is ever short
+    "no tier": 2,  # the option of the connector is 0 pages
+    "roomy": 2,  # neither blocks nor pages are ever short
     "steady": 2,
     "usual": 89,
 }
-"""Kinds of scenarios, and how many of a hundred seeds in a row play each."""
+"""Kinds of scenarios, and the number of seeds for each in a hundred consecutive seeds."""
 HUGE_POOLS: dict[Kind, int] = {"large pool": 2_000, "huge pool": 10_000}
 SMALL_POOL, SMALL_BLOCK = 8, 4
 
@@ -57,26 +57,27 @@ PIN_BUDGETS = (0.1, 0.25, 0.5)
 PAGE_SIZES = (16, 64, 104, 200)
 LARGE_PAGE_SIZES = (2**16, 2**17)
 SHARES_FAILED_AND_LOST = ((0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05))
-"""Of the jobs of a run, by run."""
+"""Shares of the jobs of a run that fail; each run has one of them."""
 
 DRAFTS = (1, 3, 5)
-"""Most draft tokens of a step."""
+"""Maximum of draft tokens in a step."""
 
 SHARE_WITH_RANKS = 0.2
 SHARE_WITH_CAPS = 0.15
 SHARE_OF_CAPS = 0.5
-"""Of the requests of a run with caps, those that have one."""
+"""Share of the requests that have a cap, in a run with caps."""
 SHARE_WITH_DRAFTS = 0.35
 SHARE_WITH_TWO_CONNECTORS = 0.2
 SHARE_ENDING_ABRUPTLY = 0.15
 SHARE_WITH_A_PIN_BUDGET = 0.1
 SHARE_IN_A_PROCESS = 0.125
-SHARE_WHOLE_PLANS = 0.35  # of the other worker halves
-SHARE_WHOLE_PLANS_IF_COMPUTE_LAGS = 0.6  # a worker half then has to order itself
-SHARE_YIELDING_OFTEN = 0.2  # of the worker halves with whole plans
+SHARE_WHOLE_PLANS = 0.35  # share of the other worker halves
+# Share of runs in which a worker half must order its copies itself.
+SHARE_WHOLE_PLANS_IF_COMPUTE_LAGS = 0.6
+SHARE_YIELDING_OFTEN = 0.2  # share of the worker halves with whole plans
 SHARE_OF_EARLY_ENDS = 0.3
 SHARE_OF_USUAL_FATES = 0.4
-_MOST_LARGE_PAGES = 120  # blocks: all bytes are compared in every step
+_MOST_LARGE_PAGES = 120  # blocks, because all bytes are compared in every step
 _NUM_FATES = 60
 _NUM_DRAFTS = 7
 
@@ -84,9 +85,9 @@ _GROUPS = ("full", "window", "chunked", "mamba")
 GEOMETRIES = [
     (shape, group)
     for shape, group in product(("one", "equal", "mixed"), _GROUPS)
-    if shape == "one" or group != "full"  # most shapes of several groups contain one anyway
+    if shape == "one" or group != "full"  # because most shapes of several groups contain one anyway
 ]
-"""Shape and one group: one group, several of equal block sizes, several of mixed sizes."""
+"""Shapes of geometries, each with one kind of group that it must contain."""
 
 
 def _kinds() -> list[Kind]:
@@ -97,15 +98,15 @@ def _kinds() -> list[Kind]:
 
 _KINDS = _kinds()
 STEADY_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "steady"]
-"""Places of the steady runs among a hundred seeds in a row."""
+"""Places of the steady runs among a hundred consecutive seeds."""
 
 
 def generate_scenario(seed: int, steps: int = 0) -> Scenario:
-    """The scenario of a seed; the same in every version of Python.
+    """Make the scenario of a seed, which is the same in every version of Python.
 
     Args:
-        seed: Any.
-        steps: Steps that it has at least, in as many rounds as that takes; 0 for one round.
+        seed: Any whole number.
+        steps: Minimum of steps, which are reached by repeating rounds; 0 for one round.
     """
     kind = dealt(_KINDS, seed)
     if kind == "steady":
@@ -169,7 +170,7 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
 
 
 def _without_shortage(scenario: Scenario) -> Scenario:
-    """The same requests, with enough blocks and pages for all of them."""
+    """Return the same scenario, with enough blocks and pages for all requests."""
     num_blocks = scenario.num_blocks_of_all
     return replace(
         scenario,
@@ -186,7 +187,8 @@ def _without_shortage(scenario: Scenario) -> Scenario:
 def _over_ranks(draw: Draw, scenario: Scenario) -> Scenario:
     """Draw ranks: with equal tensors as in tensor parallelism, or with the layers split over them.
 
-    Their numbers of blocks are equal, because vLLM gives each rank those of the smallest.
+    All ranks have the same number of blocks, because vLLM gives each rank the number of the
+    smallest.
     """
     if not draw.chance(SHARE_WITH_RANKS):
         return scenario
@@ -217,7 +219,7 @@ def _with_caps(draw: Draw, scenario: Scenario) -> Scenario:
 
 
 def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:
-    """Draw steps in flight, requests that end unforeseen in them, and compute that lags."""
+    """Draw steps in flight, requests that end unexpectedly in them, and compute that lags."""
     steps_in_flight = draw.one_of(STEPS_IN_FLIGHT)
     compute_lags = draw.chance(1 / 3)
     events = scenario.events
@@ -255,9 +257,9 @@ def _generate_worker_half(draw: Draw) -> WorkerHalf:
 def _generate_drafts(
     draw: Draw, geometry: CacheGeometry
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Draft tokens and accepted ones by step, and slots for lookahead; usually none.
+    """Draw draft tokens, accepted tokens by step, and slots for lookahead; usually none.
 
-    Mamba is left out, because a rejected draft needs a copy of the state before it.
+    Mamba gets none, because a rejected draft needs a copy of the state before it.
     """
     has_states = any(isinstance(group, Mamba) for group in geometry.groups)
     if has_states or not draw.chance(SHARE_WITH_DRAFTS):
@@ -275,7 +277,7 @@ def _generate_pin_budget(draw: Draw) -> float | None:
 def _generate_pages(
     draw: Draw, num_groups: int, num_gpu_blocks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Bytes per group and tensor, or nothing for equal pages."""
+    """Draw bytes per group and tensor; empty for equal pages."""
     if draw.chance(0.6):
         return ()
     is_large = draw.chance(0.25) and num_gpu_blocks <= _MOST_LARGE_PAGES
@@ -291,7 +293,7 @@ def _generate_pages(
 
 
 def _generate_geometry(draw: Draw, shape: str, kind: str) -> CacheGeometry:
-    """A geometry of a shape, with a group of a kind in it."""
+    """Draw a geometry of a shape with a group of this kind."""
     if shape == "one" and kind == "full" and draw.chance(0.7):
         return CacheGeometry.single(4)
     size = draw.one_of([4, 8, 12])
@@ -341,7 +343,7 @@ class Steady:
 
     Args:
         has_window: Whether there is a second group, with a sliding window.
-        has_resets: Whether the caches are reset five times a round.
+        has_resets: Whether the caches are reset five times per round.
         share_failed: Share of the jobs that fail.
         share_aborted: Share of the requests that are aborted.
         pin_budget: As in :class:`Scenario`.
@@ -360,13 +362,13 @@ STEADY = (
     Steady(has_window=False, share_failed=0.25, share_aborted=0.6),
     Steady(has_window=True, pin_budget=0.1),
 )
-"""The kinds of steady runs, dealt in turn."""
+"""The kinds of steady runs, which are dealt in turn."""
 
 
 def steady_scenario(number: int) -> Scenario:
-    """The same round over and over, for a tier that is too small for all prompts (CONN-10).
+    """Make a run of equal rounds, for a tier that is too small for all prompts (CONN-10).
 
-    Some prompts are frequent and others occur once. The GPU holds them whole, in part or not
+    Some prompts are frequent and others occur once. The GPU holds them completely, in part or not
     at all. Transfers fail, and requests are aborted, wait for free blocks, or come in pairs.
 
     Args:

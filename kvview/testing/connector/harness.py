@@ -1,4 +1,4 @@
-"""The engine of a simulated run, as the simulation drives and queries it.
+"""The interface of the engine in a simulated run.
 
 Any engine with these methods can be simulated. Its package names the factory that builds it
 among the entry points ``kvview.engines``.
@@ -28,27 +28,31 @@ class SimulationStats(Protocol):
 
     @property
     def requests(self) -> int:
-        """Requests queued."""
+        """Number of queued requests."""
 
     @property
     def finished(self) -> int:
-        """Requests that ended by themselves."""
+        """Number of requests that ended by themselves."""
 
     @property
     def aborted(self) -> int:
-        """Requests that were aborted."""
+        """Number of aborted requests."""
 
     @property
     def preemptions(self) -> int:
-        """Times that a request lost its blocks."""
+        """Number of preemptions, in which a request lost its blocks."""
 
     @property
     def steps(self) -> int:
-        """Scheduler steps."""
+        """Number of scheduler steps."""
 
     @property
     def mismatches(self) -> int:
-        """Blocks that a request read and that held other bytes than their hashes stand for."""
+        """Number of blocks whose bytes were not those of their hashes when a request read them."""
+
+    @property
+    def mismatch(self) -> str:
+        """One of them: where it differs, and whose KV is there; empty if the engine cannot say."""
 
 
 class ConnectorHarness(Protocol):
@@ -56,7 +60,7 @@ class ConnectorHarness(Protocol):
 
     1. A full block that is computed holds the bytes that follow from its hash. Blocks are
        overwritten before a load into them starts, and compared when a request reads them.
-    2. Exceptions of the connector come through unchanged.
+    2. Exceptions of the connector propagate unchanged.
     """
 
     @property
@@ -73,8 +77,8 @@ class ConnectorHarness(Protocol):
             serial: Distinguishes its generated tokens from those of other requests.
 
         Raises:
-            ConfigError: No engine would queue it, because it can never fit, its id is in use,
-                or the request that it continues does not exist. Nothing changed.
+            ConfigError: No engine would queue the request, because it can never fit, its id is in
+                use, or the request that it continues does not exist. The engine is unchanged.
         """
 
     def abort(self, request_id: str) -> None:
@@ -84,7 +88,7 @@ class ConnectorHarness(Protocol):
         """Run one scheduler step."""
 
     def squeeze(self, num_blocks: int) -> None:
-        """Release the blocks of the last squeeze, and allocate this many, if so many are free."""
+        """Release the blocks of the last squeeze, and allocate this many, or all free ones."""
 
     def alias(self) -> bool:
         """Give the first cached block of a running request a second hash, if there is one."""
@@ -93,40 +97,40 @@ class ConnectorHarness(Protocol):
         """Reset the caches; False if refused.
 
         Args:
-            after_reports: As in :class:`~kvview.testing.connector.scenario.Reset`; an engine
-                that ends each step with the reports has no other moment.
+            after_reports: As in :class:`~kvview.testing.connector.scenario.Reset`; ignored by an
+                engine that ends each step with the reports.
         """
 
     def shutdown(self) -> Mapping[int, int]:
         """Stop the connectors.
 
         Returns:
-            References that they never released, ``{block_id: count}``.
+            References that the connectors never released, ``{block_id: count}``.
         """
 
     # --- queries ---
 
     def unfinished(self) -> Mapping[str, str]:
-        """Requests that are not finished, ``{request_id: "waiting", "loading" or "running"}``.
+        """Unfinished requests, ``{request_id: "waiting", "loading" or "running"}``.
 
         Loading requests come in the order in which their loads started.
         """
 
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do, the connectors' pending work included."""
+        """Whether ``step`` has work to do, including pending work of the connectors."""
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """Per block of a request that waits for loads, the key that must come into it.
+        """The key to load into each block of a request that waits for loads; otherwise empty.
 
-        An aborted request waits for its loads as well; empty for any other.
+        An aborted request also waits for its loads.
         """
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included."""
+        """Number of blocks of the pool, including the null block."""
 
     def ref_count(self, block_id: int) -> int:
-        """References to a block, of all owners."""
+        """References of all owners to each block."""
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Keys of the KV in each block."""
@@ -146,10 +150,10 @@ class EngineFactory(Protocol):
 
     @property
     def name(self) -> str:
-        """What the engine is called in reports, with its version if it has one."""
+        """Name of the engine in reports, with its version if it has one."""
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """The nearest scenario that the engine can play.
+        """Return the nearest scenario that the engine can play.
 
         Returns:
             The scenario, and the parts that were left out of it, in a few words each.
@@ -167,28 +171,28 @@ class EngineFactory(Protocol):
         """Build an engine.
 
         Args:
-            scenario: As fitted.
-            connectors: Its connectors, in order of preference for loads.
-            owner: Named in reports of the view.
-            clock: Seconds, by which leases expire where the engine has them.
-            stream: Notified of each launch and each output; given if the scenario's
-                ``compute_lags``. The worker halves get it as ``compute_stream``.
+            scenario: A scenario that :meth:`fit` returned.
+            connectors: Connectors of the engine, in order of preference for loads.
+            owner: Name of the owner in reports of the view.
+            clock: Returns seconds, by which leases expire if the engine has leases.
+            stream: Notified of each launch and each output; passed if compute lags in the scenario.
+                The worker halves get it as ``compute_stream``.
         """
 
 
 @runtime_checkable
 class RunsOwnConnectors(Protocol):
-    """An engine factory that also runs connectors written to the engine itself."""
+    """An engine factory that also runs connectors written for the engine's own interface."""
 
     def simulate_own(
         self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Run one through a scenario; parts that are left out are counted in the coverage.
+        """Run such a connector through a scenario; the coverage counts parts that cannot be played.
 
         Args:
             connector_class: A connector of the engine's own kind.
             scenario: The run.
-            options: Its options.
+            options: Options of the connector.
         """
 
     def judge_own(
@@ -199,43 +203,43 @@ class RunsOwnConnectors(Protocol):
         Args:
             connector_class: The connector.
             result: The run that failed.
-            options: Its options.
+            options: Options of the connector.
         """
 
 
 def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors:
-    """The factory, if it also runs connectors of its engine.
+    """Return the factory if it also runs connectors of its engine.
 
     Raises:
-        ConfigError: It runs only kvview connectors.
+        ConfigError: The factory runs only kvview connectors.
     """
     if isinstance(engines, RunsOwnConnectors):
         return engines
     raise ConfigError(
-        f"{connector_class.__qualname__} is not a kvview connector, and {engines.name} runs only "
-        f"those: give --engine vllm to check a connector of vLLM"
+        f"{connector_class.__qualname__} is not a kvview connector, but {engines.name} only runs "
+        f"those; pass --engine vllm to check a connector of vLLM"
     )
 
 
 def load_engines(name: str = "reference") -> EngineFactory:
-    """The factory of a name, from an installed package.
+    """Return the factory with a name, from an installed package.
 
     Raises:
-        ConfigError: No package has one, or a library that it needs is not installed.
+        ConfigError: No package has such a factory, or a library that it needs is not installed.
     """
     with _naming_missing_library(name):
         return load_factory_class(name)()
 
 
 def load_factory_class(name: str) -> Callable[[], EngineFactory]:
-    """The class of that factory, not instantiated.
+    """Return the class of that factory, without an instance.
 
     Raises:
         ConfigError: As :func:`load_engines`.
     """
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
-        raise ConfigError(f"there is no engine {name!r}; known: {', '.join(sorted(found))}")
+        raise ConfigError(f"engine {name!r} is unknown; known: {', '.join(sorted(found))}")
     with _naming_missing_library(name):
         factory_class: Callable[[], EngineFactory] = found[name].load()
     return factory_class
@@ -246,4 +250,4 @@ def _naming_missing_library(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(f"engine {name!r} needs {error.name}: it is not installed") from error
+        raise ConfigError(f"engine {name!r} needs {error.name}, which is not installed") from error

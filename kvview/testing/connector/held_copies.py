@@ -1,7 +1,7 @@
 """Hook calls of a worker half whose own threads copy behind a gate.
 
-The hooks run on a thread of their own, so that a hook that hangs can be abandoned, and the
-copies of all other threads wait before the gate until the simulation lets them through.
+The hooks run on a separate thread, so that a hook that hangs can be abandoned. The copies of all
+other threads wait at the gate until the simulation lets them pass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvview.testing.connector.stream import StepStream
 from kvview.testing.transfer.compute import GatedComputeEvent
 from kvview.testing.yield_points import num_yields, stop_yielding, yielding_often
 
-_HEAD_START = 0.001  # seconds in which wait() might return too early
-_LAST_HEAD_START = 0.05  # and shutdown(), if jobs are in flight
+_HEAD_START = 0.001  # seconds during which wait() could return too early
+_LAST_HEAD_START = 0.05  # the same for shutdown() with jobs in flight
 _SETTLE = 0.002  # seconds for copies that a wrong worker half does not wait for
-_SHARE_WHOLE_JOBS = 0.3  # of the copies that are let in early: the rest of their thread follows
-_SHARE_RACES = 0.3  # of the times that jobs end: get_finished is called meanwhile
+_SHARE_WHOLE_JOBS = 0.3  # share of the copies let in early whose thread may then finish its job
+_SHARE_RACES = 0.3  # share of the times that jobs end in which get_finished is called meanwhile
 _LOOK = 0.1  # seconds between two checks of a call that does not return
 _LOOKS = [10]  # checks without a running thread until a call is stuck; fewer after the first
 _WHY_STUCK = {
@@ -57,14 +57,14 @@ class HeldCopies:
         self._thread = _HookThread()
         self.gate = Gate(self._thread.is_current)
         self._draw = Random(0).random
-        self._draw_order = Random(1).random  # as often as threads come to the gate
+        self._draw_order = Random(1).random  # depends on how often threads reach the gate
         self.num_early = 0
-        """Copies that still waited at the gate when the last hook returned."""
+        """Number of copies that still waited at the gate when the last hook returned."""
 
     def gated(
         self, kv_caches: CanonicalKVCaches[torch.Tensor], stream: StepStream | None
     ) -> CanonicalKVCaches[torch.Tensor]:
-        """The same KV caches behind the gate, with a compute stream if there is one."""
+        """Return the same KV caches behind the gate, with the compute stream if there is one."""
         tensors = [
             replace(cache, tensor=gate_tensor(cache.tensor, self.gate))
             for cache in kv_caches.tensors
@@ -73,17 +73,17 @@ class HeldCopies:
         return replace(kv_caches, tensors=tensors, compute_stream=compute_stream)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook, without a change of the gate.
+        """Call a hook without opening the gate.
 
         Raises:
-            InvariantBroken: It raised, or does not return.
+            InvariantBroken: The hook raised, or does not return.
             CopyFailed: ``start_plan`` raised a simulated failure.
         """
         self.num_early = 0
         return self._result_of(name, self._submit(name, args))
 
     def wait(self, job_ids: Sequence[int]) -> None:
-        """Call ``wait``, and open the gate for all copies shortly afterwards."""
+        """Call ``wait``, and shortly afterwards open the gate for all copies."""
         call = self._submit("wait", (job_ids,))
         self.num_early = self.gate.num_waiting if _ends_within(_HEAD_START, call) else 0
         self.gate.open(self._draw_order)
@@ -108,18 +108,18 @@ class HeldCopies:
         self.gate.let_in(self._draw(), whole_job=self._draw() < _SHARE_WHOLE_JOBS)
 
     def fail_after(self, num_good: int | None) -> None:
-        """Have copies fail after some; a medium may fail once and work again. None: no failure."""
+        """Let copies fail after some successes, and perhaps succeed again; None for no failure."""
         self.gate.set_failing(num_good, 1 if num_good and self._draw() < 0.5 else None)
 
     def settle(self) -> None:
-        """Give copies time that a wrong worker half does not wait for."""
+        """Wait for copies for which a wrong worker half does not wait."""
         time.sleep(_SETTLE)
 
     def shutdown(self, has_jobs: bool) -> None:
         """Shut the worker half down.
 
         Raises:
-            InvariantBroken: CONN-4, some of its copies come after that.
+            InvariantBroken: CONN-4, if some of its copies follow after the shutdown.
         """
         num_early = 0
         try:
@@ -139,8 +139,8 @@ class HeldCopies:
         if num_late:
             raise InvariantBroken(
                 "CONN-4",
-                f"shutdown of the worker half returned, and {num_late} of its copies were still "
-                f"to come: it must finish or drop its transfers in flight",
+                f"shutdown of the worker half returned although {num_late} of its copies were "
+                f"still to come; it must finish or drop its transfers in flight",
             )
 
     def _submit(
@@ -166,7 +166,10 @@ class HeldCopies:
         if _is_simulated(error):
             if name == "start_plan":
                 raise CopyFailed from error
-            raise EndedLoudly("CONN-3", f"{name} raised a copy that failed") from error
+            raise EndedLoudly(
+                "CONN-3",
+                f"{name} raised the error of a failed copy; report a failed job instead",
+            ) from error
         with calling(name):
             return call.result()
 
@@ -176,7 +179,7 @@ class HeldCopies:
 
 
 class _HookThread:
-    """The thread that calls the worker half."""
+    """The thread that calls the hooks of the worker half."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[_Call, Callable[..., Any], Sequence[Any]] | None] = (
@@ -187,11 +190,11 @@ class _HookThread:
 
     @property
     def ident(self) -> int:
-        """Identifier of the thread, 0 while it does not run."""
+        """Identifier of the thread; 0 while it does not run."""
         return (self._thread and self._thread.ident) or 0
 
     def is_current(self) -> bool:
-        """Whether this is the thread that runs."""
+        """Whether the caller is this thread."""
         return threading.get_ident() == self.ident
 
     def submit(self, function: Callable[..., Any], args: Sequence[Any]) -> _Call:
@@ -210,7 +213,7 @@ class _HookThread:
             self._thread = None
 
     def _run(self) -> None:
-        stop_yielding()  # a slow engine thread would only make every job late
+        stop_yielding()  # because a slow engine thread would only make every job late
         while (submitted := self._calls.get()) is not None:
             call, function, args = submitted
             try:
@@ -220,7 +223,7 @@ class _HookThread:
 
 
 class _WorkerStream:
-    """The compute stream of a worker half; the thread that calls its hooks runs the model."""
+    """The compute stream of a worker half; the thread that calls the hooks runs the model."""
 
     def __init__(self, stream: StepStream, thread: _HookThread) -> None:
         self._stream = stream
@@ -235,7 +238,7 @@ def _ends_within(seconds: float, call: _Call) -> bool:
 
 
 def _returns(call: _Call) -> bool:
-    """Whether a call ends; False if every thread sleeps, and continues to sleep."""
+    """Whether a call ends; False if all threads sleep and do not wake up."""
     num_looks, before = 0, num_yields[0]
     while not _ends_within(_LOOK, call):
         num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0
@@ -253,7 +256,7 @@ def _is_simulated(error: BaseException | None) -> bool:
 
 
 def _all_sleep() -> bool:
-    """Whether no other thread of this process runs, as far as the system reports it."""
+    """Whether the system reports that no other thread of this process runs."""
     own = threading.get_native_id()
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):

@@ -23,7 +23,7 @@ _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # 
 
 @contextmanager
 def hook(name: str, law: str) -> Iterator[None]:
-    """Report an exception of a hook as a broken law: the given one, or the one that it names."""
+    """Report an exception of a hook as a broken law: the given one, or that of its message."""
     jump()
     try:
         with watchdog.calling():
@@ -54,23 +54,23 @@ def hook(name: str, law: str) -> Iterator[None]:
 
 
 def calling(name: str) -> AbstractContextManager[None]:
-    """Around a call of a worker half."""
+    """Report an exception of a worker half's hook as a broken law."""
     return hook(f"{name} of the worker half", _LAW_OF_WORKER_HOOK.get(name, "CONN-3"))
 
 
 def require_type(hook: str, answer: object, law: str) -> None:
-    """Refuse an answer that no engine can use."""
+    """Refuse a return value that no engine can use."""
     if expected := wrong_type(hook, answer):
         message = f"{hook} returned {line_of(answer, repr)}: expected {expected}"
         raise InvariantBroken(law, message, is_hook_error=True)
 
 
 def make_worker(connector_class: type[Connector], config: bytes) -> WorkerConnector:
-    """The worker half of an instance of its own.
+    """Build the worker half from a separate instance of the connector.
 
     Args:
         connector_class: The connector.
-        config: Its configuration, pickled.
+        config: The pickled configuration.
     """
     with hook("make_worker", "CONN-1"):
         half = build_connector(connector_class, pickle.loads(config)).make_worker()

@@ -1,7 +1,7 @@
 """Invariants between an engine and a connector, which hold after every step.
 
 Each check takes plain values, and raises an :class:`InvariantBroken` with the law and the
-numbers. They fit any engine that can report these values.
+numbers. The checks serve any engine that can report these values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class InvariantBroken(AssertionError):
     """A law does not hold.
 
     Args:
-        law: Its number, ``"CONN-4"`` for example.
+        law: Number of the law, ``"CONN-4"`` for example.
         message: The values, and the expected ones.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
@@ -42,18 +42,18 @@ class InvariantBroken(AssertionError):
 
 
 class EndedLoudly(InvariantBroken):
-    """A simulated failure came through a hook; a real engine would have ended with it."""
+    """A simulated failure propagated through a hook, which would have ended a real engine."""
 
 
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:
-    """Require each block without references, and no other, once in the free queue.
+    """Require that the free queue has each block without references once, and no other block.
 
     Args:
         free_ids: The free queue, next victim first.
         ref_counts: References of every block but the null block.
 
     Raises:
-        InvariantBroken: POOL-2 or POOL-1.
+        InvariantBroken: POOL-2 or POOL-1 is broken.
     """
     if len(set(free_ids)) < len(free_ids):
         twice = sorted(block for block, times in Counter(free_ids).items() if times > 1)
@@ -62,8 +62,9 @@ def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> N
     if unreferenced != set(free_ids):
         raise InvariantBroken(
             "POOL-1",
-            f"the free queue and the references disagree: {sorted(set(free_ids) - unreferenced)} "
-            f"are queued and referred to, {sorted(unreferenced - set(free_ids))} neither",
+            f"the free queue does not match the references: blocks "
+            f"{sorted(set(free_ids) - unreferenced)} are in the queue but have references, "
+            f"blocks {sorted(unreferenced - set(free_ids))} have none but are not in the queue",
         )
 
 
@@ -72,15 +73,15 @@ def check_conservation(
     engine_refs: Mapping[int, int],
     connector_refs: Mapping[int, int],
 ) -> None:
-    """Require the references of each block to be those of requests and of the connector.
+    """Require that all references to a block belong to requests or to the connector.
 
     Args:
         ref_counts: References of every block but the null block.
-        engine_refs: References of block tables among them.
+        engine_refs: Those among them that belong to block tables.
         connector_refs: References that the connector's view counts.
 
     Raises:
-        InvariantBroken: CONN-4, with a block that was held or released too often.
+        InvariantBroken: CONN-4, if a block was held or released too often.
     """
     expected = Counter(engine_refs)
     expected.update(connector_refs)
@@ -100,7 +101,7 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
     """Require that the connector holds no block.
 
     Args:
-        held: References that it still has, ``{block_id: count}``.
+        held: References that the connector still has, ``{block_id: count}``.
         when: The time of the check, for the message.
 
     Raises:
@@ -112,8 +113,13 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
         )
 
 
-def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
-    """Require that no block which a request reads differs from the KV of its hash.
+def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> None:
+    """Require that every block that a request reads has the KV of its hash.
+
+    Args:
+        num_wrong: Blocks that differed so far.
+        num_wrong_before: Those of earlier steps.
+        mismatch: One of them.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -121,11 +127,11 @@ def check_bytes(num_wrong: int, num_wrong_before: int) -> None:
     if num_wrong > num_wrong_before:
         raise InvariantBroken(
             "XFER-1",
-            f"{num_wrong - num_wrong_before} blocks that a request reads hold other bytes than "
-            f"their hashes stand for",
+            f"a request reads {num_wrong - num_wrong_before} blocks whose bytes are not those of "
+            f"their hashes{mismatch and f': {mismatch}'}",
         )
 
 
 def short(key: OffloadKey) -> str:
-    """A key in a message: the start of its hash, and its group."""
+    """Format a key for a message, as the start of its hash and its group."""
     return f"{key[:4].hex()}.../{int.from_bytes(key[-4:], 'big')}"

@@ -1,4 +1,4 @@
-"""A transfer job from its plan to its report, and the order in which jobs may start."""
+"""Transfer jobs from their plan to their report, and the order in which jobs may start."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _Page = tuple[str, int | None]  # medium and page; None for a medium without num
 class PlannedJob:
     """A transfer job that is not reported yet.
 
-    A job is planned, started (the worker half has it), ended (it has a result) and reported,
-    in this order.
+    A job is first planned, then started (the worker half has it), ended (it has a result) and
+    reported.
 
     Args:
         transfer: The job as the connector planned it.
         is_load: Whether it is a load.
-        fate: How late it moves and is reported, and whether it fails.
+        fate: The delays of the move and of the report, and whether the job fails.
         gpu_blocks: Blocks that it reads or writes.
-        block_keys: Keys of the KV in each source block of a store when it was planned.
+        block_keys: Keys of the KV in each source block of a store at the time of the plan.
         mark: Mark in the compute stream before the job (XFER-6); None if compute does not lag.
     """
 
@@ -43,7 +43,7 @@ class PlannedJob:
     block_keys: dict[int, tuple[OffloadKey, ...]] = field(default_factory=dict)
     mark: ComputeEvent | None = None
     expected: Mapping[int, OffloadKey] = field(default_factory=dict)
-    """Key that a load must bring into each block; empty if no page numbers are compared."""
+    """The key that a load must write into each block; empty if page numbers are not compared."""
     on_ranks: list[PlannedJob] = field(default_factory=list)
     """The same job on each rank, this one included."""
     rows: list[torch.Tensor] = field(default_factory=list)
@@ -51,10 +51,10 @@ class PlannedJob:
     age: int = 0
     is_started: bool = False
     may_fail: bool = False
-    """Whether a failure is simulated in it, or in a job beside it."""
+    """Whether a failure is simulated in this job, or in a job that runs at the same time."""
     result: TransferResult | None = None
     num_moved: int = 0
-    """Blocks of a store that is to fail which arrive nevertheless, the first ones."""
+    """Number of blocks of a failing store that arrive nevertheless, which are the first ones."""
 
     def __post_init__(self) -> None:
         self.may_fail = self.fate.outcome != "ok"
@@ -71,17 +71,17 @@ class PlannedJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has a result on each rank."""
+        """Whether the job has a result on each rank."""
         return all(job.result is not None for job in self.on_ranks)
 
     @property
     def stored_keys(self) -> set[OffloadKey]:
-        """Keys that an ended store has brought on each rank."""
+        """Keys that an ended store has stored on each rank."""
         return set.intersection(*(job._stored_keys for job in self.on_ranks))
 
     @property
     def _stored_keys(self) -> set[OffloadKey]:
-        """Keys that it has brought on its rank: all, none, or those reported as moved."""
+        """Keys that a store has stored on its rank: all, none, or those reported as moved."""
         if self.result is None or self.result.success:
             return self.keys if self.result else set()
         moved = zip(self.gpu_blocks, self.result.moved or (), strict=False)
@@ -94,21 +94,21 @@ class PlannedJob:
 
     @property
     def is_due(self) -> bool:
-        """Whether its bytes may move."""
+        """Whether the bytes of the job may move."""
         return self.is_computed and self.age >= self.fate.move_after
 
     @property
     def failing_blocks(self) -> list[int]:
-        """Blocks that its fate keeps from arriving."""
+        """Blocks that do not arrive because of the fate of the job."""
         moved = {"ok": len(self.gpu_blocks), "half": len(self.gpu_blocks) // 2, "none": 0}
         return self.gpu_blocks[moved[self.fate.outcome] :]
 
     def failed(self, moved: Sequence[bool] | None = None) -> TransferResult:
-        """The result of a simulated failure."""
+        """Make the result of a simulated failure."""
         return TransferResult(self.job_id, False, error=f"simulated: {self.fate}", moved=moved)
 
     def meets(self, other: PlannedJob) -> bool:
-        """Whether both touch a page that one of them writes."""
+        """Whether two jobs touch a page that one of them writes."""
         (reads, writes), (other_reads, other_writes) = self._pages(), other._pages()
         return _overlap(writes, other_writes | other_reads) or _overlap(reads, other_writes)
 
@@ -118,19 +118,19 @@ class PlannedJob:
 
 @dataclass(eq=False)
 class Start:
-    """One call of ``start_plan`` that is still to come: a plan and its jobs."""
+    """A future call of ``start_plan``, with its plan and its jobs."""
 
     plan: StepPlan
     jobs: list[PlannedJob]
 
     @property
     def is_due(self) -> bool:
-        """Whether its first job may move."""
+        """Whether the first job may move."""
         return not self.jobs or self.jobs[0].is_due
 
     @property
     def may_overlap(self) -> bool:
-        """Whether it may run at the same time as others: plain jobs that are not to fail."""
+        """Whether the call may overlap with others: its jobs are plain and will not fail."""
         return is_plain(self.plan) and all(job.fate.outcome == "ok" for job in self.jobs)
 
     def must_follow(self, other: Start) -> bool:
@@ -141,12 +141,12 @@ class Start:
 
 
 def is_plain(plan: StepPlan) -> bool:
-    """Whether a plan holds nothing but its jobs."""
+    """Whether a plan has no data besides its jobs."""
     return type(plan) is StepPlan
 
 
 def starts_of(plan: StepPlan, jobs: Sequence[PlannedJob]) -> Iterator[Start]:
-    """Split a plan into one start per job; a plan of a class of its own stays whole."""
+    """Split a plan into one start per job; a plan of a subclass is not split."""
     if not is_plain(plan):
         yield Start(plan, list(jobs))
         return
@@ -156,7 +156,7 @@ def starts_of(plan: StepPlan, jobs: Sequence[PlannedJob]) -> Iterator[Start]:
 
 
 def blocks_of_loads(jobs: Iterable[PlannedJob]) -> set[int]:
-    """GPU blocks that the loads among some jobs write."""
+    """GPU blocks that the loads among these jobs write."""
     return {block for job in jobs if job.is_load for block in job.gpu_blocks}
 
 

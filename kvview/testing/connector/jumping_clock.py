@@ -1,7 +1,12 @@
-"""Clocks of :mod:`time` that jump ahead at each call of a hook."""
+"""Clocks of :mod:`time` that jump ahead at each call of a hook.
+
+Loops of :mod:`asyncio` keep the real clock, because a jump would end the timeouts of requests that
+a medium is answering in time. So do the timeouts of locks, queues and sockets.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +25,7 @@ class _Jumps:
 
 
 def jump() -> None:
-    """Let the time of one jump pass."""
+    """Move the clocks ahead by one jump."""
     _Jumps.passed += _Jumps.seconds
 
 
@@ -30,7 +35,7 @@ def jumping_clock(connector_class: type, seconds: float) -> Iterator[None]:
 
     Args:
         connector_class: Names that its modules have imported from :mod:`time` are moved as well.
-        seconds: Seconds of one jump; 0 leaves the clocks alone.
+        seconds: Seconds of one jump; 0 does not change the clocks.
     """
     if not seconds:
         yield
@@ -39,6 +44,8 @@ def jumping_clock(connector_class: type, seconds: float) -> Iterator[None]:
     modules = [vars(sys.modules[name]) for name in names if name in sys.modules]
     _Jumps.seconds, _Jumps.passed = seconds, 0.0
     with ExitStack() as stack:
+        monotonic = time.monotonic
+        stack.enter_context(patch.object(asyncio.BaseEventLoop, "time", lambda _: monotonic()))
         for name in _CLOCKS:
             for unit, suffix in ((1, ""), (10**9, "_ns")):
                 real = getattr(time, name + suffix)

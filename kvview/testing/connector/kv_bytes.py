@@ -21,10 +21,13 @@ from kvview import (
     OffloadKey,
     get_offload_group_idx,
 )
+from kvview.testing.connector.invariants import short
 
 WORD_BYTES = 8
-_POISON = -0x21524112  # even: every expected word is odd
+_POISON = -0x21524112  # even, because every expected word is odd
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing mod 2**64
+_NUM_WORDS = 2**64
+_UNMIX = pow(_MIX, -1, _NUM_WORDS)
 
 
 class KVBytes:
@@ -35,13 +38,13 @@ class KVBytes:
         page_bytes: Bytes of one block in one layer, a multiple of 8.
         num_groups: KV-cache groups; each block belongs to one group at a time.
         num_layers: Tensors; a block has one page in each.
-        device: Where the pages are.
-        group_pages: Instead of equal pages for all: per group, the bytes that it uses of
-            a page of each tensor, 0 for none. A tensor's pages are as large as the largest
-            use; the rest is padding for the other groups.
+        device: Device of the pages.
+        group_pages: Bytes that each group uses of a page of each tensor, 0 for none; by default all
+            pages are equal. A tensor's pages have the size of the largest use; the rest is padding
+            for the other groups.
 
     Raises:
-        ConfigError: A size is not positive, or ``page_bytes`` no multiple of 8.
+        ConfigError: A size is not positive, or ``page_bytes`` is not a multiple of 8.
     """
 
     def __init__(
@@ -69,6 +72,9 @@ class KVBytes:
             torch.zeros((num_blocks, size // WORD_BYTES), dtype=torch.int64, device=device)
             for size in pages
         ]
+        self.mismatch = ""
+        """The first difference that the latest comparison found: where, and whose KV is there."""
+        self._keys: dict[int, OffloadKey] = {}  # of all that was written, by their seeds
         self._device = device
         self._positions = [
             np.arange(size // WORD_BYTES) + index * 0x10001 for index, size in enumerate(pages)
@@ -87,20 +93,21 @@ class KVBytes:
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """Write the KV of blocks that follows from their keys."""
+        self._keys.update((_seed(key), key) for key in keys)
         for rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
-                # Not layer[rows, :n] = expected, which wakes all threads of torch: 4 ms instead
-                # of 10 us for 300 rows of 512 bytes on a busy machine.
+                # layer[rows, :n] = expected would wake all threads of torch, which takes 4 ms
+                # instead of 10 us for 300 rows of 512 bytes on a busy machine.
                 layer[:, : expected.shape[1]].index_copy_(0, rows, expected)
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks with bytes that follow from no key."""
+        """Overwrite blocks with bytes that do not belong to any key."""
         rows = self._on_device(np.array(block_ids, np.int64))
         for layer in self._layers:
             layer.index_fill_(0, rows, _POISON)
 
     def count_not_poisoned(self, block_ids: Sequence[int]) -> int:
-        """The number of blocks that were written since :meth:`poison`."""
+        """Count the blocks that were written since :meth:`poison`."""
         rows = self._on_device(np.array(block_ids, np.int64))
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
         for layer in self._layers:
@@ -108,7 +115,7 @@ class KVBytes:
         return int(wrong.sum())
 
     def count_mismatches(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> int:
-        """The number of blocks that differ in any byte from the KV of their keys."""
+        """Count the blocks that differ in any byte from the KV of their keys."""
         num_wrong = 0
         for rows, pages in self._expected(block_ids, keys):
             wrong: torch.Tensor | None = None
@@ -116,9 +123,41 @@ class KVBytes:
                 found = layer[:, : expected.shape[1]].index_select(0, rows)
                 if not torch.equal(found, expected):  # rare, and cheap to test
                     differs = (found != expected).any(dim=1)
+                    if not num_wrong and wrong is None:
+                        row = int(differs.nonzero()[0])
+                        self.mismatch = self._difference(
+                            int(rows[row]), layer, found[row], expected[row]
+                        )
                     wrong = differs if wrong is None else wrong | differs
             num_wrong += 0 if wrong is None else int(wrong.sum())
         return num_wrong
+
+    def _difference(
+        self, block_id: int, layer: torch.Tensor, found: torch.Tensor, expected: torch.Tensor
+    ) -> str:
+        """Where a page differs, and whose KV is there."""
+        at = (found != expected).nonzero().flatten().tolist()
+        tensor = next(index for index, one in enumerate(self._layers) if one is layer)
+        place = tensor, at[0]
+        end = at[-1] * WORD_BYTES + WORD_BYTES - 1
+        return (
+            f"bytes {at[0] * WORD_BYTES} to {end} of GPU block {block_id} in tensor {tensor} hold "
+            f"{self._owner(int(found[at[0]]), place)}, not "
+            f"{self._owner(int(expected[at[0]]), place)}"
+        )
+
+    def _owner(self, word: int, place: tuple[int, int]) -> str:
+        """The key whose KV a word is; and where in that KV, if it is another place."""
+        if word == _POISON:
+            return "nothing that was written since the block was given out"
+        for tensor, positions in enumerate(self._positions):
+            for number, position in enumerate(positions.tolist()):
+                for mixed in (word, word - 1):  # its last bit was set
+                    key = self._keys.get((mixed * _UNMIX - position) % _NUM_WORDS)
+                    if key is not None:
+                        at = f", from byte {number * WORD_BYTES} of tensor {tensor}"
+                        return f"the KV of key {short(key)}{at * ((tensor, number) != place)}"
+        return "bytes of no KV"
 
     def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
@@ -126,9 +165,9 @@ class KVBytes:
     def _expected(
         self, block_ids: Sequence[int], keys: Sequence[OffloadKey]
     ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Per group, the rows of its keys and the expected bytes of each layer.
+        """Yield for each group the rows of its keys and the expected bytes of each layer.
 
-        Computed in numpy: in torch it takes four times as long for the blocks of a step.
+        This is computed in numpy, because torch takes four times as long for the blocks of a step.
         """
         named = np.array(block_ids, np.int64)
         heads = [key[:WORD_BYTES].rjust(WORD_BYTES, b"\0") for key in keys]
@@ -147,3 +186,8 @@ class KVBytes:
                 expected |= 1
                 pages.append((self._layers[index], self._on_device(expected)))
             yield self._on_device(named[at]), pages
+
+
+def _seed(key: OffloadKey) -> int:
+    """The number from which the words of a key follow."""
+    return int.from_bytes(key[:WORD_BYTES].rjust(WORD_BYTES, b"\0")) ^ get_offload_group_idx(key)

@@ -34,14 +34,14 @@ class _Error:
 
 
 def first_load_error(paths: Collection[str], play: Callable[[], SimulationResult]) -> str:
-    """Run a connector and return the exception behind its first failed load, in one line.
+    """Run a connector and return the exception behind its first failed load, as one line.
 
     Args:
         paths: Files of the author.
-        play: Runs the connector, in this process alone.
+        play: Runs the connector, in this process only.
 
     Returns:
-        The exception with its place; without one, the error of the load's result.
+        The exception with its place, or if no exception was seen the error of the load's result.
     """
     recorder = _Recorder(frozenset(paths))
     text = line_of(recorder.run(play).load_error)
@@ -78,7 +78,8 @@ class _Recorder:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
             kind, value, _ = arg
-            if issubclass(kind, ConfigError):  # the check tries options that a connector may refuse
+            # Because the check tries options that a connector may refuse.
+            if issubclass(kind, ConfigError):
                 return self._trace
             path = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)
             error = _Error(kind, line_of(value), with_source(f"{path}:{frame.f_lineno}"))

@@ -1,6 +1,6 @@
-"""The model of a run: the KV that each page of the GPU and of the tier holds, in stream order.
+"""The model of a run: the KV in each page of the GPU and of the tier, in stream order.
 
-Plain dictionaries and copies of bytes that touch no implementation. Each comparison raises
+It consists of dictionaries and copies of bytes, without any implementation. Each comparison raises
 :class:`InvariantBroken` with its law.
 """
 
@@ -27,19 +27,19 @@ from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.jobs import PlannedJob
 
 _JUNK = 0x5A
-_REMEMBERED_STORES = 8  # per page, to name the reason why its bytes are wrong
+_REMEMBERED_STORES = 8  # stores per page, for the reason why its bytes are wrong
 
 
 class GPUPages:
-    """Bytes of the GPU blocks, of which only loads may write those that they name.
+    """The bytes of the GPU blocks, which only loads may write, in the blocks that they name.
 
     Args:
-        tensors: The KV caches, without a gate before them.
+        tensors: The KV caches, not behind a gate.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._before = [tensor.clone() for tensor in tensors]  # reused: a clone costs more
+        self._before = [tensor.clone() for tensor in tensors]  # reused, because a clone costs more
 
     def rows(self, blocks: Iterable[int]) -> list[torch.Tensor]:
         """Copies of the bytes of blocks, tensor by tensor."""
@@ -54,7 +54,7 @@ class GPUPages:
 
     @contextmanager
     def corrupted(self, blocks: Iterable[int]) -> Iterator[None]:
-        """Corrupt blocks for the time of the block of code."""
+        """Corrupt blocks during a ``with`` block."""
         numbers = list(blocks)
         before = self.rows(numbers)
         self.corrupt(numbers)
@@ -69,11 +69,11 @@ class GPUPages:
         """Compare all blocks before and after, except those that loads may write.
 
         Args:
-            jobs: Jobs under way, for the message.
+            jobs: Running jobs, for the message.
             may_write: Returns the blocks that loads name; called at the end.
 
         Raises:
-            InvariantBroken: XFER-2, a job wrote another block.
+            InvariantBroken: XFER-2, if a job wrote another block.
         """
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             rows.copy_(tensor)
@@ -89,15 +89,15 @@ class GPUPages:
             if foreign := [block for block in changed if block not in named]:
                 raise InvariantBroken(
                     "XFER-2",
-                    f"jobs {[job.job_id for job in jobs]} wrote GPU blocks {foreign}, which none "
-                    f"of them names",
+                    f"jobs {[job.job_id for job in jobs]} wrote GPU blocks {foreign}, which no "
+                    f"job names",
                 )
 
     def check_source(self, store: PlannedJob) -> None:
-        """Compare the source blocks of a store with their bytes when they were computed.
+        """Compare the source blocks of a store with the bytes that were computed.
 
         Raises:
-            InvariantBroken: CONN-6, they were overwritten before the store read them.
+            InvariantBroken: CONN-6, if the blocks were overwritten before the store read them.
         """
         blocks = store.gpu_blocks
         for tensor, rows in zip(self._tensors, store.rows, strict=True):
@@ -105,17 +105,17 @@ class GPUPages:
             if changed:
                 raise InvariantBroken(
                     "CONN-6",
-                    f"blocks {[blocks[i] for i in changed]} were overwritten while store job "
-                    f"{store.job_id} had yet to read them",
+                    f"blocks {[blocks[i] for i in changed]} were overwritten before store job "
+                    f"{store.job_id} had read them",
                 )
 
     def check_arrived(
         self, load: PlannedJob, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     ) -> None:
-        """Look for words that are the same as before a load that is reported as a success.
+        """Find words that a load reported as a success did not change.
 
         Raises:
-            InvariantBroken: XFER-4, a block was not written, or only in part.
+            InvariantBroken: XFER-4, if a block was not written, or only in part.
         """
         spec = load.transfer.dst
         if not isinstance(spec, GPULoadStoreSpec):
@@ -133,7 +133,7 @@ class GPUPages:
         if missing:
             raise InvariantBroken(
                 "XFER-4",
-                f"load job {load.job_id} is reported as a success, and blocks {sorted(missing)} "
+                f"load job {load.job_id} is reported as a success, but blocks {sorted(missing)} "
                 f"are not written yet, or only in part",
             )
 
@@ -153,10 +153,10 @@ class TierPages:
                 self._stores[page].append(job)
 
     def check_load(self, job: PlannedJob) -> None:
-        """Compare the pages that a load reads with the keys that must come into its blocks.
+        """Compare the pages that a load reads with the keys that its blocks need.
 
         Raises:
-            InvariantBroken: CONN-2, OFF-4, OFF-1 or CONN-6: the page holds no KV, the KV of a
+            InvariantBroken: CONN-2, OFF-4, OFF-1 or CONN-6, if the page holds no KV, or KV of a
                 failed store, of another key, or of no key.
         """
         source = job.transfer.src
@@ -171,22 +171,22 @@ class TierPages:
         stores = self._stores[page]
         reads = f"load job {job_id} reads host block {page} for key {short(key)}"
         if not stores:
-            raise InvariantBroken("CONN-2", f"{reads}: nothing was ever stored there")
+            raise InvariantBroken("CONN-2", f"{reads}, but no page was ever stored there")
         last = stores[-1]
         if key in last.keys:
             if last.has_ended and key not in last.stored_keys:
-                raise InvariantBroken("OFF-4", f"{reads}: the store into it failed")
+                raise InvariantBroken("OFF-4", f"{reads}, but the store into it failed")
             return
         if any(key in store.keys for store in stores):
-            raise InvariantBroken("OFF-1", f"{reads}: another key was stored over it since")
+            raise InvariantBroken("OFF-1", f"{reads}, but another key was stored over it since")
         held = ", ".join(sorted(map(short, last.keys))) or "nothing computed"
         raise InvariantBroken(
-            "CONN-6", f"{reads}: the blocks held {held} when they were to be copied there"
+            "CONN-6", f"{reads}, but the blocks held {held} when they were copied there"
         )
 
 
 class TierKeys:
-    """Keys that a connector stored, advertised and promised since the last reset.
+    """The keys that a connector stored, advertised and promised since the last reset.
 
     Args:
         geometry: Block sizes of the engine.
@@ -200,18 +200,18 @@ class TierKeys:
         """Keys of stores that were reported as a failure."""
         self.num_events = 0
         self.was_full = False
-        """Whether a key was stored again, so the tier had evicted it."""
+        """Whether a key was stored again, because the tier had evicted it."""
         self._events: FoldedEvents[OffloadKey] = FoldedEvents()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
-        self._current: set[PlannedJob] = set()  # stores that were planned since the last reset
-        # By request: the promised keys, and the keys that were advertised at the promise; None
-        # for a tier without events.
+        # Stores that were planned since the last reset By request: the promised keys, and the keys
+        # that were advertised then; None for a tier without events.
+        self._current: set[PlannedJob] = set()
         self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey] | None]] = {}
 
     @property
     def advertised(self) -> set[OffloadKey]:
-        """Keys that some medium holds by its events."""
+        """Keys that some medium holds according to its events."""
         return self._events.advertised()
 
     def on_planned(self, job: PlannedJob) -> None:
@@ -228,8 +228,8 @@ class TierKeys:
             stored = job.stored_keys
             self.stored |= stored
             self.failed |= job.keys - stored
-            # A connector rightly evicts a key whose load failed, and may store again a part of a
-            # job, or a block with two keys.
+            # A connector correctly evicts a key whose load failed, and may store a part of a job,
+            # or a block with two keys, again.
             if success and not self._has_failed_loads:
                 once = {keys[0] for keys in job.block_keys.values() if len(keys) == 1}
                 self.was_full |= bool(once & self._stored_once)
@@ -239,7 +239,7 @@ class TierKeys:
         """Fold events into the advertised keys.
 
         Raises:
-            InvariantBroken: EVENT-1, a key is removed that is not there, or stored that is.
+            InvariantBroken: EVENT-1, if a missing key is removed, or a present key is stored.
         """
         for event in events:
             self.num_events += 1
@@ -256,17 +256,17 @@ class TierKeys:
         """Compare the advertised keys with the stored ones.
 
         Raises:
-            InvariantBroken: EVENT-4 for a failed store, EVENT-2 for one that never ended.
+            InvariantBroken: EVENT-4 for a failed store, EVENT-2 for a store that never ended.
         """
         for key in self.advertised - self.stored:
             if key in self.failed:
                 raise InvariantBroken(
-                    "EVENT-4", f"key {short(key)} is advertised, and each of its stores has failed"
+                    "EVENT-4", f"key {short(key)} is advertised, but each of its stores has failed"
                 )
             raise InvariantBroken(
                 "EVENT-2",
-                f"key {short(key)} is advertised, and no store of it has ended that began since "
-                f"the last reset",
+                f"key {short(key)} is advertised, but since the last reset no store of it was "
+                f"started and has ended",
             )
 
     def on_promise(
@@ -278,7 +278,7 @@ class TierKeys:
             request: The request.
             num_computed: Tokens that hit on the GPU.
             num_promised: Tokens promised beyond them.
-            is_silent: Whether they come from a tier without events.
+            is_silent: Whether the tokens come from a tier without events.
 
         Raises:
             InvariantBroken: CONN-2.
@@ -291,11 +291,11 @@ class TierKeys:
         self._promises[request.request_id] = keys, None if is_silent else self.advertised
 
     def has_promise(self, request_id: str) -> bool:
-        """Whether keys were promised to a request since it got blocks last."""
+        """Whether keys were promised to a request since it last got blocks."""
         return bool(self._promises.get(request_id, ((), None))[0])
 
     def on_blocks_allocated(self, request_id: str) -> None:
-        """End a promise: its loads are planned now.
+        """End a promise, whose loads are planned now.
 
         Raises:
             InvariantBroken: CONN-2 or EVENT-2.
@@ -315,17 +315,17 @@ class TierKeys:
             if key not in self.stored:
                 raise InvariantBroken(
                     "CONN-2",
-                    f"{promise}, and no store of it that began since the last reset was reported "
-                    f"as a success",
+                    f"{promise}, but since the last reset no store of it was started and "
+                    f"reported as a success",
                 )
             if advertised is not None and key not in advertised:
-                raise InvariantBroken("EVENT-2", f"{promise}, which the events do not advertise")
+                raise InvariantBroken("EVENT-2", f"{promise}, but the events do not advertise it")
 
     def on_reset(self) -> None:
         """Forget all keys after a reset that was not refused.
 
         Raises:
-            InvariantBroken: EVENT-5, some keys are still advertised.
+            InvariantBroken: EVENT-5, if keys are still advertised.
         """
         if advertised := self.advertised:
             keys = ", ".join(sorted(map(short, advertised))[:5])

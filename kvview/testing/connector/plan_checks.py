@@ -11,21 +11,23 @@ from kvview.testing.connector.jobs import PlannedJob
 
 
 def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
-    """GPU blocks of one side of a job; none if it is not the GPU's, which the engine refuses.
+    """Return the GPU blocks of one side of a job; empty for another medium.
 
     Args:
         spec: One side of a job.
         num_blocks: Blocks of the pool.
 
     Raises:
-        InvariantBroken: XFER-1, a block does not exist.
+        InvariantBroken: XFER-1, if a block does not exist.
     """
     if not isinstance(spec, GPULoadStoreSpec):
         return []
     for block in spec.block_ids:
         if type(block) is not int or not 0 < block < num_blocks:
             raise InvariantBroken(
-                "XFER-1", f"a plan names GPU block {block!r}: blocks are 1 to {num_blocks - 1}"
+                "XFER-1",
+                f"a plan names GPU block {block!r}, which does not exist; blocks are 1 to "
+                f"{num_blocks - 1}",
             )
     return list(spec.block_ids)
 
@@ -34,18 +36,18 @@ def check_load(job: PlannedJob, engine: ConnectorHarness) -> Mapping[int, Offloa
     """Require that the request of a load waits for its blocks.
 
     Returns:
-        The key that must come into each block.
+        The key that each block needs.
 
     Raises:
-        InvariantBroken: XFER-2.
+        InvariantBroken: XFER-2, if the request does not wait for a block.
     """
     request_id = job.transfer.request_id
     expected = engine.expected_keys(request_id or "")
     if foreign := [block for block in job.gpu_blocks if block not in expected]:
         raise InvariantBroken(
             "XFER-2",
-            f"load job {job.job_id} writes blocks {foreign}, for which request {request_id!r} "
-            f"does not wait",
+            f"load job {job.job_id} would write blocks {foreign}, for which request "
+            f"{request_id!r} does not wait",
         )
     return expected
 
@@ -54,15 +56,15 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     """Require references to the source blocks of a store, and note the keys of their KV.
 
     Raises:
-        InvariantBroken: CONN-6 for a block that is free or another request's, CONN-8 for one
-            that is not computed wholly.
+        InvariantBroken: CONN-6 for a block that is free or belongs to another request, CONN-8 for a
+            block that is not completely computed.
     """
     blocks = job.gpu_blocks
     if free := _free_blocks(job, engine):
         raise InvariantBroken(
             "CONN-6",
-            f"store job {job.job_id} reads blocks {free}, which are free: they may be overwritten "
-            f"at any time",
+            f"store job {job.job_id} reads blocks {free}, which are free, so they may be "
+            f"overwritten at any time; hold them first",
         )
     job.block_keys = dict(zip(blocks, engine.block_keys(blocks), strict=True))
     keyless = [block for block in blocks if not job.block_keys[block]]
@@ -72,11 +74,12 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     if engine.held_blocks().keys() >= set(keyless):
         raise InvariantBroken(
             "CONN-8",
-            f"{reads}: store blocks that num_computed_tokens covers (kvview.full_blocks); the last "
-            f"token that a request sampled is not computed, nor is the KV that a step schedules",
+            f"{reads}; only store blocks that num_computed_tokens covers (kvview.full_blocks), "
+            f"because the last sampled token and the tokens of the current step are not computed "
+            f"yet",
         )
     raise InvariantBroken(
-        "CONN-6", f"{reads} any more, because another request got blocks that were not held"
+        "CONN-6", f"{reads} any more, because they were not held and another request got them"
     )
 
 
@@ -84,15 +87,15 @@ def check_held(stores: Iterable[PlannedJob], engine: ConnectorHarness) -> None:
     """Require references to the source blocks of stores until they are reported.
 
     Raises:
-        InvariantBroken: CONN-6.
+        InvariantBroken: CONN-6, if such a block is free.
     """
     for job in stores:
         if free := _free_blocks(job, engine):
             raise InvariantBroken(
                 "CONN-6",
-                f"blocks {free} are free, and store job {job.job_id}, which reads them, is not "
-                f"reported yet: hold the blocks of a store until then, even if another owner "
-                f"releases them",
+                f"blocks {free} are free although store job {job.job_id}, which reads them, is "
+                f"not reported yet; hold the blocks of a store until its report, even if another "
+                f"owner releases them",
             )
 
 

@@ -1,4 +1,4 @@
-"""One seed of a connector: its run, and the repetitions that confirm its result."""
+"""One seed of a connector, with its run and the repetitions that confirm its result."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Played:
     """The result of a seed.
 
     Args:
-        result: The result of its run; None if the connector refuses the geometry.
+        result: The result of the run; None if the connector refuses the geometry.
         is_repeatable: Whether two runs had the same result, if there were two.
-        note: Remark for the reader, or empty.
-        branches: Branches of the author's code that ran first in this seed, if they are measured.
+        note: Note for the reader, or empty.
+        branches: Branches of the author's code that ran for the first time in this seed, if they
+            are measured.
     """
 
     result: SimulationResult | None
@@ -45,7 +46,7 @@ class Played:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a smaller run may fail as well: the failure is repeatable and not a timeout."""
+        """Whether a smaller run may fail as well: the failure is repeatable, and not a timeout."""
         failure = None if self.result is None else self.result.failure
         if failure is None or failure.is_timeout or not self.is_repeatable:
             return False
@@ -59,7 +60,7 @@ class SeedPlayer:
         connector_class: The connector.
         options: Options of the connector.
         engines: Builds the engines.
-        steps: Fewest scheduler steps of a run.
+        steps: Minimum of scheduler steps in a run.
     """
 
     def __init__(
@@ -77,24 +78,24 @@ class SeedPlayer:
         self._tracer = BranchTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """Call a method, given its name and its arguments, and return its result."""
+        """Call a method by its name, and return its result."""
         name, *arguments = question
         return getattr(self, name)(*arguments)
 
     def scenario(self, seed: int) -> Scenario:
-        """The scenario of a seed."""
+        """Make the scenario of a seed."""
         return generate_scenario(seed, self._steps)
 
     def seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> Played:
         """Play a seed.
 
         Args:
-            seed: Any.
-            is_sample: Whether to run it twice even if it is green, is short and loads anything.
-            is_measured: Whether to measure the branches of the author's code that run.
+            seed: Any whole number.
+            is_sample: Whether to run the seed twice even if it is green, short, and loads a block.
+            is_measured: Whether to measure which branches of the author's code run.
         """
         scenario = self.scenario(seed)
-        # Threads that yield at each line have a tracer of their own.
+        # Threads that yield at each line have their own tracer.
         if not is_measured or scenario.threads_yield_often:
             return self._seed(scenario, seed, is_sample)
         with self._tracer.measuring():
@@ -126,14 +127,14 @@ class SeedPlayer:
         return Played(result, is_repeatable=False)
 
     def first_load_error(self, scenario: Scenario) -> str:
-        """The exception behind the first load that fails in a run, in one line."""
+        """Return the exception behind the first load that fails in a run, as one line."""
         assert self.code is not None, "only connectors of kvview have loads of their own"
         alone = replace(scenario, worker_half="job_by_job")
         run = partial(simulate, self._connector_class, alone, self._options, engines=self._engines)
         return first_load_error(self.code.paths, run)
 
     def explain(self, result: SimulationResult) -> SimulationResult:
-        """A run whose jobs do not end, with the exception that may be the cause.
+        """Repeat a run whose jobs do not end, and add the exception that may be the cause.
 
         A pool of threads keeps the exceptions of its tasks, so no hook and no thread raises them.
         """
@@ -145,14 +146,14 @@ class SeedPlayer:
         return replace(result, failure=replace(failure, message=message))
 
     def judge(self, result: SimulationResult) -> SimulationResult:
-        """A failing run; the law is ``ENGINE`` if it fails without the connector too."""
+        """Return a failing run, with the law ``ENGINE`` if it also fails without the connector."""
         if self._is_own:
             return result
         runs = own_runs(self._engines, self._connector_class)
         return runs.judge_own(self._connector_class, result, self._options)
 
     def simulate(self, scenario: Scenario) -> SimulationResult:
-        """Run, and find out whether it is the reuse of request ids that breaks the law (CONN-5)."""
+        """Run, and find out whether the reuse of request ids breaks the law (CONN-5)."""
         run = partial(simulate, self._connector_class, options=self._options, engines=self._engines)
         result = run(scenario)
         failure = result.failure
@@ -165,7 +166,7 @@ class SeedPlayer:
 
     @property
     def _is_own(self) -> bool:
-        """Whether it is a connector of kvview, and not one of the engine's own kind."""
+        """Whether it is a kvview connector, not a connector for the engine's own interface."""
         return not is_engine_connector(self._connector_class)
 
     def _with_events_wanted(self, result: SimulationResult) -> SimulationResult:
@@ -175,7 +176,7 @@ class SeedPlayer:
 
     @cached_property
     def _wants_events(self) -> bool:
-        """Whether the options enable events, or the connector takes that option by name."""
+        """Whether the options enable events, or the connector has that option."""
         if not self._is_own:
             return False
         return _asks_for_events(self._options) or (
@@ -183,7 +184,7 @@ class SeedPlayer:
         )
 
     def _takes(self, **more: object) -> bool:
-        """Whether the connector can be built with these options too."""
+        """Whether the connector can also be built with these options."""
         try:
             with in_fresh_folders({**self._options, **more}) as (options,):
                 sized = in_size(options, _BLOCKS_TO_TRY, 1024)
@@ -194,7 +195,7 @@ class SeedPlayer:
         return True
 
     def _takes_one_group(self) -> bool:
-        """Whether the connector refuses the geometry, and not the options."""
+        """Whether the connector refuses the geometry, not the options."""
         if not self._is_own:
             return False
         scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
@@ -207,7 +208,7 @@ class SeedPlayer:
 
 
 def _asks_for_events(options: object) -> bool:
-    """Whether ``enable_events`` is given, here or to a connector within."""
+    """Whether ``enable_events`` is set, here or for a child connector."""
     if isinstance(options, Mapping):
         return options.get("enable_events") is True or _asks_for_events(list(options.values()))
     return isinstance(options, list | tuple) and any(map(_asks_for_events, options))

@@ -1,8 +1,8 @@
-"""A worker half in a process of its own, as in real engines.
+"""A worker half in a separate process, as in real engines.
 
-The process is a fork, made when the KV caches are registered: 20 ms a run, where a spawned
-one takes seconds for its imports, and a class that lives in a function or in ``__main__``
-is there. From then on, globals and closures that the halves share are copies.
+The process is forked when the KV caches are registered. A fork takes 20 ms per run, whereas a
+spawned process takes seconds for its imports and lacks classes that are defined in a function or in
+``__main__``. From then on, globals and closures that the halves share are copies.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _BRANCHES = "branches that ran"  # in place of the name of a hook
 _PATIENCE = 60.0  # seconds until a call is reported as hanging
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
-"""Answers calls by name; its results are pickled."""
+"""Runs calls by name; the results are pickled."""
 
 
 def can_fork() -> bool:
-    """Whether a process can be made; on macOS a fork is not safe with threads around."""
+    """Whether a process can be forked, which is not safe with threads on macOS."""
     has_fork = "fork" in multiprocessing.get_all_start_methods()
     return has_fork and sys.platform != "darwin"
 
 
 class Child:
-    """A forked process that answers calls.
+    """A forked process that runs calls.
 
     1. A law that is broken in the child is raised here.
     2. A child that dies breaks CONN-3 at once.
 
     Args:
-        make: Called in the child, once; returns the function that answers the calls.
+        make: Called once in the child; returns the function that runs the calls.
         what: Name of the object in the child, for messages.
-        patience: Seconds until a call is reported as hanging.
+        patience: Seconds after which a call is reported as hanging.
     """
 
     def __init__(self, make: Callable[[], Serve], what: str, patience: float = _PATIENCE) -> None:
@@ -69,13 +69,14 @@ class Child:
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, self._pipe, make), daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads; the child uses none
+            # Threads, which the child does not use.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         other.close()
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method in the child."""
-        with suppress(OSError):  # a dead child shows in the answer
+        with suppress(OSError):  # the end of a dead child is reported below
             self._pipe.send_bytes(pickle.dumps((name, args)))
         if not wait([self._pipe], self._patience):
             self._process.kill()
@@ -88,28 +89,29 @@ class Child:
             self._process.join()
             raise InvariantBroken(
                 "CONN-3",
-                f"the process of {self._what} died in {name}, exit code {self._process.exitcode}",
+                f"the process of {self._what} died during {name} with exit code "
+                f"{self._process.exitcode}",
             ) from None
         if broken is not None:
             raise broken
         return answer
 
     def close(self) -> None:
-        """End the child; callable twice."""
+        """End the child; may be called twice."""
         self._pipe.close()
         self._process.kill()
         self._process.join()
 
 
 def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> None:
-    """Answer calls in the child, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops on it
+    """Run calls in the child until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops when it gets this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parents.close()  # otherwise the end of the parent goes unnoticed
-    torch.set_num_threads(1)  # the threads of torch's pool are not here
+    parents.close()  # otherwise the child would not notice the end of the parent
+    torch.set_num_threads(1)  # because the fork does not have the threads of torch's pool
     serve: Serve | None = None
     try:
-        with watchdog.watching_anew():
+        with watchdog.watching_child():
             while True:
                 name, args = pickle.loads(pipe.recv_bytes())
                 try:
@@ -119,7 +121,7 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
                         told = pickle.dumps((None, answer))
                 except (InvariantBroken, MissingLibraryError) as error:
                     told = pickle.dumps((error, None))
-                except Exception as error:  # of what runs the hooks
+                except Exception as error:  # of the program that runs the hooks
                     message = f"{name} raised {type(error).__name__} {error} at {where(error)}"
                     told = pickle.dumps((InvariantBroken("ENGINE", message), None))
                 pipe.send_bytes(told)
@@ -130,13 +132,13 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
 
 
 class RemoteWorker(WorkerConnector):
-    """Passes each call on to the real worker half, in a child process.
+    """Passes each call on to the real worker half in a child process.
 
-    The KV caches are moved into shared memory where they stand.
+    The KV caches are moved into shared memory in place.
 
     Args:
-        connector_class: Of the connector.
-        config: Its configuration, pickled.
+        connector_class: Class of the connector.
+        config: The pickled configuration.
     """
 
     def __init__(self, connector_class: type[Connector], config: bytes) -> None:
@@ -165,7 +167,7 @@ class RemoteWorker(WorkerConnector):
 
     @override
     def shutdown(self) -> None:
-        """Shut the half down twice, as any engine may, and end its process."""
+        """Shut the half down twice, because an engine may do so, and end its process."""
         if self._child is None:
             return
         try:

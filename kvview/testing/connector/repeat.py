@@ -1,11 +1,11 @@
-"""Comparison of two runs of one scenario, because a seed replays only what is deterministic."""
+"""Comparison of two runs of one scenario, because a seed can only replay a deterministic run."""
 
 from __future__ import annotations
 
 from kvview.testing.connector.result import Failure, SimulationResult
 
 EVERY = 10
-"""One in this many seeds is run twice, if it is clean, short, and has loads."""
+"""One of this number of seeds is run twice, if it is clean, short, and has loads."""
 
 
 def difference(first: SimulationResult, second: SimulationResult) -> str | None:

@@ -37,11 +37,11 @@ class Failure:
     Args:
         law: Number of the law that was broken.
         message: The event that broke it.
-        step: Steps until then.
-        num_events: Events of the scenario that had begun until then.
+        step: Number of steps until the failure.
+        num_events: Number of events of the scenario that had started by then.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
-        log: The last hooks, transfers and holds until then.
+        log: The last hooks, transfers and holds before the failure.
     """
 
     law: str
@@ -63,12 +63,12 @@ class SimulationResult:
 
     Args:
         scenario: The scenario that was played.
-        failure: None when every law held.
-        timeline: One snapshot a step, of the last ones.
+        failure: None if no law was broken.
+        timeline: One snapshot for each of the last steps.
         coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
-        loads_of_rounds: Tokens that requests were given to load, round by round.
+        loads_of_rounds: Number of tokens that requests were to load, round by round.
         kept_bytes: Bytes that the halves refer to, at the end of each third of a long run.
-        allocated_at: The line that allocated most memory of the last third, in a run that
+        allocated_at: The line that allocated most of the memory in the last third, if the run
             confirms growth.
         load_error: Error of the first load that failed without an injected failure.
     """
@@ -92,7 +92,7 @@ class ConnectorFailure:
         law: Number of the law that was broken, ``"CONN-4"`` for example.
         message: The event that broke it, in the smallest run that was found.
         script: Python code that reproduces it.
-        result: The simulated run that the script is of; None for one of a real model.
+        result: The simulated run of the script; None for a run of a real model.
     """
 
     seed: int
@@ -103,12 +103,12 @@ class ConnectorFailure:
 
     @property
     def timeline(self) -> Sequence[Snapshot]:
-        """Of the run that the script is of, one snapshot a step."""
+        """Snapshots of the script's run, one per step."""
         return () if self.result is None else self.result.timeline
 
     @property
     def log(self) -> Sequence[str]:
-        """The last hooks, transfers and holds of the run that the script is of."""
+        """The last hooks, transfers and holds of the script's run."""
         failure = None if self.result is None else self.result.failure
         return () if failure is None else failure.log
 
@@ -120,7 +120,7 @@ class ConnectorFailure:
 
     @property
     def filed_under(self) -> str:
-        """The law, or :data:`EXCEPTIONS` if the connector raised."""
+        """The broken law, or :data:`EXCEPTIONS` if the connector raised."""
         return EXCEPTIONS if self.is_hook_error else self.law
 
 
@@ -131,19 +131,20 @@ class ConnectorRuns:
     Args:
         connector: Name of the class.
         engine: Name of the engine that ran it, with its version if it has one.
-        first_seed: The first of the seeds, which are consecutive.
+        first_seed: The first seed; seeds are consecutive.
         num_seeds: Number of seeds that were played.
-        failures: One a seed that broke a law; the first of each law is shrunk.
+        failures: One for each seed that broke a law; the first failure of each law is shrunk.
         seconds: Duration.
         coverage: Number of occurrences of each event, over all seeds.
-        is_interrupted: Whether it was ended before the last seed.
-        steps: Fewest scheduler steps of a run; None for the numbers of the scenarios.
-        notes: Remarks for the reader that no law covers, a line each.
-        typical: Snapshots of a run that loaded as often as most do.
+        is_interrupted: Whether the check was ended before the last seed.
+        steps: Minimum of scheduler steps in a run; None for the numbers of the scenarios.
+        notes: Notes for the reader that no law covers, one line each.
+        typical: Snapshots of a run with a typical number of loads.
         num_asked: Number of seeds that were to be played.
-        gaps: Parts of the check that are missing besides those that the coverage shows.
-        num_statements: Statements in the functions of the author's code that the connector uses.
-        unrun: Those statements that no run reached.
+        gaps: Missing parts of the check that the coverage does not show.
+        num_statements: Number of statements in those functions of the author's code that the
+            connector uses.
+        unrun: Those of these statements that no run reached.
     """
 
     connector: str
@@ -164,13 +165,13 @@ class ConnectorRuns:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every seed ended, none broke a law, and no part of the check is missing."""
+        """Whether every seed ended, no seed broke a law, and no part of the check is missing."""
         is_whole = not (self.is_interrupted or self.is_cut_short)
         return is_whole and not (self.failures or self.not_exercised)
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether a failure, or Ctrl-C, ended it before the last seed."""
+        """Whether a failure or Ctrl-C ended the check before the last seed."""
         return self.num_seeds < self.num_asked
 
     def progress(self) -> str:
@@ -189,22 +190,22 @@ class ConnectorRuns:
 
     @property
     def left_out(self) -> Sequence[str]:
-        """Parts of scenarios that the engine cannot play, which were left out."""
+        """Parts of scenarios that were not played, because the engine cannot play them."""
         prefix = "left out: "
         found = (name for name in sorted(self.coverage) if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in found]
 
     @property
     def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:
-        """The failures of each law, by law, exceptions of the connector apart from them.
+        """The failures by law, with exceptions of the connector as their own group.
 
-        The first of each is shrunk.
+        The first failure of each group is shrunk.
         """
         laws = sorted({failure.filed_under for failure in self.failures})
         return {law: [one for one in self.failures if one.filed_under == law] for law in laws}
 
     def summary(self) -> str:
-        """A summary for people: the outcome, and a paragraph and a script for each law."""
+        """Write a summary for people: the outcome, and a paragraph and a script for each law."""
         seeds = f"{self.num_seeds} seeds from {self.first_seed}"
         if self.is_cut_short:
             seeds = self.progress() + ", interrupted" * self.is_interrupted

@@ -1,4 +1,4 @@
-"""One simulated run: an engine, a connector, a scenario, and invariants after every step."""
+"""One simulated run of an engine, a connector and a scenario, with invariants after every step."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def simulate(
         options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if
             it takes them.
         unique_ids: Whether a reused request id gets another name.
-        engines: Builds the engine; the reference engine by default. Parts of the scenario that
-            it cannot play are left out, and counted in the result's coverage.
+        engines: Builds the engine; the reference engine by default. Parts of the scenario that it
+            cannot play are skipped, and counted in the result's coverage.
 
     Raises:
         ConfigError: The connector refuses the options, one of them does not pickle, or
@@ -109,7 +109,7 @@ def _play(
     unique_ids: bool,
     engines: EngineFactory,
 ) -> tuple[SimulationResult, list[str]]:
-    """Play a scenario; the result, and the names of the threads that the halves left."""
+    """Play a scenario; returns the result, and the names of the threads that the halves left."""
     try:
         with in_fresh_folders(options, scenario.num_connectors) as options_of_each:
             with watchdog.calling():  # the constructor
@@ -126,15 +126,15 @@ def _play(
 
 
 class _BudgetIgnored(Exception):
-    """The pin budget refused a hold of a connector that does not use the optional query."""
+    """A connector that does not query its pin budget exceeded it."""
 
 
 class Run:
-    """Builds the connectors and the engine, plays the scenario, and collects the result.
+    """Builds the connectors and the engine, plays the scenario, and makes the result.
 
     Args:
         connector_class: The connector.
-        scenario: The run, as the engine fits it or not.
+        scenario: The run, whether or not the engine can play all of it.
         options_of_each: Options of each instance.
         unique_ids: Whether a reused request id gets another name.
         engines: Builds the engine.
@@ -167,7 +167,8 @@ class Run:
         self._loaded: list[int] = []  # tokens so far, at the end of each round
         self._memory = Memory(connector_class, self.scenario.rounds)
         self._configure(connector_class, options_of_each)
-        self._threads = ThreadWatch()  # after halves that only show whether options are accepted
+        # After halves that were only built to see whether the options are accepted.
+        self._threads = ThreadWatch()
 
     def _configure(
         self, connector_class: type[Any], options_of_each: Sequence[dict[str, Any]]
@@ -238,7 +239,7 @@ class Run:
         for event_number, event in enumerate(scenario.events, 1):
             if scenario.ends_abruptly and is_last_round and event_number == len(scenario.events):
                 for part in self.stage.parts:
-                    part.workers[-1].hold()  # of several ranks, one stops by itself
+                    part.workers[-1].hold()  # one of several ranks may stop by itself
             self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
@@ -252,15 +253,15 @@ class Run:
 
     def _shutdown(self) -> None:
         check_drained(self.stage.engine.shutdown(), "after shutdown")
-        for part in self.stage.parts:  # callable twice
+        for part in self.stage.parts:  # because it may be called twice
             part.scheduler.shutdown()
             for worker in part.workers:
                 worker.shutdown()
 
     def _stop_workers(self) -> None:
-        """Free threads and memory, whatever has happened."""
+        """Free threads and memory, even after an error."""
         if self._stream is not None:
-            self._stream.finish()  # the threads of a worker half wait for it
+            self._stream.finish()  # because threads of a worker half may wait for it
         if self.stage.built is not None:
             for worker in self.stage.workers:
                 with suppress(InvariantBroken):
@@ -269,7 +270,7 @@ class Run:
     # --- the result ---
 
     def _raise_ignored_budget(self, error: Exception) -> None:
-        """No law requires the query before a hold: such a run is played without a budget."""
+        """No law requires the query before a hold, so the run is repeated without a budget."""
         if self.scenario.pin_budget is None or not _is_refused_hold(error):
             return
         if not any(part.scheduler.asks_for_budget for part in self.stage.parts):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvview import FinishReason, RequestInfo, StepInfo, TransferJob, TransferResult
 
 _LONGEST = 200
-"""Entries that are kept, the last ones."""
+"""Number of last entries that are kept."""
 
 
 class RunLog:
@@ -20,7 +20,7 @@ class RunLog:
     def add(self, *words: object) -> None:
         """Add an entry, such as the name of a hook and its arguments."""
         kept = [tuple(map(tuple, word)) if type(word) is tuple else word for word in words]
-        self._entries.append(kept)  # with copies of block tables, which grow later
+        self._entries.append(kept)  # with copies of block tables, because the tables grow later
 
     def lines(self) -> list[str]:
         """Return the entries as text, the oldest first."""

@@ -1,7 +1,7 @@
-"""Scenarios of simulated runs: plain data, printed as a script.
+"""Scenarios of simulated runs, which are plain data that can be printed as a script.
 
-A scenario holds everything that a run depends on: sizes, the engine's events in order, and the
-fate of the n-th transfer job. So a seed replays a failure, and a scenario can be made smaller.
+A scenario has everything on which a run depends: sizes, the engine's events in order, and the fate
+of the n-th transfer job. So a seed replays a failure, and a scenario can be shrunk.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from kvview import CacheGeometry
 from kvview.targets import is_connector, target_of
 
 PAGE_BYTES, NUM_LAYERS = 64, 2
-"""Bytes of a block in each tensor, and the number of tensors, unless a scenario has its own."""
+"""Bytes of a block in each tensor, and the number of tensors, as defaults of scenarios."""
 
 
 @dataclass(frozen=True)
 class Add:
-    """A request arrives; left out while one of this id is unfinished.
+    """A request arrives; skipped while a request with this id is unfinished.
 
     Args:
-        request_id: May have been used before.
+        request_id: Id of the request, which an earlier request may have had.
         family: Prompts of one family are prefixes of each other.
-        num_prompt_tokens: Tokens of the prompt; of a next turn, its new ones.
+        num_prompt_tokens: Tokens of the prompt; for a next turn, its new tokens.
         num_output_tokens: Tokens to generate.
         continues: Id of a request that has ended. This one is the next turn of its
             conversation: its prompt starts with all tokens of that request, generated ones
-            included. Left out while that request does not exist. None: a prompt of its own.
+            included. Skipped if that request does not exist. None: the prompt is new.
         stops_after: Generated tokens after which it ends early, as with a stop token; the
-            steps in flight are then discarded. None: it ends after ``num_output_tokens``,
-            which every engine foresees.
-        num_shared_blocks: Hash blocks at its start that it shares with all other prompts.
-        max_load_tokens: Cap on the tokens to load that its client gives; only vLLM's own
-            connectors get it, with its ``kv_transfer_params``.
-        max_offload_tokens: Cap on the tokens to store, likewise.
+            steps in flight are then discarded. None: it ends after ``num_output_tokens``, which
+            every engine knows in advance.
+        num_shared_blocks: Number of hash blocks at its start that it shares with all other prompts.
+        max_load_tokens: The client's cap on the tokens to load.
+        max_offload_tokens: The client's cap on the tokens to store.
     """
 
     request_id: str
@@ -48,17 +47,23 @@ class Add:
     max_load_tokens: int | None = None
     max_offload_tokens: int | None = None
 
+    @property
+    def transfer_params(self) -> Mapping[str, int] | None:
+        """The parameters that its client sends to the connector; None without any."""
+        caps = {name: getattr(self, name) for name in ("max_load_tokens", "max_offload_tokens")}
+        return {name: cap for name, cap in caps.items() if cap is not None} or None
+
 
 @dataclass(frozen=True)
 class Abort:
-    """A request is aborted; left out if it does not exist or has ended."""
+    """A request is aborted; skipped if the request does not exist or has ended."""
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class AbortLoading:
-    """The request that has waited longest for its loads is aborted, if any waits."""
+    """The request that has waited longest for its loads is aborted, if a request waits."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Squeeze:
-    """Another owner takes blocks of the pool, until the next squeeze: evicts, and preempts.
+    """Another owner holds blocks until the next squeeze, which causes evictions and preemptions.
 
     Args:
-        num_blocks: Its blocks at most; as many of them as are free.
+        num_blocks: Number of blocks, or all free blocks if fewer are free.
     """
 
     num_blocks: int
@@ -90,11 +95,11 @@ class Alias:
 
 @dataclass(frozen=True)
 class Reset:
-    """The caches are reset; refused while blocks are in use (POOL-9).
+    """The caches are reset, which the engine refuses while blocks are in use (POOL-9).
 
     Args:
-        after_reports: Whether the engine takes in reports first, so that the reset comes
-            between ``on_transfers_finished`` and ``plan_step``.
+        after_reports: Whether the engine processes reports first, so that the reset comes between
+            ``on_transfers_finished`` and ``plan_step``.
     """
 
     after_reports: bool = False
@@ -103,17 +108,19 @@ class Reset:
 Event = Add | Abort | AbortLoading | Step | Squeeze | Alias | Reset
 
 Outcome = Literal["ok", "none", "half"]
-"""All bytes move; none, and the job fails; half of its blocks, and the job fails."""
+"""Outcomes of a job: all bytes move; no bytes move and the job fails; half of its blocks move and
+the job fails."""
 
 
 WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
-"""Delivery of jobs to the worker half: each job when it is due; whole plans in their step, while
-the copies of its threads are held at a gate; or each job when it is due, in a child process."""
+"""Ways in which jobs reach the worker half: each job when it is due; whole plans in their step,
+while the copies of its threads wait at a gate; or each job when it is due, in a child
+process."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """The lateness and the outcome of one transfer job; by default it is a step late.
+    """The delays and the outcome of one transfer job, which is by default one step late.
 
     Args:
         move_after: Steps after which the bytes move; 0 moves them at once.
@@ -135,12 +142,12 @@ class Scenario:
     Args:
         geometry: Block sizes and KV-cache groups.
         num_gpu_blocks: Blocks of the pool, the null block included.
-        events: The events, in order; then the engine steps until no work is left.
+        events: The events, in order; after them the engine steps until no work is left.
         fates: Fates of the jobs by the order of their plans; later jobs have the default.
-        cpu_blocks: Blocks that the tier holds, if an option has a placeholder for it
-            (:mod:`~kvview.testing.placeholders`), or this name.
+        cpu_blocks: Blocks that the tier holds, for an option with a placeholder
+            (:mod:`~kvview.testing.placeholders`) or with this name.
         num_connectors: 2 for two connectors side by side.
-        max_running: Requests computed at once.
+        max_running: Maximum of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
         drafts: Speculative decoding: the draft tokens of a decode step, and the number of them
@@ -148,28 +155,29 @@ class Scenario:
             KV of no request. Empty for none; ``decode_tokens`` then has no effect.
         lookahead_tokens: Tokens for which a step has slots beyond those that it computes.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
-        loads_may_fail: Whether loads have the outcomes of their fates; otherwise all succeed.
-        loads_may_be_late: Whether loads take the steps of their fates; otherwise none.
-        loads_beside_hits: Whether a request with a hit on the GPU may load as well.
+        loads_may_fail: Whether loads have the outcomes of their fates; otherwise all loads succeed.
+        loads_may_be_late: Whether loads have the delays of their fates; otherwise no load is late.
+        loads_after_hits: Whether a request with a hit on the GPU may load as well.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is taken; 1 for a synchronous engine.
         compute_lags: Whether the KV of a step is written only when its output is taken, so
             that a worker half that ignores the compute stream (XFER-6) reads and writes too
             early; otherwise it is written when the step is launched.
         worker_half: The delivery of jobs to the worker half.
-        group_pages: Per group, the bytes that it uses of a block's page in each tensor, 0
-            for none; what another group uses beyond that is padding. Empty for two tensors
-            of equal pages. An engine with a layout of its own keeps it.
-        ranks: Numbers of the tensors that each rank has, for an engine with a worker half per
-            rank; empty for one. A job ends when all ranks have reported it.
-        rounds: How often the events are repeated. Each round has its own prompts and its own
-            order of the fates, and a lost job is reported much later, not only at the end.
-        pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. A
-            connector that never queries it and raises ``PinBudgetExceeded`` is played without.
+        group_pages: Bytes that each group uses of a block's page in each tensor, 0 for none; the
+            rest of the page is padding. Empty for two tensors with equal pages. An engine with its
+            own layout ignores it.
+        ranks: Numbers of the tensors of each rank, for an engine with one worker half per rank;
+            empty for one rank. A job ends when all ranks have reported it.
+        rounds: Number of times that the events are played. Each round has its own prompts and its
+            own order of the fates, and a lost job is reported much later, not only at the end.
+        pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. If a
+            connector never queries the budget and raises ``PinBudgetExceeded``, the run is repeated
+            without a budget.
         threads_yield_often: Whether threads yield before each of their lines, so that races
             show.
         rounds_until_reuse: Rounds after which the prompts of the first round are reused.
-        first_round: Number of the first round; earlier ones are left out.
+        first_round: Number of the first round; earlier rounds are skipped.
         clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
     """
 
@@ -187,7 +195,7 @@ class Scenario:
     ends_abruptly: bool = False
     loads_may_fail: bool = True
     loads_may_be_late: bool = True
-    loads_beside_hits: bool = True
+    loads_after_hits: bool = True
     steps_in_flight: int = 1
     compute_lags: bool = False
     worker_half: WorkerHalf = "job_by_job"
@@ -202,12 +210,12 @@ class Scenario:
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of one round."""
+        """Number of steps in one round."""
         return sum(event.count for event in self.events if isinstance(event, Step))
 
     @property
     def num_blocks_of_all(self) -> int:
-        """Blocks that hold all tokens of all requests, no two of which share one."""
+        """Number of blocks for all tokens of all requests if they share no blocks."""
         lengths: dict[str, int] = {}
         num_blocks = 0
         for add in self.events:
@@ -220,7 +228,7 @@ class Scenario:
 
     @property
     def most_drafts(self) -> int:
-        """Most draft tokens of a step."""
+        """Maximum of draft tokens in a step."""
         return max((proposed for proposed, _ in self.drafts), default=0)
 
     @property
@@ -238,7 +246,7 @@ class Scenario:
         )
 
     def fate_of_load(self, fate: Fate) -> Fate:
-        """The fate of a load that gets a fate of the list."""
+        """The fate of a load, derived from a fate of the list."""
         if not self.loads_may_fail:
             fate = replace(fate, outcome="ok")
         return fate if self.loads_may_be_late else Fate(0, 0, fate.outcome)
@@ -248,7 +256,7 @@ class Scenario:
 
 
 def compact_repr(value: object) -> str:
-    """A dataclass as Python, without its default values."""
+    """Format a dataclass as Python code, without default values."""
     if isinstance(value, tuple):
         items = ", ".join(map(compact_repr, value))
         return f"({items},)" if len(value) == 1 else f"({items})"
@@ -272,7 +280,7 @@ def to_script(
     engines: object,
     times: int = 1,
 ) -> str:
-    """Python that runs a scenario again, to paste; it fails as long as a law is broken.
+    """Write a Python script that runs a scenario again, and fails as long as a law is broken.
 
     Args:
         connector_class: The connector.
@@ -319,7 +327,7 @@ def to_script(
 
 
 def _import_of(connector_class: type[object]) -> tuple[list[str], str]:
-    """Lines of a script that import the class, and its name there."""
+    """Return the lines of a script that import the class, and its name in the script."""
     module, name = connector_class.__module__, connector_class.__qualname__
     last = name.split(".")[-1]
     if target := target_of(connector_class):

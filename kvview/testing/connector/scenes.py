@@ -1,7 +1,7 @@
-"""The events of generated scenarios: scenes that every seed plays, and random events between.
+"""The events of generated scenarios: scenes, and random events between them.
 
-Each seed plays every scene of its hand, so that loads of all kinds end in all ways in any two
-hundred seeds in a row (:mod:`~kvview.testing.connector.coverage`).
+Each seed plays all of its scenes, so that any two hundred consecutive seeds have loads of all kinds
+with all results (:mod:`~kvview.testing.connector.coverage`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvview.testing.connector.scenario import (
 )
 
 SHARED_BLOCKS = (0, 1, 2, 2, 8)
-"""Hash blocks that the prompts of a family share with those of other families."""
+"""Number of hash blocks that the prompts of a family share with those of other families."""
 SHARE_OF_NEXT_TURNS = 0.3
 SHARE_OF_TWINS = 0.1
 SHARE_OF_REUSED_IDS = 0.3
@@ -32,7 +32,7 @@ class Scenes:
     """Draws the events of one scenario.
 
     Args:
-        draw: Decides.
+        draw: Random draws.
         longest: Tokens of the longest prompt.
         most_tokens: Tokens of the longest request for which the pool is large enough.
         size: Tokens of a scheduler block.
@@ -54,7 +54,7 @@ class Scenes:
         self._events: list[Event] = []
 
     def generate(self) -> tuple[Event, ...]:
-        """Scenes in a drawn order, with random events between them."""
+        """Play the scenes in a random order, with random events between them."""
         draw = self._draw
         ends: list[Event | None] = [None, AbortLoading(), Reset(draw.chance(0.5))]
         hand: list[Callable[[], None]] = [partial(self._load, end) for end in 2 * ends]
@@ -66,7 +66,7 @@ class Scenes:
         return tuple(self._events)
 
     def end_in_flight(self) -> tuple[Event, ...]:
-        """The events so far, and prompts that load or are stored when the last step ends."""
+        """Return the events so far, and prompts that load or are stored at the last step."""
         families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
         self._step(6)
         self._add_each(families, length)
@@ -82,14 +82,15 @@ class Scenes:
         """Computed prompts are reused; the GPU has none or some of their blocks.
 
         Args:
-            end: Ends the loads of each prompt; None leaves them alone.
+            end: Ends the loads of each prompt; None lets them end by themselves.
         """
         draw, size = self._draw, self._size
         num_blocks = (self._longest - 1) // size
         families = draw.shuffled(range(1, self._num_families + 1))[:2]
         self._events.append(Squeeze(0))
         for has_gpu_hit in draw.shuffled([False, True]):
-            self._add_each(families, num_blocks * size)  # whole blocks: Mamba stores its last state
+            # Whole blocks, because Mamba stores its last state.
+            self._add_each(families, num_blocks * size)
             self._step(draw.number(5, 8))
             self._evict()
             if has_gpu_hit:
@@ -115,7 +116,7 @@ class Scenes:
             self._events.append(Squeeze(0))
 
     def _talk(self) -> None:
-        """A request is cut short, and two continue it, one of them to its end."""
+        """A request is ended early, and two requests continue it, one of them to its end."""
         draw, size = self._draw, self._size
         first = self._add(draw.number(1, self._num_families), size + draw.number(1, size), 2 * size)
         self._step(draw.number(1, 4))
@@ -140,7 +141,7 @@ class Scenes:
         self._step(draw.number(2, 5))
 
     def _return(self) -> None:
-        """A, B, A: a prompt is reused after another one, which may share its start."""
+        """A prompt is reused after another one, which may share its start (A, B, A)."""
         draw, size = self._draw, self._size
         first, second = draw.shuffled(range(1, self._num_families + 1))[:2]
         for family in (first, second, first):
@@ -173,7 +174,7 @@ class Scenes:
         draw = self._draw
         name = self._new_id()
         if draw.chance(SHARE_OF_REUSED_IDS):
-            name = f"r{draw.number(1, self._num_ids)}"  # perhaps unfinished, or a second life
+            name = f"r{draw.number(1, self._num_ids)}"  # perhaps unfinished, or a reused id
         if self._num_tokens and draw.chance(SHARE_OF_NEXT_TURNS):
             self._continue(name, draw.one_of(list(self._num_tokens)[-3:]))
             return

@@ -1,7 +1,7 @@
 """Makes a failing scenario smaller, as long as it breaks the same law.
 
-Delta debugging over the events, then simpler fates, requests and sizes, round
-after round, until no part can be left out or the budget is spent.
+It uses delta debugging over the events, then simpler fates, requests and sizes, round after round,
+until no part can be removed or the budget is used up.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import Add, Fate, Scenario, Squeeze, Step
 
 PlayAll = Callable[[Iterable[Scenario]], Generator[SimulationResult, None, None]]
-"""Plays scenarios, perhaps ahead of what is asked for, and answers in order."""
+"""Plays scenarios, perhaps in advance, and yields their results in order."""
 
 MAX_RUNS = 400
-"""Scenarios that are tried, by default."""
-_STEPS_THAT_COUNT = 50  # as one run more: a long one would take minutes to make smaller
+"""Default number of scenarios that are tried."""
+_STEPS_THAT_COUNT = 50  # count as one further run, because shrinking a long run would take minutes
 
 
 def shrink(
     result: SimulationResult, play_all: PlayAll, max_runs: int = MAX_RUNS
 ) -> SimulationResult:
-    """The smallest run found that breaks the same law.
+    """Find the smallest run that breaks the same law.
 
     Args:
         result: A run that failed.
         play_all: Plays scenarios.
-        max_runs: Scenarios that may be tried; a long one counts as several.
+        max_runs: Maximum of scenarios to try; a long one counts as several.
     """
     shrinker = Shrinker(result, play_all, max_runs)
     shrinker.shrink()
@@ -39,12 +39,12 @@ def shrink(
 
 
 class Shrinker:
-    """Makes one failing run smaller.
+    """Shrinks one failing run.
 
     Args:
         result: The run.
-        play_all: As for :func:`shrink`, and so is the next.
-        max_runs: That may be tried.
+        play_all: As for :func:`shrink`.
+        max_runs: As for :func:`shrink`.
     """
 
     def __init__(self, result: SimulationResult, play_all: PlayAll, max_runs: int) -> None:
@@ -55,13 +55,13 @@ class Shrinker:
         self._play_all = play_all
 
     def shrink(self) -> None:
-        """Make :attr:`best` smaller, until nothing more can go or all runs are used up."""
+        """Shrink :attr:`best` until no part can be removed or all runs are used up."""
         failure = self.best.failure
         assert failure is not None, "the best run fails"
         rounds = self._scenario.rounds
         while rounds > 1 and self._takes(replace(self._scenario, rounds=rounds // 2)):
             rounds //= 2
-        if rounds >= FEWEST_ROUNDS:  # many rounds are compared: a run costs seconds
+        if rounds >= FEWEST_ROUNDS:  # many rounds are compared, so a run takes seconds
             return
         self._takes(replace(self._scenario, events=self._scenario.events[: failure.num_events]))
         self._takes(replace(self._scenario, fates=()))
@@ -70,10 +70,10 @@ class Shrinker:
         while self.runs_left > 0 and self._scenario != before:
             before = self._scenario
             self._drop_events()
-            self._take_all(_simpler_geometries)
+            self._take_all(simpler_geometries)
             self._take_all(_simpler_fates)
             self._take_all(_simpler_events)
-            self._take_all(_simpler_sizes)
+            self._take_all(simpler_sizes)
 
     @property
     def _scenario(self) -> Scenario:
@@ -83,7 +83,7 @@ class Shrinker:
         return self._take_first([scenario]) is not None
 
     def _take_first(self, scenarios: Iterable[Scenario]) -> int | None:
-        """Take the first that still fails; its place among them, None when none does."""
+        """Take the first candidate that still fails; returns its place, or None."""
         if self.runs_left <= 0:
             return None
         asked: list[Scenario] = []
@@ -109,7 +109,7 @@ class Shrinker:
             return False
         before, after = self._scenario, result.scenario
         is_other = asked.geometry != before.geometry
-        # Otherwise the engine cannot play what is simpler in it.
+        # Otherwise the engine cannot play the simpler scenario.
         return after != before and not (is_other and after.geometry == before.geometry)
 
     def _drop_events(self) -> None:
@@ -121,19 +121,20 @@ class Shrinker:
             size //= 2
 
     def _take_all(self, candidates: Callable[[Scenario], Iterator[Scenario]]) -> None:
-        """Take the first candidate that still fails, and ask again, until none does."""
+        """Take the first candidate that still fails, and make new candidates, until none fails."""
         while self._take_first(candidates(self._scenario)) is not None:
             pass
 
 
 def _without(scenario: Scenario, start: int, size: int) -> Iterator[Scenario]:
-    """A scenario without some events, from each place on."""
+    """Yield the scenario without some consecutive events, from each place on."""
     events = scenario.events
     for at in range(start, len(events), size):
         yield replace(scenario, events=events[:at] + events[at + size :])
 
 
-def _simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
+def simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
+    """The same run with fewer KV-cache groups."""
     geometry = scenario.geometry
     single = CacheGeometry.single(4)
     if geometry != single:
@@ -192,7 +193,8 @@ def _weight(add: Add) -> int:
     return numbers + is_next_turn + is_unusual + is_capped
 
 
-def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
+def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
+    """The same run with one of its sizes as usual."""
     if scenario.ends_abruptly:
         yield replace(scenario, ends_abruptly=False)
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
@@ -210,6 +212,8 @@ def _simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
         "drafts",
         "lookahead_tokens",
     ):
+        if name == "group_pages" and scenario.ranks:
+            continue  # the ranks share the tensors that the pages describe
         if getattr(scenario, name) != getattr(usual, name):
             yield replace(scenario, **{name: getattr(usual, name)})
     for num_gpu_blocks in (scenario.num_gpu_blocks // 2, scenario.num_gpu_blocks - 1):

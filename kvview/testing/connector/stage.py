@@ -1,4 +1,4 @@
-"""The engine of a run and its connectors: actions, each followed by the invariants."""
+"""The engine of a run and its connectors. Each action is followed by the invariants."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvview.testing.connector.watched_connector import WatchedConnector
 from kvview.testing.connector.worker import WorkerHarness
 
 _STEPS_PER_LOOK_AT_KEYS = 8
-_LONGEST_TIMELINE = 2000  # steps, the last ones
-_HUGE_POOL = 1000  # blocks beyond which they are not all checked in every step
+_LONGEST_TIMELINE = 2000  # last steps that are kept
+_HUGE_POOL = 1000  # pool size from which on only some blocks are checked in every step
 _STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
 
 
 class Stage:
-    """The engine, the connectors, and the time by which leases expire.
+    """The engine, the connectors, and the clock of the leases.
 
     Args:
-        coverage: Counts of the run.
+        coverage: Counts of the run's events.
     """
 
     def __init__(self, coverage: Counter[str]) -> None:
         self.coverage = coverage
         self.parts: list[WatchedConnector] = []
         self.built: ConnectorHarness | None = None
-        """The engine, None until it is built."""
+        """The engine; None until it is built."""
         self.seconds = 0.0
         self.num_steps = 0
         self.timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
@@ -63,7 +63,7 @@ class Stage:
     # --- actions ---
 
     def step(self) -> None:
-        """Run one step; it takes a second."""
+        """Run one step, which takes a simulated second."""
         self.seconds += 1.0
         self.engine.step()
         self.check(is_step=True)
@@ -87,13 +87,13 @@ class Stage:
     # --- the invariants ---
 
     def check(self, *, is_step: bool = False) -> None:
-        """Check all invariants; those of every block are rare in a huge pool."""
+        """Check all invariants; in a huge pool, those of every block are checked rarely."""
         self.num_steps += is_step
         is_huge = self.engine.num_blocks > _HUGE_POOL
         if not (is_huge and self.num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL):
             self._check_blocks(is_step=is_step)
         before, self._num_wrong = self._num_wrong, self.engine.stats.mismatches
-        check_bytes(self._num_wrong, before)
+        check_bytes(self._num_wrong, before, self.engine.stats.mismatch)
         for part in self.parts:
             part.scheduler.fold_events()
             part.record.keys.check_advertised()

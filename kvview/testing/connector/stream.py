@@ -1,4 +1,4 @@
-"""The compute stream of a simulated engine: a mark is reached when a step's output is taken."""
+"""The compute stream of a simulated engine, whose marks are reached when outputs are taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvview.testing.transfer.compute import GatedComputeEvent, GatedComputeStrea
 class StepStream:
     """The steps that a simulated model runner has launched, in order.
 
-    1. A job that starts between two launches comes after all steps launched before: its
+    1. A job that starts between two launches follows all steps that were launched before. So its
        mark is reached when the output of the last of them is taken.
     2. The thread that steps the engine must not wait for a mark; another thread may.
     """
@@ -29,7 +29,7 @@ class StepStream:
         self._launched.popleft().release()
 
     def finish(self) -> None:
-        """Take the output of all steps, as before a shutdown."""
+        """Take the output of all steps, for example before a shutdown."""
         while self._launched:
             self.take()
 

@@ -1,7 +1,7 @@
 """Exceptions that end a thread of a connector.
 
-A dead thread shows in other places: a job is never reported, a hook waits forever. The exception is
-the cause, so it is the failure of the run, whatever else broke.
+A dead thread has other effects: a job is never reported, or a hook waits forever. The exception is
+the cause, so it is the failure of the run, even if other laws broke.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def noting_thread_errors() -> Iterator[None]:
 
 
 def with_thread_error(result: SimulationResult) -> SimulationResult:
-    """A result whose failure is the exception that ended a thread, if one did."""
+    """Replace the failure of a result by the exception that ended a thread, if there is one."""
     if not _noted:
         return result
     failure = result.failure or failure_at_the_end(result, "CONN-3", "")
@@ -55,7 +55,7 @@ def raise_thread_error() -> None:
     """Raise the exception that ended a thread of this process.
 
     Raises:
-        InvariantBroken: CONN-3, with the exception and its place.
+        InvariantBroken: CONN-3 is broken; the message has the exception and its place.
     """
     if _noted:
         raise InvariantBroken("CONN-3", _noted[0], is_hook_error=True)

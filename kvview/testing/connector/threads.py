@@ -1,8 +1,8 @@
-"""Threads that a connector's halves leave behind when they are shut down (CONN-12).
+"""Threads that a connector's halves leave running after their shutdown (CONN-12).
 
 A thread pool that all instances share is not a leak, although its threads stay. So a run that
-leaves threads is played again, more often than such a pool has threads, and each time must
-leave new ones.
+leaves threads is repeated, more often than such a pool has threads. The law is broken only if each
+repetition leaves new threads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _leaks: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 class ThreadWatch:
-    """The threads that are started after it was made."""
+    """The threads that were started after this object was made."""
 
     def __init__(self) -> None:
         self._before = set(threading.enumerate())
 
     def left(self) -> list[str]:
-        """Names of the threads that do not end."""
+        """Wait for the threads; returns the names of those that do not end."""
         deadline = time.monotonic() + _PATIENCE
         new = [thread for thread in threading.enumerate() if thread not in self._before]
         for thread in new:
@@ -37,7 +37,7 @@ class ThreadWatch:
 
 
 def leaves_threads(connector_class: type, play_again: Callable[[], list[str]]) -> bool:
-    """Whether each run of a class leaves threads, after one has.
+    """Whether every run of a class leaves threads; called after one run has.
 
     Args:
         connector_class: The connector; it is played again only the first time.

@@ -1,4 +1,4 @@
-"""The harness of a scheduler half: its errors, promises and events are checked."""
+"""The harness of a scheduler half, which checks its errors, promises and events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _LAW_OF_HOOK = {
 
 
 class JobCounts:
-    """Counts what happens to jobs and promises, for the table of coverage.
+    """Counts the results of jobs and promises, for the table of coverage.
 
     Args:
         geometry: Block sizes of the engine.
@@ -65,7 +65,8 @@ class JobCounts:
         """Error of the first load that failed without an injected failure."""
         self._rows = list(rows_of(geometry))
         self._loading: set[PlannedJob] = set()
-        self._left_alone: set[PlannedJob] = set()  # loads that no reset or abort may have ended
+        # Loads that were not ended by a reset or an abort.
+        self._left_alone: set[PlannedJob] = set()
         self._gpu_hits: dict[str, str] = {}  # by request that loads
 
     def on_planned(self, job: PlannedJob) -> None:
@@ -175,7 +176,7 @@ def _passed_on(name: str) -> Any:
 
 
 class WatchedScheduler(SchedulerConnector):
-    """Passes every call to the scheduler half, and checks its errors, promises and events.
+    """Passes calls to the scheduler half, and checks its errors, promises and events.
 
     Args:
         half: The scheduler half.
@@ -191,11 +192,11 @@ class WatchedScheduler(SchedulerConnector):
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
         self._promised_to: str | None = None  # until any other hook is called
         self.unanswered: set[str] = set()
-        """Requests for which ``match_prefix`` returned None last."""
+        """Requests for which the last ``match_prefix`` returned None."""
         self.asks_for_budget = False
-        """Whether it has called ``num_pinnable_blocks``."""
+        """Whether the half has called ``num_pinnable_blocks``."""
         self.has_refused_reset = False
-        """Whether it refused the last reset."""
+        """Whether the half refused the last reset."""
 
     on_engine_ready = _passed_on("on_engine_ready")
     on_transfers_finished = _passed_on("on_transfers_finished")
@@ -220,7 +221,7 @@ class WatchedScheduler(SchedulerConnector):
         self._record.keys.on_events(events)
 
     def expiring_blocks(self) -> Counter[int]:
-        """References by block that its leases with a deadline hold."""
+        """References by block that the leases of the half with a deadline hold."""
         view = self._view
         if not isinstance(view, GuardedView):
             return Counter()
@@ -229,8 +230,8 @@ class WatchedScheduler(SchedulerConnector):
 
     @property
     def num_skipped(self) -> int | None:
-        """Blocks that it counts as not stored; None if it does not count them."""
-        # For isinstance a property that raises AttributeError does not exist.
+        """Number of blocks that the half counts as not stored; None if it does not count them."""
+        # isinstance treats a property that raises AttributeError as missing.
         if getattr_static(self._half, "num_skipped_blocks", None) is None:
             return None
         with hook("num_skipped_blocks", "CONN-13"):
@@ -282,8 +283,9 @@ class WatchedScheduler(SchedulerConnector):
         if num_computed_tokens != longest:
             raise InvariantBroken(
                 "ENGINE",
-                f"the engine reports a hit of {num_computed_tokens} tokens on the GPU for request "
-                f"{request.request_id!r}, and the pool holds {longest} of its {request.num_tokens}",
+                f"the engine reports a GPU hit of {num_computed_tokens} tokens for request "
+                f"{request.request_id!r}, but the pool holds {longest} of its "
+                f"{request.num_tokens} tokens",
             )
 
     def _is_silent(self, request_id: str) -> bool:
@@ -303,8 +305,8 @@ class WatchedScheduler(SchedulerConnector):
         if num_external_tokens and self._promised_to != request.request_id:
             raise InvariantBroken(
                 "ENGINE",
-                f"the blocks of a promise to request {request.request_id!r} are allocated after "
-                f"other calls: call match_prefix again before them (CONN-2)",
+                f"the engine allocated the blocks of a promise to request {request.request_id!r} "
+                f"after other calls; it must call match_prefix again before (CONN-2)",
             )
         self._call(
             "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens

@@ -1,4 +1,4 @@
-"""One connector of a run: its two halves, each built apart and wrapped in its harness."""
+"""One connector of a run: its two halves, each built separately and wrapped in its harness."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvview.testing.connector.worker import Shared, WorkerHarness
 
 
 class WatchedConnector(Connector):
-    """A connector as the engine gets it: both halves in their harnesses.
+    """A connector for the engine, with both halves in their harnesses.
 
-    Each half is made by an instance of its own, from an equal configuration that was pickled,
-    so that the halves share nothing through ``self``.
+    Each half is made by a separate instance, from an equal, pickled configuration, so that the
+    halves share no data through ``self``.
 
     Args:
         connector_class: The connector.
-        config: Its configuration, pickled.
+        config: The pickled configuration.
         shared: Objects of the run.
     """
 

@@ -1,9 +1,9 @@
 """The harness of a worker half: late, failed, lost and overlapping transfers.
 
-Mocks that complete at once hide most bugs (vLLM #46014). Here each job has a fate: it moves
-its bytes some steps after its plan, is reported some steps after that, out of order, as a
-failure, or only when no other work is left. The worker half is waited for when its bytes
-move, so that the timing of its threads decides nothing.
+Mocks that complete at once hide most bugs (vLLM #46014). Here each job has a fate: it moves its
+bytes some steps after its plan, and is reported some steps later, out of order, as a failure, or
+only when no other work is left. When bytes are to move, the harness waits for the worker half, so
+the timing of its threads has no effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvview.testing.connector.stream import StepStream
 from kvview.testing.connector.watch import Record
 
 _MUCH_LATER = 1_000  # steps
-_POLLS = 8  # calls of get_finished, at most, while jobs end
+_POLLS = 8  # maximum of calls of get_finished while jobs end
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Shared:
         fates: Fates of the jobs by the order of their plans.
         engine: Returns the engine, once it is built.
         blocks_to_load: Returns the blocks that loads in flight of all connectors write.
-        stream: The engine's compute, if it lags.
+        stream: The compute stream of the engine, if it lags.
         log: The last hooks and transfers.
     """
 
@@ -69,18 +69,18 @@ class Shared:
 
 
 class WorkerHarness(WorkerConnector):
-    """Passes jobs to the worker half, and reports them as their fates say.
+    """Passes jobs to the worker half, and reports them according to their fates.
 
-    1. By default a job starts when it is due: after the steps that were launched before it
-       (XFER-6), and after earlier jobs on one of its pages that are not due yet. All due jobs
-       are started before any is waited for, in the order of their plans, so the worker half
-       has to keep the order of those that share a page (XFER-3). A job with a simulated failure
-       runs alone: its bytes are corrupted, whatever the worker half does.
+    1. By default a job starts when it is due, which is after the steps that were launched before it
+       (XFER-6), and after earlier jobs on one of its pages. All due jobs are started in the order
+       of their plans before the harness waits for one of them. So the worker half must keep the
+       order of jobs that share a page (XFER-3). A job with a simulated failure runs alone: its
+       bytes are corrupted, whatever the worker half does.
     2. With ``whole_plans`` a plan is started in its step, and the copies of the worker half's
-       threads wait at a gate (:mod:`~kvview.testing.connector.held_copies`) until a job is due;
-       a simulated failure is a copy that raises.
-    3. A plan of a class of its own may carry more than its jobs: all of it starts at once, as
-       late as its first job and after the plans before it.
+       threads wait at a gate (:mod:`~kvview.testing.connector.held_copies`) until a job is due. A
+       simulated failure is a copy that raises.
+    3. A plan of a subclass may contain more than its jobs, so it starts as a whole, when its first
+       job is due and after all earlier plans.
     4. The engine's ``wait`` does nothing, because the engine must cope with every delay. Lost
        jobs are reported after :meth:`release_lost`.
 
@@ -106,11 +106,11 @@ class WorkerHarness(WorkerConnector):
         self._is_lost_over = False
         self.num_reported = 0
         # With whole plans only:
-        self._held: dict[int, PlannedJob] = {}  # jobs for which the gate was not opened yet
+        self._held: dict[int, PlannedJob] = {}  # jobs for which the gate has not been opened yet
         self._early: list[PlannedJob] = []  # jobs that ended while the gate was closed
         self._may_have_copied: set[PlannedJob] = (
             set()
-        )  # a copy was let in, and may have been theirs
+        )  # jobs to which a copy that was let in may belong
         self._abandoned: set[PlannedJob] = set()  # jobs without a result when start_plan raised
 
     @property
@@ -119,7 +119,7 @@ class WorkerHarness(WorkerConnector):
         return len(self._jobs)
 
     def unreported(self) -> list[int]:
-        """Jobs that the worker half has started and does not report."""
+        """Jobs that the worker half has started but not reported."""
         return [job.job_id for job in self._jobs.values() if job.is_started and not job.result]
 
     def stores_in_flight(self) -> Iterator[PlannedJob]:
@@ -136,7 +136,7 @@ class WorkerHarness(WorkerConnector):
         self._fates = iter(())
 
     def hold(self) -> None:
-        """Move later jobs so late that the engine ends before."""
+        """Delay later jobs so much that the engine ends before them."""
         self._fates = repeat(Fate(_MUCH_LATER, _MUCH_LATER))
 
     # --- the hooks ---
@@ -176,7 +176,8 @@ class WorkerHarness(WorkerConnector):
         self._advance()
         self._poll()
         ended = [job for job in self._jobs.values() if self._may_report(job)]
-        return [self._report(job) for job in reversed(ended)]  # the last planned first
+        # From the last planned job to the first.
+        return [self._report(job) for job in reversed(ended)]
 
     @override
     def wait(self, job_ids: Sequence[int]) -> None:
@@ -216,7 +217,8 @@ class WorkerHarness(WorkerConnector):
             job.mark = self._stream.record_event()
         if is_load:
             expected = check_load(job, self._engine())
-            if is_plain(plan):  # the children of another plan may have pages of the same numbers
+            # Because children of another plan may have pages with the same numbers.
+            if is_plain(plan):
                 job.expected = expected
         else:
             check_store(job, self._engine())
@@ -254,7 +256,7 @@ class WorkerHarness(WorkerConnector):
         self._queue = waiting
 
     def _last_prompt_load(self) -> int:
-        """Place in the queue of the last load, if loads must end in their step; else -1."""
+        """Place of the last load in the queue, if loads must end in their step; otherwise -1."""
         if self._scenario.loads_may_be_late:
             return -1
         places = [i for i, start in enumerate(self._queue) if any(j.is_load for j in start.jobs)]
@@ -307,13 +309,13 @@ class WorkerHarness(WorkerConnector):
             self._fail_copies(copies, jobs[:1], jobs)
             try:
                 copies.call("start_plan", plan)
-            except CopyFailed:  # loud enough; jobs that started before may be lost, too
+            except CopyFailed:  # the exception is enough; earlier jobs of the plan may be lost, too
                 self._abandoned = {job for job in in_flight if job.result is None}
             self._poll()
             self._check_failures_reported(copies, jobs)
 
     def _let_through(self, copies: HeldCopies) -> None:
-        """Open the gate until all jobs that are computed have ended, if one of them is due."""
+        """If a computed job is due, open the gate until all computed jobs have ended."""
         moving = [job for job in self._held.values() if job.is_computed]
         due = [job for job in moving if job.is_due]
         in_flight = list(self._jobs.values())
@@ -336,7 +338,7 @@ class WorkerHarness(WorkerConnector):
     def _end_together(self, copies: HeldCopies, jobs: Sequence[PlannedJob]) -> None:
         too_early = self._reported_early() if copies.gate.num_waiting else set()
         with self._pages.corrupted(too_early):
-            if copies.may_race():  # a report that is lost now never comes
+            if copies.may_race():  # a report that is lost now is never repeated
                 for _ in range(_POLLS):
                     self._take_in(copies.race())
                     if all(job.result for job in jobs):
@@ -350,7 +352,7 @@ class WorkerHarness(WorkerConnector):
         self._check_failures_reported(copies, jobs)
 
     def _reported_early(self) -> set[int]:
-        """Source blocks of stores reported behind the closed gate: a late copy reads junk."""
+        """Overwrite source blocks of stores that were reported behind the closed gate."""
         stores = [
             job for job in self._early if not job.is_load and job.result and job.result.success
         ]
@@ -360,7 +362,7 @@ class WorkerHarness(WorkerConnector):
     def _fail_copies(
         self, copies: HeldCopies, due: Sequence[PlannedJob], moving: Sequence[PlannedJob]
     ) -> None:
-        """Have copies fail from now on, if a due job is to fail."""
+        """Let copies fail from now on, if a due job is to fail."""
         num_good = self._num_good_copies(due, moving)
         copies.fail_after(num_good)
         if num_good is not None:
@@ -370,7 +372,7 @@ class WorkerHarness(WorkerConnector):
     def _num_good_copies(
         self, due: Sequence[PlannedJob], moving: Sequence[PlannedJob]
     ) -> int | None:
-        """Copies that succeed before others fail; None if none is to fail.
+        """Return the number of copies that succeed before a failure; None without a failure.
 
         Failures must not depend on threads, so they start at the first copy, or at the second
         one of a job that moves alone, and never after a copy that was let in early.
@@ -386,11 +388,11 @@ class WorkerHarness(WorkerConnector):
     def _check_failures_reported(self, copies: HeldCopies, jobs: Sequence[PlannedJob]) -> None:
         gate = copies.gate
         is_silent = all(job.result and job.result.success for job in jobs)
-        # After a recovery a copy may have been repeated: its bytes are compared later.
+        # After a recovery a copy may have been repeated, so its bytes are compared later.
         if gate.num_failed and is_silent and not gate.has_recovered:
             raise InvariantBroken(
                 "XFER-4",
-                f"{gate.num_failed} copies of jobs {[job.job_id for job in jobs]} failed, and "
+                f"{gate.num_failed} copies of jobs {[job.job_id for job in jobs]} failed, but "
                 f"each job is reported as a success",
             )
         gate.set_failing(None)
@@ -409,8 +411,8 @@ class WorkerHarness(WorkerConnector):
             if job is None or not job.is_started or job.result is not None:
                 raise InvariantBroken(
                     "CONN-3",
-                    f"the worker half reports job {result.job_id}, which it was not given or has "
-                    f"reported before",
+                    f"the worker half reports job {result.job_id}, which it did not get or has "
+                    f"already reported",
                 )
             if self._copies is not None:
                 self._check_success(job, result)
@@ -420,7 +422,7 @@ class WorkerHarness(WorkerConnector):
                 job.result = self._with_fault(job, result)
 
     def _with_fault(self, job: PlannedJob, result: TransferResult) -> TransferResult:
-        """A result of the worker half, with the failure of the job's fate."""
+        """Return the result of the worker half, changed to a failure if that is the job's fate."""
         if job.fate.outcome == "ok":
             return result
         if not job.num_moved or not result.success:
@@ -434,8 +436,8 @@ class WorkerHarness(WorkerConnector):
         if not job.is_computed:
             raise InvariantBroken(
                 "XFER-6",
-                f"job {job.job_id} is reported as a success, and the steps that were launched "
-                f"before it are not computed yet: order the copies after compute_stream",
+                f"job {job.job_id} is reported as a success, although the steps that were "
+                f"launched before it are not computed yet; order the copies after compute_stream",
             )
         if job.is_load:
             self._pages.check_arrived(job, self._group_refs)
@@ -446,8 +448,9 @@ class WorkerHarness(WorkerConnector):
         if waiting := [job.job_id for job in jobs if job.result is None]:
             raise InvariantBroken(
                 "CONN-3",
-                f"wait of the worker half returned, and get_finished does not report jobs "
-                f"{waiting}: wait must block until they ended, and no report may be lost",
+                f"wait of the worker half returned, but get_finished does not report jobs "
+                f"{waiting}; wait must block until they have ended, and every job must be "
+                f"reported",
             )
 
     def _may_report(self, job: PlannedJob) -> bool:

@@ -1,4 +1,4 @@
-"""Forked processes that play seeds: all cores are used, and a crash ends one process only.
+"""Forked processes that play seeds on all cores; a crash only ends one of them.
 
 The processes are forked before any thread is started. So they have classes that are defined in
 a function or in ``__main__``, and import nothing again.
@@ -129,7 +129,7 @@ class Workers:
                 yield number, answer
 
     def close(self) -> None:
-        """End the processes and their children; callable twice."""
+        """End the processes and their children; may be called twice."""
         for worker in self._workers:
             worker.process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvview.testing.events.stream_fold import Finding, StreamFold
     from kvview.testing.events.wire_sizes import WireSizes
 
-_SHOWN = 20  # findings on the screen; the JSON has all findings that are kept
+_SHOWN = 20  # findings that are printed; the JSON has more
 _KEPT = 10_000
 _JSON = json_option({"events": "kvview.testing.events.stream_report:StreamReport"})
 _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
@@ -46,7 +46,7 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--replay-from",
             metavar="ENDPOINT",
-            help="Endpoint at which to request missed messages.",
+            help="Endpoint for requests for missed messages.",
         ),
     ):
         command = option(command)
@@ -72,7 +72,7 @@ def validate(
     json_file: str | None,
     **options: Any,
 ) -> None:
-    """Validate a stream: its format, sequence, EVENT-1, 3 and 5, and the blocks that readers lose.
+    """Validate a stream: its format and order, EVENT-1, 3 and 5, and blocks that readers lose.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
@@ -153,14 +153,14 @@ def record(endpoint: str, file: str, **options: Any) -> None:
     type=Seconds(),
     default=1.0,
     show_default=True,
-    help="Seconds for readers to connect.",
+    help="Seconds to wait for readers to connect.",
 )
 @click.option(
     "--linger",
     type=Seconds(),
     default=0.0,
     show_default=True,
-    help="Seconds to serve replays after the last message.",
+    help="Seconds for which replays are served after the last message.",
 )
 def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger: float) -> None:
     """Bind ENDPOINT and publish the messages of the recording FILE there.

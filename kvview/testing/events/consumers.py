@@ -1,8 +1,8 @@
 """The readers of KV events, and the rules in their sources for each event.
 
 Each profile follows one version of one public decoder, which it names. Its rules also cover the
-treatment of decoded events, if a block is lost or changed there. A profile looks at one batch at
-a time and keeps no state.
+treatment of decoded events, if that treatment loses or changes a block. A profile examines one
+batch at a time and keeps no state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvview.testing.events.stream_fold import FULL_KINDS
 
 
 class Reception(IntEnum):
-    """The outcome of an event for a reader, the best first."""
+    """The outcome of an event for a reader, from best to worst."""
 
     ACCEPTED = 0
     PARTLY = 1
@@ -88,7 +88,7 @@ class Consumer:
         title: Its full name.
         source: Source of the rules: repository, file, commit.
         read_on: Date of that commit, or of the reading if there is no commit.
-        rules: The worst outcome counts.
+        rules: The rules of the reader, of which the worst outcome counts.
     """
 
     name: str

@@ -44,10 +44,10 @@ FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 """Values of ``kv_cache_spec_kind`` of groups that read every block of a prefix."""
 
 MAX_FINDINGS = 1000
-"""Findings that are kept of one message; the others are counted."""
+"""Number of findings that are kept per message; further findings are only counted."""
 
 MAX_GAPS = 1000
-"""Number of the last gaps that are kept, because a missed message may come late."""
+"""Number of last gaps that are kept, because a missed message may come late."""
 
 _Key = tuple[Hash, int | None]  # the hash and the group of a block
 

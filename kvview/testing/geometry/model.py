@@ -1,8 +1,8 @@
 """The geometry contract as an executable model: attention masks, cached prefixes, and the laws.
 
-A hit is defined by trying: of all prefixes, the longest one whose blocks are cached in every group.
-The blocks that a prefix needs are those that the mask lets the next token read. Nothing here
-searches, so nothing is shared with the code under test.
+The model finds a hit by trying all prefixes: it is the longest prefix whose blocks are cached in
+every group. The blocks that a prefix needs are those that the mask lets the next token read. The
+model does not search, so it shares no mistake with the code under test.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GeometryModel:
         """The pool block of each block that is cached."""
 
     def key(self, hashes: Sequence[bytes], group: int, block: int) -> Key:
-        """The name of a block: it is of one group, and of one prefix."""
+        """Return the name of a block, which follows from its group and its prefix."""
         end = (block + 1) * self.groups[group].block_size
         return group, tuple(hashes[: end // self.hash_block_size])
 

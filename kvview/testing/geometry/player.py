@@ -55,7 +55,7 @@ class GeometryPlayer(Player):
     # --- draws ---
 
     def draw_group(self, size: int) -> CacheGroup:
-        """Draw a group of a kind that the harness takes."""
+        """Draw a group of a kind that the harness accepts."""
         span = self.rng.choice((1, size, 2 * size, self.rng.randint(1, 4 * size)))
         kinds: dict[C, CacheGroup] = {
             C.SLIDING_WINDOW: SlidingWindow(size, span),
@@ -97,12 +97,12 @@ class GeometryPlayer(Player):
 
     @operation("GEO-4", C.CACHING_OFF, weight=0.2)
     def begin_without_cache(self) -> None:
-        """Continue with a coordinator whose prefix cache is off: nothing is a hit."""
+        """Continue with a coordinator whose prefix cache is off, so no prefix is a hit."""
         self._continue_with(self.draw_sizes(), is_on=False)
 
     @operation("GEO-3", weight=0.5)
     def ask(self) -> None:
-        """Let a request come that shares a prefix with another one."""
+        """Add a request that shares a prefix with another one."""
         if len(self.requests) == _MAX_REQUESTS:
             return
         name = "abc"[len(self.requests)]
@@ -143,7 +143,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-3", weight=3)
     def cache_all_but(self) -> None:
-        """Cache a request in every group, but for a few blocks."""
+        """Cache a request in every group, except for a few blocks."""
         hashes = self.rng.choice(self.requests)
         share = self.rng.choice((0.0, 0.1, 0.3))
         for group in range(len(self.model.groups)):
@@ -153,7 +153,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-3", weight=3)
     def cache_for_a_hit(self) -> None:
-        """Cache no more than the blocks that one prefix needs, or all of them but one."""
+        """Cache exactly the blocks that one prefix needs, or all of them except one."""
         hashes = self.rng.choice(self.requests)
         num_tokens = self.model.step * self.rng.randint(1, self.num_tokens // self.model.step or 1)
         if num_tokens > self.num_tokens:
@@ -166,7 +166,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-2")
     def refuse(self) -> None:
-        """Name sizes of which at least one does not divide, or is not positive."""
+        """Request sizes of which at least one does not divide, or is not positive."""
         scheduler, hashed, groups = self.draw_sizes()
         wrong = self.rng.choice((0, -4, 5, 6, 7, 12, 16))
         at = self.rng.randrange(3)
@@ -190,7 +190,7 @@ class GeometryPlayer(Player):
 
     @observable("GEO-3")
     def hits(self) -> None:
-        """The hits of every request, at limits all over it."""
+        """Compare the hits of every request, with limits at many positions."""
         ends = range(0, self.num_tokens + 1, self.model.step)
         limits = {*self.rng.sample(range(self.num_tokens + 1), 4), *ends[-3:], self.num_tokens}
         for hashes in self.requests:

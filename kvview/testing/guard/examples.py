@@ -1,4 +1,4 @@
-"""Checks of the guard contract that the model cannot state: growth, processes, garbage, lines."""
+"""Checks of the guard contract that the model cannot state, such as growth and processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_guard_3_growth_of_deadlines(guard: GuardPlayer) -> None:
 
 @example(GuardPlayer, "GUARD-6", C.LEASES)
 def check_guard_6_copies_are_refused(guard: GuardPlayer) -> None:
-    """Copies: a second object would release the same references again."""
+    """Copies are refused, because a second object would release the same references again."""
     lease = guard.call(guard.views[0], "lease", guard.model.blocks[:1])
     guard.name(lease, "lease")
     ways: tuple[Callable[[Any], object], ...] = (copy.copy, copy.deepcopy, pickle.dumps)
@@ -108,7 +108,7 @@ def in_a_fork(call: Callable[[], object]) -> None:
 
 @example(GuardPlayer, "GUARD-9", C.LEASES, C.GUARDS)
 def check_guard_9_dropped_holds_are_logged(guard: GuardPlayer) -> None:
-    """Garbage: a guard, or a lease without a deadline, that is collected while it holds blocks."""
+    """Garbage: a guard, or a lease without a deadline, that is collected with blocks is logged."""
     view, make = guard.views[0], partial(guard.harness.guard_over, guard.views[0], None)
     first, second, third = guard.model.blocks[1:4]
     guard.line("# leases and guards are made and dropped")
@@ -138,7 +138,7 @@ def check_guard_9_guard_that_goes_with_its_pool_is_silent(guard: GuardPlayer) ->
     guard.line(f"ring = [h.sized({guard.num_blocks})]; ring.append(ring)")
     guard.line(f"ring[0].view.touch_blocks([{guard.model.blocks[1]}]); del ring")
     with logged() as messages:
-        # The collector takes a ring at once, the guard perhaps before its pool.
+        # The collector takes a cycle at once, and the guard perhaps before its pool.
         ring = [guard.harness.sized(guard.num_blocks)]
         ring.append(ring)
         ring[0].view.touch_blocks([guard.model.blocks[1]])

@@ -1,4 +1,4 @@
-"""The log during a check, kept and not shown."""
+"""The log during a check, which is kept but not printed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from kvview.testing.pool.model import PoolModel
 
 Since = tuple[float, str | None]
-"""The time at which a reference was taken, and the request that the engine named then."""
+"""The time at which a reference was taken, and the request that the engine had named."""
 
 Row = tuple[int, object, int, Since]
 """A reference in a leak report: the guard, the job, the block, and the time (GUARD-11)."""
@@ -25,12 +25,12 @@ Row = tuple[int, object, int, Since]
 
 @dataclass(eq=False)
 class LeaseModel:
-    """A lease, as long as its blocks are held.
+    """A lease whose blocks are held.
 
     Args:
         guard: The guard that made it.
-        blocks: One entry a reference, without the null block.
-        job: Named in reports.
+        blocks: One entry per reference, without the null block.
+        job: Name of the job in reports.
         since: Time at which it was taken.
         deadline: Time at which it expires, or None.
     """
@@ -59,16 +59,16 @@ class GuardModel(PoolModel):
         self.request: str | None = None
         """The request that the engine names (``speak_of``)."""
         self.below: dict[int, int | None] = {}
-        """The view under each guard; None where the harness does not show it."""
+        """The view under each guard; None if the harness does not show it."""
         self.budgets: dict[int, int | None] = {}
         self.leases: list[LeaseModel] = []
         """Leases whose blocks are held, also those that the engine did not take back."""
         self.since: dict[int, dict[int, Since]] = {}
-        """When each guard took the first of its plain references on each block."""
+        """Time at which each guard took the first of its plain references on each block."""
         self.stats: dict[int, Counter[str]] = {}
 
     def make_guard(self, at: int, below: int | None, budget: int | None) -> None:
-        """Make a view a guard; of several budgets the smallest counts (GUARD-5)."""
+        """Make a view a guard; the smallest of several budgets counts (GUARD-5)."""
         limits = [one for one in (budget, self.budgets.get(-1 if below is None else below)) if one]
         self.below[at], self.budgets[at] = below, min(limits, default=None)
         self.since[at], self.stats[at] = {}, Counter()
@@ -83,7 +83,7 @@ class GuardModel(PoolModel):
         return [guard for guard, below in self.below.items() if below == at]
 
     def closing(self, at: int) -> set[int]:
-        """The views that are closed with a guard: those under it, and all over these."""
+        """The views that are closed with a guard: those under it, and all views over these."""
         while (below := self.below.get(at)) is not None:
             at = below
         return set(self.tree(at))
@@ -96,7 +96,7 @@ class GuardModel(PoolModel):
 
     @override
     def held_through(self, view: int) -> Counter[int]:
-        """The references of a view: plain, leased, and of the guards over it."""
+        """The references of a view: plain ones, those of leases, and those of guards over it."""
         tree = self.tree(view)
         leased = [lease.refs for lease in self.leases if lease.guard in tree]
         return sum((*(self.held[at] for at in tree), *leased), Counter[int]())
@@ -166,11 +166,11 @@ class GuardModel(PoolModel):
         return lease
 
     def is_active(self, lease: LeaseModel) -> bool:
-        """Whether a lease has not ended: by itself, or with its view (GUARD-7)."""
+        """Whether a lease has not ended, neither by itself nor with its view (GUARD-7)."""
         return lease.is_active and lease.guard not in self.closed
 
     def end(self, lease: LeaseModel) -> bool:
-        """Give the references back, once; returns whether the lease was active (GUARD-2)."""
+        """Release the references, once; returns whether the lease was active (GUARD-2)."""
         if not self.is_active(lease):
             return False
         lease.is_active = False

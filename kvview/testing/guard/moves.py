@@ -28,7 +28,7 @@ from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.search import operation
 
 TICK = 1 / 1024
-"""Times are multiples of it, so that floats are exact; no two leases expire at the same time."""
+"""Unit of all times, so that floats are exact; no two leases expire at the same time."""
 _MAX_VIEWS = 5
 _MAX_LEASES = 12
 _RAISED = (None, ValueError("x"), BlockNotHeldError("POOL-4: x"), StopIteration())
@@ -80,7 +80,7 @@ class GuardMoves(PoolPlayer):
             )
             self.use(pool, "view")
             self.begin()
-            if not has_size:  # then no id is too large
+            if not has_size:  # because then no id is too large
                 self.not_blocks = tuple(
                     one for one in self.not_blocks if type(one) is not int or one < 0
                 )
@@ -95,7 +95,7 @@ class GuardMoves(PoolPlayer):
         """The leases that were taken last, active and ended."""
         self.num_jobs = 0
         self.owners: dict[int, str] = {}
-        """The name of each guard's owner, once a leak report states it."""
+        """The name of each guard's owner, once a leak report has named it."""
         self.guard_of = {id(self.subject): 0}
 
     @override
@@ -270,7 +270,7 @@ class GuardMoves(PoolPlayer):
         return ttl
 
     def _lease_if_keys_match(self, at: int, blocks: list[int], options: dict[str, Any]) -> bool:
-        """Add the expected keys; or compare a refusal, then nothing is left to do."""
+        """Add the expected keys, or compare a refusal, which ends the operation."""
         keys = [self.rng.choice(self.model.keys.get(block, [b"null\0\0\0\0"])) for block in blocks]
         options["expected_keys"] = keys
         real = [number for number, block in enumerate(blocks) if block != self.model.null]
@@ -308,7 +308,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-2", weight=9)
     def end_lease(self) -> None:
-        """Release a lease, or leave its block, with an error or without; again, too."""
+        """End a lease, by a release or at the end of its block, with or without an error."""
         found = self.some_lease()
         if found is None:
             return
@@ -341,7 +341,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-3", weight=3)
     def renew(self) -> None:
-        """Move a deadline, later or earlier; a lease that has ended refuses it, and with."""
+        """Move a deadline, later or earlier, which a lease that has ended must refuse."""
         found = self.some_lease()
         if found is None:
             return

@@ -108,7 +108,7 @@ class GuardPlayer(GuardMoves):
         self.equal(got, expected, "release_expired returns the leases that it ended", "GUARD-3")
 
     def _end_due(self, ended: list[LeaseModel]) -> None:
-        """Use a lease that is due: it has expired first."""
+        """Use a lease that is due, which must expire before the use."""
         for one, lease in self.leases:
             if lease in ended:
                 self.equal(self.call(one, "release"), False, "an expired lease has ended")
@@ -119,7 +119,7 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-1", C.GUARDS, weight=5)
     def fail_the_engine(self) -> None:
-        """Let an engine that checks nothing fail in a call, and at an expiry."""
+        """Let an engine without checks fail in a call, and at an expiry."""
         if not isinstance(self.harness, UncheckedPool):
             self.advance()
             return
@@ -239,7 +239,7 @@ class GuardPlayer(GuardMoves):
                 self.refused(ViewClosedError, self.harness, "guard_over", view, None, law="POOL-10")
         if self.can(C.ENGINE_SIDE):
             for at in ended & self.model.stats.keys():
-                self.call(self.views[at], "free_all")  # there is nothing left to do
+                self.call(self.views[at], "free_all")  # no references are left
         if not self.guards() and not self.is_over:
             self.compare()
             self.is_over = True

@@ -1,4 +1,4 @@
-"""A pool without any checks that fails on request, to be contained by a guard."""
+"""A pool without checks that fails on request, for tests of the guard over it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvview.testing.harness import Capability as C
 
 
 class UncheckedView:
-    """The view of an engine that believes its caller.
+    """The view of an engine that does not check its caller.
 
     Args:
         num_blocks: Blocks in the pool; block 0 is the null block.
@@ -65,7 +65,7 @@ class UncheckedView:
 
     def _begin(self, method: str) -> None:
         if method == self.fails_at:
-            raise RuntimeError(f"{method} fails, as the check demands")
+            raise RuntimeError(f"simulated failure of {method}")
 
 
 class UncheckedPool:
@@ -93,7 +93,7 @@ class UncheckedPool:
         }
 
     def fail(self, method: str) -> None:
-        """Let calls of this method of the engine fail; none with an empty name."""
+        """Let calls of this method of the engine fail; an empty name ends the failures."""
         self.engine.fails_at = method
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -108,7 +108,7 @@ class UncheckedPool:
         self.engine.queue += self.engine._freed(block_ids)
 
     def guard_over(self, view: Any, num_blocks: int | None) -> Any:
-        """Another guard, with the budget that this pool's size and the harness's allow."""
+        """Make another guard, with a budget that this pool and the harness allow."""
         return self._harness.guard_over(view, num_blocks)
 
     def advance(self, seconds: float) -> None:

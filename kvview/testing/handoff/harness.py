@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
+
+from typing_extensions import override
 
 from kvview import BlockIds, CacheGeometry, Connector, ConnectorConfig, StepPlan
 from kvview.connector.hook_errors import build_connector
 from kvview.errors import ConfigError
 from kvview.handoff import HandoffScheduler, HandoffWorker, Peer, Wire
-from kvview.targets import require_connector
+from kvview.targets import is_engine_connector, require_connector
 from kvview.testing.connector.harness import ConnectorHarness, load_engines
 from kvview.testing.connector.scenario import Add, Scenario
 from kvview.testing.handoff.network import Network
@@ -41,6 +44,9 @@ class PDHarness(ConnectorHarness, Protocol):
 @runtime_checkable
 class BuildsPDEngines(Protocol):
     """An engine factory that builds engines for handoffs."""
+
+    def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
+        """As :meth:`~kvview.testing.connector.harness.EngineFactory.fit`."""
 
     def build_for_handoffs(
         self,
@@ -91,10 +97,30 @@ class PDFactory:
 
     def __call__(self) -> TwoEngines:
         """Two engines that are not built yet."""
-        engines = load_engines(self.engine)
-        if not isinstance(engines, BuildsPDEngines):
-            raise ConfigError(f"engine {self.engine!r} cannot play handoffs; use the reference")
-        return TwoEngines(self.made_of, engines, self.options)
+        return TwoEngines(self.made_of, _load(self.engine), self.options)
+
+
+class _Idle(Connector):
+    """A connector that offers and accepts nothing."""
+
+    @override
+    def make_scheduler(self) -> HandoffScheduler:
+        return HandoffScheduler()
+
+    @override
+    def make_worker(self) -> HandoffWorker:
+        return HandoffWorker()
+
+
+@cache
+def _load(name: str) -> BuildsPDEngines:
+    """Load the factory of an engine, and build one, because a release may refuse handoffs."""
+    engines = load_engines(name)
+    if not isinstance(engines, BuildsPDEngines):
+        raise ConfigError(f"engine {name!r} cannot play handoffs; use reference or vllm")
+    scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=4, events=())
+    TwoEngines(_Idle, engines, {}).start({"P": scenario}, Network(0, 1), 1.0)
+    return engines
 
 
 def pd_factory(
@@ -110,10 +136,28 @@ def pd_factory(
     Raises:
         ConfigError: The target is not a connector, refuses the options, or its halves have no
             hooks for handoffs.
+        UnsupportedEngineError: The installed release of the engine cannot play handoffs.
     """
     given = dict(options or {})
-    connector_class = require_connector(target, getattr(target, "__qualname__", repr(target)))
-    config = ConnectorConfig(CacheGeometry.single(4), given)
+    found = PDFactory(require_handoff_connector(target, given), engine or "reference", given)
+    found()
+    return found
+
+
+def require_handoff_connector(target: object, options: Mapping[str, Any]) -> type[Connector]:
+    """Refuse an object that is not a connector class with hooks for handoffs.
+
+    Raises:
+        ConfigError: As :func:`pd_factory`.
+    """
+    name = getattr(target, "__qualname__", repr(target))
+    if is_engine_connector(target):
+        raise ConfigError(
+            f"{name} is a connector of vLLM and opens connections of its own, which the simulated "
+            f"network cannot replace; check it with --pd --inference"
+        )
+    connector_class = require_connector(target, name)
+    config = ConnectorConfig(CacheGeometry.single(4), dict(options))
     halves = build_connector(connector_class, config)
     kinds = type(halves.make_scheduler()), type(halves.make_worker())
     if not issubclass(kinds[0], HandoffScheduler) or not issubclass(kinds[1], HandoffWorker):
@@ -122,7 +166,7 @@ def pd_factory(
             f"{kinds[1].__name__}; a connector for handoffs makes a HandoffScheduler and a "
             f"HandoffWorker"
         )
-    return PDFactory(connector_class, engine or "reference", given)
+    return connector_class
 
 
 class TwoEngines:
@@ -147,13 +191,18 @@ class TwoEngines:
         self.engines: dict[str, PDHarness] = {}
         self.lives: dict[str, int] = {}
 
+    def fit(self, scenario: Scenario) -> Scenario:
+        """Return the nearest scenario that the engines can play."""
+        fitted, _ = self._factory.fit(scenario)
+        return fitted
+
     def start(
         self, scenarios: Mapping[str, Scenario], network: Network, lease_seconds: float
     ) -> None:
         """Build both engines.
 
         Args:
-            scenarios: Sizes of each engine, by its name.
+            scenarios: Sizes of each engine as fitted, by its name.
             network: The network.
             lease_seconds: Time that an offer waits for its consumer.
         """

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from kvview import CacheGeometry, ChunkedLocalAttention, FullAttention, SlidingWindow
-from kvview.errors import HandoffError, split_law
+from kvview.errors import ConfigError, HandoffError, split_law
 from kvview.handoff import Handoff
 from kvview.testing.connector.invariants import (
     InvariantBroken,
@@ -31,7 +31,6 @@ _GEOMETRIES = (
     CacheGeometry(8, 4, (FullAttention(8), _FULL)),
     CacheGeometry(4, 4, (_FULL, ChunkedLocalAttention(4, 8))),
 )
-_OTHER_GEOMETRY = CacheGeometry(8, 4, (FullAttention(8),))
 _LEASES = (16, 24)
 _LONGEST_RUN = 1_500  # seconds until two engines without new requests must be idle
 _NAMES = ("P", "D")
@@ -72,16 +71,19 @@ class HandoffPlayer(Player):
         geometry = _GEOMETRIES[0] if self.plan.is_small else rng.choice(_GEOMETRIES)
         is_mixed = not self.plan.is_small and rng.random() < 0.15
         scenarios = {
-            name: Scenario(
-                _OTHER_GEOMETRY if name == "D" and is_mixed else geometry,
-                num_gpu_blocks=rng.choice((14, 20, 40)) * len(geometry.groups),
-                events=(),
-                max_running=rng.choice((1, 3)),
+            name: self.pair.fit(
+                Scenario(
+                    _doubled(geometry) if name == "D" and is_mixed else geometry,
+                    num_gpu_blocks=rng.choice((14, 20, 40)) * len(geometry.groups),
+                    events=(),
+                    max_running=rng.choice((1, 3)),
+                )
             )
             for name in _NAMES
         }
+        self.geometries = {name: scenario.geometry for name, scenario in scenarios.items()}
+        self.geometry = self.geometries["P"]
         self.model = HandoffModel(are_alike=not is_mixed)
-        self.geometry = geometry
         self.pair.start(scenarios, self.network, self.lease)
         self.counts = {name: self.counters(name) for name in _NAMES}
 
@@ -100,8 +102,12 @@ class HandoffPlayer(Player):
         self.line(f"# {name}.{method}{args}")
         try:
             return getattr(self.engines[name], method)(*args)
+        except ConfigError:
+            raise
         except Exception as error:
             law, _ = split_law(str(error))
+            if law == "ENGINE":
+                raise
             laws = {"CONN-3": "HAND-3", "CONN-4": "HAND-3", "POOL-4": "HAND-3"}
             got = f"{type(error).__name__}: {error}"
             self.fail(
@@ -131,14 +137,10 @@ class HandoffPlayer(Player):
             add = self.prompts.pop((name, request_id))
             handoff = self.read_params(params, name)
             blocks = set()
-            for group, table in zip(self.geometry_of(name).groups, tables, strict=True):
+            for group, table in zip(self.geometries[name].groups, tables, strict=True):
                 blocks |= {table[number] for number in group.required_blocks(handoff.num_tokens)}
             until = self.network.now + self.lease
             self.model.kept.append(Kept(name, add, params, handoff, blocks, until))
-
-    def geometry_of(self, name: str) -> CacheGeometry:
-        """The geometry of an engine."""
-        return self.geometry if name == "P" or self.model.are_alike else _OTHER_GEOMETRY
 
     def read_params(self, params: Mapping[str, Any], name: str) -> Handoff:
         """Read parameters as a router passes them on (HAND-1)."""
@@ -231,12 +233,15 @@ class HandoffPlayer(Player):
         return replace(add, **changes)
 
     def add(self, name: str, add: Add, method: str = "add", *args: Any) -> bool:
-        """Queue a request, unless one of its id is unfinished."""
+        """Queue a request, unless one of its id is unfinished or still loads."""
         if add.request_id in self.engines[name].unfinished():
             return False
         self.num_requests += 1
         self.prompts.pop((name, add.request_id), None)
-        self.act(name, method, add, self.num_requests, *args)
+        try:
+            self.act(name, method, add, self.num_requests, *args)
+        except ConfigError:
+            return False
         return True
 
     @operation("HAND-2", weight=4)
@@ -425,7 +430,8 @@ class HandoffPlayer(Player):
         if len(self.model.kept) > num_before:
             return self.model.kept[-1]
         has_windows = any(not isinstance(group, FullAttention) for group in self.geometry.groups)
-        self.true(has_windows, "a finished prompt is offered", "no offer", "an offer")
+        what = "a finished prompt is offered"
+        self.true(has_windows, what, "no offer", "an offer", "HAND-10")
         return None
 
     @operation("HAND-10", weight=0.8)
@@ -465,3 +471,10 @@ class HandoffPlayer(Player):
                 return
             self.tick()
         self.true(is_done(), what, f"not after {2 * GRACE} s", "it happens", law)
+
+
+def _doubled(geometry: CacheGeometry) -> CacheGeometry:
+    """Double the block sizes; the hashes stay equal, so only the layout differs."""
+    groups = (replace(group, block_size=2 * group.block_size) for group in geometry.groups)
+    size = 2 * geometry.scheduler_block_size
+    return CacheGeometry(size, geometry.hash_block_size, tuple(groups))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from kvview.errors import ConfigError
 from kvview.targets import is_engine_connector
 from kvview.testing.connector.harness import load_factory_class
+from kvview.testing.handoff.harness import require_handoff_connector
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PlaysRealHandoffs(Protocol):
     def play_handoffs(
         connector_class: type, options: Mapping[str, Any], on_progress: Callable[[str], None]
     ) -> Iterator[RealCase]:
-        """Play all cases with a connector of the engine."""
+        """Play all cases with a connector of the engine, or of kvview."""
 
 
 def real_handoffs(
@@ -45,17 +45,15 @@ def real_handoffs(
     """Play handoffs between two real engines of the installed vLLM.
 
     Args:
-        connector_class: A connector of vLLM.
+        connector_class: A connector of vLLM, or one of kvview for handoffs.
         options: Options of the connector.
         on_progress: Called with the name of each case.
 
     Raises:
-        ConfigError: The target is not a connector of vLLM, or vLLM cannot run here.
+        ConfigError: The target is neither, or vLLM cannot run here.
     """
     engines = load_factory_class("vllm")
-    if not is_engine_connector(connector_class) or not isinstance(engines, PlaysRealHandoffs):
-        raise ConfigError(
-            "--pd --inference runs connectors of vLLM, such as NixlConnector; check a connector of "
-            "kvview with --pd alone"
-        )
+    assert isinstance(engines, PlaysRealHandoffs), "vLLM's factory plays them"
+    if not is_engine_connector(connector_class):
+        require_handoff_connector(connector_class, options)
     return engines.play_handoffs(connector_class, options, on_progress)

@@ -2,8 +2,8 @@
 
 The model touches no manager. It states which key is a hit, which keys a store takes and how many
 it evicts, which transfers are in flight, and which events are due. If the contract leaves a
-choice to the manager (a page, a victim among several), the model takes over the choice that the
-manager made. For each promise it yields whether it was kept: (law, promise, is kept).
+choice to the manager (a page, a victim among several), the model adopts the choice of the manager.
+For each promise it yields whether the promise was kept: (law, promise, is kept).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class ManagerModel:
         """Keys that can be loaded."""
         self.storing: set[OffloadKey] = set()
         self.loads: Counter[OffloadKey] = Counter()
-        """How often each stored key is being loaded."""
+        """Number of loads under way for each stored key."""
         self.late_stores: set[OffloadKey] = set()
-        """Keys of stores from before a reset, which go on (OFF-8)."""
+        """Keys of stores older than a reset, which continue (OFF-8)."""
         self.late_loads: Counter[OffloadKey] = Counter()
         self.pages: dict[OffloadKey, int] = {}
         """Pages of stored keys and of all keys in flight."""
         self.offers: Counter[OffloadKey] = Counter()
         self.why: dict[OffloadKey, str] = {}
-        """The law that the last call with a key was about; OFF-6 where none is listed."""
+        """The law of the last call with a key; by default OFF-6."""
         self.advertised: set[OffloadKey] = set()
         """Keys that the events taken so far advertise."""
         self.due: list[Change] = []
         """Changes since the events were taken."""
         self.num_until_reset = 0
-        """How many of these came before the last reset, its removals included."""
+        """Number of these changes up to the last reset, its removals included."""
 
     # --- the present state ---
 
@@ -79,11 +79,11 @@ class ManagerModel:
         return [*(key in self.stored for key in keys), False].index(False)
 
     def num_free(self) -> int:
-        """Pages free of keys and transfers, those started before a reset included (OFF-5)."""
+        """Number of pages without keys and transfers, even transfers before a reset (OFF-5)."""
         return self.capacity - len(self.stored) - len(self.storing) - len(self.late)
 
     def num_protected(self) -> int:
-        """Room that transfers use (OFF-5)."""
+        """Number of pages that transfers use (OFF-5)."""
         return len(self.storing) + len(self.loads) + len(self.late)
 
     # --- stores ---
@@ -143,7 +143,7 @@ class ManagerModel:
         self.why |= dict.fromkeys(new, "OFF-6")
 
     def _why_left_out(self, key: OffloadKey) -> str:
-        """The law by which a store takes a key or leaves it out."""
+        """The law by which a store takes or skips a key."""
         if key in self.late:
             return "OFF-8"
         return "OFF-12" if self.threshold > 1 and self.answer(key).name == "MISS" else "OFF-3"

@@ -56,7 +56,7 @@ class ManagerMoves(Player):
         """Keys that were named last."""
         self.evicted: deque[OffloadKey] = deque(maxlen=2 * self.capacity)
         self.results: deque[tuple[Any, str]] = deque(maxlen=6)
-        """Results of calls, with their content at that time."""
+        """Results of calls, with their content at the time of the call."""
 
     @override
     def draw_most(self) -> int:
@@ -91,7 +91,7 @@ class ManagerMoves(Player):
         return keys
 
     def some(self, among: Iterable[OffloadKey], *, repeat: bool = False) -> list[OffloadKey]:
-        """Draw at least one of some keys, or none where there are none."""
+        """Draw at least one of some keys; empty if there are no keys."""
         keys = sorted(among)
         if not keys:
             return []
@@ -180,7 +180,7 @@ class ManagerMoves(Player):
         self.model.end_loads(keys)
 
     def use_one(self, key: OffloadKey) -> None:
-        """Let a request use a key: touch it, or store it to the end."""
+        """Let a request use a key, by a touch or a complete store."""
         self.named([key])
         if key in self.model.stored:
             self.call(self.subject, "touch", [key], self.context)

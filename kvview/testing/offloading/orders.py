@@ -21,7 +21,7 @@ def oldest(uses: Mapping[OffloadKey, int], may_go: Collection[OffloadKey]) -> li
 
 
 class AnyOrder:
-    """No order: every key that is not in flight may go."""
+    """No order, in which every key that is not in flight may be evicted."""
 
     def replace(
         self,
@@ -42,7 +42,7 @@ class AnyOrder:
 class LRUOrder(AnyOrder):
     """Least recently used (OFF-10).
 
-    The new keys of one call have the same time: which of them goes first is open.
+    The new keys of one call have the same time, so they may be evicted in any order.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class ARCOrder(AnyOrder):
     each. The paper defines every victim as long as one new key comes at a time, the published
     victim is not in flight, and no store fails in a tier that evicted something. After that the
     manager may choose between T1 and T2, and ``is_exact`` is False; within T1, and within T2, the
-    key whose last use is longest ago still goes first. A key that comes again is then in either
+    key whose last use is longest ago still goes first. A key that is stored again is then in either
     list until it is touched.
 
     Args:
@@ -98,7 +98,7 @@ class ARCOrder(AnyOrder):
         self.b1: list[OffloadKey] = []  # the oldest first, as in B2
         self.b2: list[OffloadKey] = []
         self.open: set[OffloadKey] = set()
-        """Held keys of which it is open whether they are in T1 or in T2."""
+        """Held keys that may be in T1 or in T2."""
         self.evicted: set[OffloadKey] = set()
         self.is_exact = True
         self.now = 0
@@ -177,5 +177,5 @@ class ARCOrder(AnyOrder):
 
 
 def _first(uses: Mapping[OffloadKey, int]) -> list[OffloadKey]:
-    """The keys that were used longest ago; several where one call brought them."""
+    """The keys that were used longest ago; several if one call stored them."""
     return [key for key, time in uses.items() if time == min(uses.values())]

@@ -94,7 +94,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-3", C.RESETS)
     def use_keys_alone(self) -> None:
-        """Use keys one after another in an empty tier, so that the order is defined for long."""
+        """Use keys one after another in an empty tier, so that the order stays defined."""
         self.end_all()
         self.reset()
         for _ in range(8):
@@ -115,7 +115,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-1", weight=1.5)
     def squeeze(self) -> None:
-        """Load all keys but a few, store others in the room that is left, and try again."""
+        """Load all keys except a few, store others in the remaining room, and try again."""
         idle = sorted(self.model.may_go([]))
         left = self.rng.choice((0, 1, 1, 2, self.most))
         busy = self.rng.sample(idle, max(0, len(idle) - left))
@@ -167,7 +167,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-9")
     def finish_twice_in_one_call(self) -> None:
-        """Complete a store that the call names twice: it ends once, or the call is refused."""
+        """Complete a store that the call names twice, which must end it once or be refused."""
         keys = self.some(self.model.storing)
         if not keys:
             return
@@ -181,7 +181,9 @@ class ManagerPlayer(ManagerMoves):
             return
         except Exception as error:
             self.line(code)
-            self.fail(f"{code} is done or refused", repr(error), "TransferNotInFlightError at most")
+            self.fail(
+                f"{code} is executed or refused", repr(error), "TransferNotInFlightError at most"
+            )
         self.line(code)
         self.model.end_stores(keys, success=success)
 
@@ -274,7 +276,7 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("EVENT-2", C.EVENTS)
     def events(self) -> None:
-        """The events since they were taken last; at times they are left to gather."""
+        """Compare the events since the last time; at times they are left to gather."""
         if self.rng.random() < 0.3:
             return
         events = self.listed(self.subject, "take_events")

@@ -16,7 +16,7 @@ _WALK = "iter_free_block_ids_with_hash"
 
 
 def _fill(pool: PoolPlayer, num_blocks: int) -> list[int]:
-    """A fresh pool whose blocks all have a key and are free; returns them in queue order."""
+    """Make a pool whose blocks all have a key and are free; returns the blocks in queue order."""
     pool.resize(num_blocks)
     pool.allocate(len(pool.model.joined))
     blocks = list(pool.model.engine)
@@ -54,7 +54,7 @@ def check_pool_6_cost_of_a_walk(pool: PoolPlayer) -> None:
 
 @example(PoolPlayer, "POOL-6", C.CACHE, C.SIZED)
 def check_pool_6_cost_after_touches(pool: PoolPlayer) -> None:
-    """Cost: held blocks are passed once, by the first walk, and not by every walk."""
+    """Cost: held blocks are skipped once, by the first walk, and not by every walk."""
     blocks = _fill(pool, 2000)
     alone = cost_of_first(partial(_walk, pool), 20)
     pool.views[0].touch_blocks([block for number, block in enumerate(blocks) if number % 100])
@@ -84,7 +84,7 @@ def check_pool_13_cost_of_a_resumed_walk(pool: PoolPlayer) -> None:
 
 
 def _serve(pool: PoolPlayer, walk: Any) -> None:
-    """One step of an engine and of a connector that stores the next victims."""
+    """Run one step of an engine and of a connector that stores the next victims."""
     taken = list(dict.fromkeys(block for block, _ in walk.take(8)))
     held = taken[1::2]
     pool.views[0].touch_blocks(held)

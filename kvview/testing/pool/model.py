@@ -1,9 +1,9 @@
 """The pool contract as an executable model: dictionaries, lists and the laws.
 
-The model touches no pool. It states which block is free, in which order blocks are evicted, and
-which items, refusals and notices every call must produce. If the contract leaves a choice to
-the engine (the place of a block without a key, the order of a victim without a key), the model
-takes over the choice that the pool made, and checks only the promised part.
+The model touches no pool. It states which blocks are free, in which order blocks are evicted, and
+which items, refusals and notices every call must produce. If the contract leaves a choice to the
+engine (the place of a block without a key, the order of victims without keys), the model adopts the
+choice of the pool, and only checks the promised part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from operator import itemgetter
 from kvview.keys import OffloadKey
 
 Walk = list[tuple[int, int]]
-"""The blocks that a walk has ahead: each with the time at which it became free."""
+"""The blocks ahead of a walk, each with the time at which it became free."""
 
 KeySet = tuple[int, OffloadKey, frozenset[OffloadKey]]
 """A block, its primary key, and its other keys."""
@@ -58,9 +58,9 @@ class PoolModel:
         self.released_by: dict[int, int | None] = {}
         """The view whose release made a block free; None for the engine."""
         self.now = 0
-        """The time: how often a block became free."""
+        """The time, counted in blocks that became free."""
         self.closed: set[int] = set()
-        """The views that were closed; what they held stays held (POOL-10)."""
+        """The views that were closed, whose blocks stay held (POOL-10)."""
 
     def add_view(self) -> None:
         """Add a view that holds nothing."""
@@ -78,7 +78,7 @@ class PoolModel:
     # --- the present state ---
 
     def is_free(self, block: int) -> bool:
-        """Return whether neither the engine nor a view holds the block (POOL-1)."""
+        """Return whether a block is free: neither the engine nor a view holds it (POOL-1)."""
         return block in self.joined
 
     def order(self) -> list[int]:
@@ -183,10 +183,10 @@ class PoolModel:
         return walk[0][0] if walk else None
 
     def next_keys(self, block: int, yielded: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """The keys of which a walk yields one next: the primary, then the others in any order."""
+        """The keys that a walk may yield next: first the primary, then the others in any order."""
         keys = self.keys.get(block, [])
         return [key for key in keys if key not in yielded] if yielded else keys[:1]
 
     def behind(self, passed: float) -> list[int]:
-        """The blocks with keys that a resumed walk has ahead, next victim first (POOL-13)."""
+        """The blocks with keys ahead of a resumed walk, next victim first (POOL-13)."""
         return [block for block in self.order() if self.place[block] > passed]

@@ -41,7 +41,7 @@ def wrong_ids() -> tuple[Any, ...]:
     """Return wrong ids that a script cannot write as a literal."""
     try:
         import numpy as np
-    except ModuleNotFoundError:  # then no caller can pass them either
+    except ModuleNotFoundError:  # because then no caller can pass them either
         return (_Index(),)
     return _Index(), np.int64(1), np.int32(1), np.uint8(1)
 
@@ -65,13 +65,13 @@ class PoolMoves(Player):
             self.views[:] = [self.subject]
 
     def resize(self, num_blocks: int) -> None:
-        """Continue with a fresh pool, of another size where the harness makes one."""
+        """Continue with a new pool, of another size if the harness can make one."""
         if self.can(C.SIZED):
             self.use(self.call(self.harness, "sized", num_blocks), "view")
         self.begin()
 
     def begin(self) -> None:
-        """Make the model of the harness, which is fresh."""
+        """Make the model of a new harness."""
         self.num_blocks: int = self.harness.num_blocks
         self.is_large = self.num_blocks > 100
         self.not_blocks: tuple[Any, ...] = (*_NOT_BLOCKS, *wrong_ids(), self.num_blocks)
@@ -97,7 +97,7 @@ class PoolMoves(Player):
     # --- draws ---
 
     def some(self, blocks: Iterable[int], *, repeat: bool = False) -> list[int]:
-        """Draw at least one of some blocks, or none where there are none."""
+        """Draw at least one of some blocks; empty if there are no blocks."""
         among = list(blocks)
         if not among:
             return []
@@ -125,7 +125,7 @@ class PoolMoves(Player):
         return ["free_blocks", *(name for name, need in methods.items() if self.can(need))]
 
     def queries(self, block: Any) -> list[tuple[str, list[Any]]]:
-        """The queries of a view, with a block as the argument of those that take one."""
+        """The queries of a view, with a block as the argument if they take one."""
         calls: dict[str, tuple[C, list[Any]]] = {
             "num_free_blocks": (C.FREE_COUNT, []),
             "is_free": (C.IS_FREE, [block]),
@@ -277,7 +277,7 @@ class PoolMoves(Player):
 
     @operation("POOL-1", weight=5)
     def touch(self) -> None:
-        """Hold blocks: any, victims, or blocks that are held already."""
+        """Hold any blocks, the next victims, or blocks that are already held."""
         at = self.draw_view()
         among = (self.model.blocks, self.model.order() or self.model.blocks, self.model.held[at])
         blocks = self.with_null(self.some(self.rng.choice(among), repeat=self.rng.random() < 0.3))
@@ -291,7 +291,7 @@ class PoolMoves(Player):
         return True
 
     def blame_blocks(self, blocks: Sequence[int]) -> None:
-        """Name the law that a call with these blocks is about, if there is one."""
+        """Name the law for a call with these blocks, if there is one."""
         if self.model.null in blocks:
             self.blame("POOL-5")
         elif len(set(blocks)) < len(blocks):
@@ -351,7 +351,7 @@ class PoolMoves(Player):
 
     @operation("POOL-4", weight=2)
     def be_refused(self) -> None:
-        """Name blocks that the pool does not have, and free more than is held."""
+        """Pass blocks that the pool does not have, and free more references than are held."""
         self.blame("POOL-3")
         at = self.draw_view()
         view, held = self.views[at], self.model.held[at]

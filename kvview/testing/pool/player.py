@@ -33,23 +33,23 @@ class _OneShot:
     ahead: Walk
     has_keys: bool
     began: int
-    """The model's time at which it began."""
+    """The model's time at which the walk was opened."""
     at: int | None = None
-    """The block that it yields keys of, and those that it has yielded."""
+    """The block whose keys the walk yields now, and the yielded keys."""
     yielded: list[OffloadKey] = field(default_factory=list)
 
 
 @dataclass
 class _Resumed:
-    """A resumed walk, and the place in the queue that it has passed."""
+    """A resumed walk, and its place in the queue."""
 
     view: int
     walk: Any
     passed: float = -inf
     last: dict[int, int] = field(default_factory=dict)
-    """The blocks that were free when it last took some, with the time at which they joined."""
+    """The blocks that were free at its last call, with the time at which they joined the queue."""
     choices: dict[int, int] = field(default_factory=dict)
-    """The blocks that others took and released since, of which nothing is promised."""
+    """The blocks that other owners took and released since, which the walk may yield or not."""
 
 
 @check_by_search
@@ -91,7 +91,7 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-10", C.CLOSE, weight=0.3)
     def close(self) -> None:
-        """Close the first view: every call is refused then, and its walks end."""
+        """Close the first view, after which every call is refused and its walks end."""
         if 0 in self.model.closed:
             return
         if len(self.model.closed | self.closing(0)) == len(self.views) and self.can(C.VIEWS):
@@ -163,7 +163,7 @@ class PoolPlayer(PoolMoves):
         self._advance(self.one_shots[-1])
 
     def _next(self, one: _OneShot) -> tuple[int | None, list[OffloadKey]]:
-        """The block that a walk yields next, and the keys that it may yield of it."""
+        """Return the block that a walk yields next, and the keys of it that it may yield."""
         block = self.model.next_block(one.ahead)
         while one.has_keys and block is not None and block not in self.model.keys:
             one.ahead.pop(0)

@@ -1,1 +1,1 @@
-"""The tier contract's room of the kit."""
+"""The tier contract under test."""

@@ -44,7 +44,7 @@ def _fits(store: TierPlayer) -> None:
 
 
 def _kill_writer(store: TierPlayer, rng: Random) -> None:
-    """Kill one process that writes while another one writes the same keys and others."""
+    """Kill a process that writes while another process writes the same and other keys."""
     both, first, second = (_draw_keys(rng, number) for number in (20, 600, 60))
     writers = [store.harness.start_writer(both | keys) for keys in (first, second)]
     writers[0].kill(rng.randrange(60), rng.random() * 0.002)
@@ -63,9 +63,9 @@ def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
 
 @example(TierPlayer, "TIER-9", C.KILL)
 def check_tier_9_killed_process(store: TierPlayer) -> None:
-    """Processes: after a kill -9 in the middle of writing there are whole entries only."""
+    """Processes: after a kill -9 during a write only complete entries are stored."""
     for seed in range(2):
-        if seed:  # a store may be alone in its place
+        if seed:  # because a store may refuse a second process in its place
             store.call(store.subject, "close")
         _kill_writer(store, Random(seed + current_effort().seed))
         _reopen(store)
@@ -156,9 +156,9 @@ def check_tier_8_damaged_notes(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-10", C.DAMAGE, C.NAMESPACES, C.VERIFIES)
 def check_tier_10_restored_entry(store: TierPlayer) -> None:
-    """Damaged media: a file of another namespace under an own name is not an entry."""
+    """Damaged media: a file of another namespace under a name of this one is not an entry."""
     place = store.harness
-    if not hasattr(place, "entries"):  # a harness of its own
+    if not hasattr(place, "entries"):  # another harness
         return
     other = store.open_in_place(weights="2")
     if isinstance(other, KVViewError):  # one namespace in a place
@@ -170,7 +170,7 @@ def check_tier_10_restored_entry(store: TierPlayer) -> None:
         other.put(number, [key], [memoryview(bytes_of(key[::-1], size))])
         finished(other, store.patience)
         theirs, before = place.entries() - before, place.entries()
-        if len(mine) == len(theirs) == 1:  # else it is unknown which is which
+        if len(mine) == len(theirs) == 1:  # otherwise the files cannot be distinguished
             theirs.pop().replace(mine.pop())
             store.line(f"# the file of {key!r} is that of other weights now")
     store.model.damage()
@@ -181,13 +181,13 @@ def check_tier_10_restored_entry(store: TierPlayer) -> None:
 def check_tier_8_refused_budget(store: TierPlayer) -> None:
     """Options: a store that cannot keep ``max_bytes`` refuses it."""
     is_ours = isinstance(store.subject, Threaded) and hasattr(store.harness, "with_budget")
-    if store.can(C.BUDGET) or not is_ours:  # no law is about the options of other stores
+    if store.can(C.BUDGET) or not is_ours:  # because no law concerns the options of other stores
         return
     try:
         store.continue_with(store.harness.with_budget(500_000))
     except (KVViewError, TypeError):
         return
-    store.fail("max_bytes is kept or refused", "taken", "TypeError, or ConfigError with a reason")
+    store.fail("max_bytes is obeyed or refused", "taken", "TypeError, or ConfigError with a reason")
 
 
 # --- growth ---
@@ -195,7 +195,7 @@ def check_tier_8_refused_budget(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-9", C.GONE, C.REOPEN)
 def check_tier_9_growth(store: TierPlayer) -> None:
-    """Growth: a put leaves nothing on the medium but its entry."""
+    """Growth: a put leaves only its entry on the medium."""
     sizes, num_files = {b"%d" % number: 30_000 for number in range(20)}, []
     for number in range(4):  # keys that fail are put again
         store.move("get", {key: size + 1 for key, size in sizes.items()})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvview.tier import Namespace
 
 BLOCKED_SECONDS = 1.0
-"""Seconds after which a call that blocks returns, so that a guard that waits for it is seen."""
+"""Seconds after which a blocked call returns, so that a guard that waits for it is detected."""
 
 RAISING = ("lookup raises", "put raises", "get raises", "poll raises", "put exits")
 BLOCKING = ("lookup blocks", "put blocks", "get blocks", "poll blocks")
@@ -48,7 +48,7 @@ class FaultyStore:
     def __init__(self, namespace: Namespace | None = None) -> None:
         self.fault = ""
         self.callers: set[int] = set()
-        """Threads that were in a call that blocked."""
+        """Threads that were in a blocked call."""
         self.num_jobs = 0
         """Number of puts and gets so far."""
         self.touched: list[bytes] = []
@@ -139,7 +139,7 @@ class FaultyStore:
 
     def _misbehave(self, call: str) -> None:
         if self.fault == f"{call} raises":
-            raise OSError(errno.EIO, "the medium is gone")
+            raise OSError(errno.EIO, "simulated: the medium was removed")
         if self.fault == f"{call} exits":
             raise SystemExit(1)
         if self.fault == f"{call} blocks":

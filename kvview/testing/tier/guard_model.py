@@ -1,4 +1,4 @@
-"""The guard of a tier as an executable model: strikes, a store that is left alone, and counts."""
+"""The guard of a tier as an executable model: strikes, pauses of the store, and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PUT_FAULTS = {
     "reports twice": "unknown",
     "never reports": "late",
 }
-"""Faults of a put, with the count of the guard that grows by one."""
+"""Faults of a put, and the counter of the guard that each increases by one."""
 
 GET_FAULTS = {
     "": "",
@@ -38,8 +38,8 @@ class TierGuardModel:
     """The strikes and the counts of a guard whose jobs come one after the other (TIER-12).
 
     Args:
-        trip_after: Strikes in a row after which the store is left alone.
-        retry_after: Seconds until one job is tried again; twice as long after each that fails.
+        trip_after: Number of consecutive strikes after which the store is paused.
+        retry_after: Seconds until a trial job; twice as long after each failed trial.
     """
 
     def __init__(self, trip_after: int, retry_after: float) -> None:
@@ -47,7 +47,7 @@ class TierGuardModel:
         self.retry_after = self.pause = retry_after
         self.strikes = 0
         self.until: float | None = None
-        """The time at which a store that is left alone is tried again."""
+        """The time at which a paused store is tried again."""
         self.counts: Counter[str] = Counter()
 
     def reaches(self, now: float) -> bool:
@@ -55,7 +55,7 @@ class TierGuardModel:
         return self.until is None or now >= self.until
 
     def job(self, method: str, count: str, num_keys: int, now: float) -> bool:
-        """End a job in which ``count`` grows; returns whether its keys succeed."""
+        """End a job that increases ``count``; returns whether its keys succeed."""
         if not self.reaches(now):
             self.counts += Counter(refused=1, failed=num_keys)
             return False
@@ -72,13 +72,13 @@ class TierGuardModel:
         return is_good
 
     def lookup(self, count: str, now: float) -> None:
-        """Answer a lookup in which ``count`` grows."""
+        """End a lookup that increases ``count``."""
         if self.reaches(now) and count:
             self.counts[count] += 1
             self.strike(now)
 
     def strike(self, now: float) -> None:
-        """Leave the store alone after some strikes in a row, or after one of a trial."""
+        """Pause the store after several consecutive strikes, or after one strike of a trial."""
         self.strikes += 1
         if self.until is not None:
             self.pause = min(2 * self.pause, 16 * self.retry_after)

@@ -107,7 +107,7 @@ class TierGuardPlayer(TierMoves):
 
     @operation("TIER-12", weight=2)
     def heal_store(self) -> None:
-        """Let the store work again: the guard uses it again, if not at once."""
+        """End the fault of the store; the guard must use it again, at once or later."""
         self.under.heal()
         self.wait()
         self.line("# the store works again")
@@ -118,7 +118,9 @@ class TierGuardPlayer(TierMoves):
             self.model.is_faulty = False
             if flags == [True]:
                 return
-        self.fail("a store that works again is used again", "every put fails", "a success")
+        self.fail(
+            "the guard uses a store again after its fault has ended", "every put fails", "a success"
+        )
 
     @operation("TIER-12", weight=2)
     def count_faults(self) -> None:
@@ -139,7 +141,7 @@ class TierGuardPlayer(TierMoves):
         self.move("put", dict.fromkeys(self.fresh, 4096))
         for number in range(self.rng.randint(4, _MOST_STEPS)):
             self._play_step(expected, b"%d" % number)
-        # After many strikes of one job the store is left alone.
+        # After many strikes of one job the store is paused.
         self.clock.seconds += 40 * RETRY_AFTER
         self.under.fault = self.rng.choice(("poll raises", "poll is None"))
         self.is_timed_by_hand = False
@@ -181,7 +183,7 @@ class TierGuardPlayer(TierMoves):
         self._compare_counts(expected, fault)
 
     def _pass_deadline(self) -> None:
-        """Let the deadline of a job pass that the store never reports: it is not late before."""
+        """Let the deadline of an unreported job pass, and check that the job is not late before."""
         self.clock.seconds += 0.9 * DEADLINE
         time.sleep(0.002)
         self.equal(self.poll(), {}, "a job is not late before its deadline")

@@ -1,4 +1,4 @@
-"""A watch for I/O of the calling thread, for which a scheduler would wait (TIER-5)."""
+"""A watch for I/O on the calling thread, which would delay a scheduler (TIER-5)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class _Hook:
 def watching_io(folder: str) -> Iterator[list[str]]:
     """Record the calls of this thread on files below a folder, during the ``with`` block.
 
-    Looked at are Python's audit events (open, rename, remove, listing ...) and those functions
-    of ``os`` that have none. Other threads are not looked at.
+    It records Python's audit events (open, rename, remove, listing ...) and the functions of ``os``
+    without such events. Other threads are not watched.
     """
     if not _Hook.is_installed:
         _Hook.is_installed = True
@@ -52,7 +52,7 @@ def slow_renames(seconds: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files of this process: larger writes fail, as on a full disk."""
+    """Limit the size of files of this process, so that larger writes fail as on a full disk."""
     import resource  # not on every system
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -104,7 +104,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     seen = getattr(_local, "seen", None)
     if seen is None:
         return
-    _local.seen = None  # the watch's own calls do not count
+    _local.seen = None  # because calls of the watch itself do not count
     try:
         for arg in args[:2]:
             path = _path_of(arg)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 _OVERHEAD = 512
-"""Bytes that a store may occupy for an entry beyond its page."""
+"""Bytes that a store may occupy for an entry in addition to its page."""
 
 Promises = Iterator[tuple[str, str, bool]]
 
@@ -31,8 +31,8 @@ class KeyJob:
 
     Args:
         sizes: The bytes of the page of each key.
-        is_get: Whether it loads.
-        crossed: Keys that another job or a delete concerned meanwhile.
+        is_get: Whether the job loads.
+        crossed: Keys that another job or a delete also used meanwhile.
     """
 
     sizes: Mapping[bytes, int]
@@ -64,32 +64,34 @@ class TierModel:
         self.either: dict[bytes, int] = {}
         """Keys that may be held or missing."""
         self.failed: set[bytes] = set()
-        """Keys whose last get failed: a miss until they are stored again (TIER-4)."""
+        """Keys whose last get failed, which are misses until they are stored again (TIER-4)."""
         self.gone: set[bytes] = set()
-        """Keys that the store has named as evicted: a lookup may not have learned it yet."""
+        """Keys that the store reported as evicted; a lookup may not show that yet."""
         self.damaged: set[bytes] = set()
-        """Keys whose bytes were damaged: a put may keep those until a get has failed."""
+        """Keys whose bytes were damaged; a put may keep the damaged bytes until a get has
+        failed."""
         self.used: dict[bytes, int] = {}
         """The time at which each key was stored, loaded or touched last."""
         self.now = 0
-        """The time: the engine sets it before it takes reports."""
+        """The time, which the engine sets before it takes reports."""
         self.sizes: dict[bytes, int] = {}
-        """The bytes of the page that each key was put with."""
+        """The number of bytes of the page that was put for each key."""
         self.jobs: dict[int, KeyJob] = {}
         self.is_closed = False
         self.has_deleted = False
-        """Whether the bytes of deleted keys may still take room."""
+        """Whether deleted keys may still take room."""
         self.is_faulty = False
-        """Whether the medium is gone or full, or the store has a fault: any key may fail then."""
+        """Whether the medium is missing or full, or the store has a fault, so that any key may
+        fail."""
 
     # --- the calls of an engine ---
 
     def start(self, job: int, sizes: Mapping[bytes, int], *, is_get: bool) -> None:
-        """Start a job; the order of it and of another job on the same key is free."""
+        """Start a job; two jobs on the same key may run in any order."""
         new = KeyJob(sizes, is_get)
         for other in self.jobs.values():
             both = {key for key in sizes if key in other.sizes}
-            if is_get == other.is_get:  # then only a page of a wrong size changes anything
+            if is_get == other.is_get:  # because then only a page of a wrong size has an effect
                 both = {key for key in both if sizes[key] != other.sizes[key]}
             other.crossed |= both
             new.crossed |= both
@@ -98,7 +100,7 @@ class TierModel:
             self.sizes |= sizes
 
     def report(self, number: int, flags: Sequence[bool]) -> Promises:
-        """End a job: it was in flight, and has one flag for each key (TIER-2)."""
+        """End a job, which must be in flight and have one flag for each key (TIER-2)."""
         job = self.jobs.pop(number, None)
         yield "TIER-2", f"job {number} is in flight, and is reported once", job is not None
         assert job is not None, "the promise was kept"
@@ -156,12 +158,12 @@ class TierModel:
         return self.max_bytes is None or size <= self.max_bytes // 10
 
     def must_be_found(self, key: bytes) -> bool:
-        """Whether a lookup must find a key: it is held, and no job may change that."""
+        """Whether a lookup must find a key, because it is held and no job may change that."""
         is_sure = key in self.held and not self.is_faulty and not self.is_closed
         return is_sure and not self._moves(key)
 
     def answer(self, key: bytes, flag: bool) -> Promises:
-        """Answer a lookup (TIER-4, TIER-7)."""
+        """Check the result of a lookup (TIER-4, TIER-7)."""
         if self.is_closed:
             yield "TIER-11", "after close every key is a miss", not flag
         elif flag and not self._moves(key):
@@ -187,19 +189,19 @@ class TierModel:
                     job.crossed.add(key)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Use keys that are held: they are the last ones to be evicted (TIER-8)."""
+        """Use keys that are held, which are then the last to be evicted (TIER-8)."""
         for key in keys:
             self.used[key] = self.now
             if key in self.either:
                 self.held[key] = self.either.pop(key)
 
     def close(self) -> None:
-        """End the jobs in flight: each of their keys may be stored or not (TIER-11)."""
+        """End the jobs in flight, after which each of their keys may be stored or not (TIER-11)."""
         for job in self.jobs.values():
             job.crossed.update(job.sizes)
 
     def reopen(self) -> None:
-        """Continue in another process: whole entries are there, and nothing else is (TIER-9)."""
+        """Continue in another process, which finds only complete entries (TIER-9)."""
         self.is_closed = False
         self.either |= {key: self.sizes[key] for key in self.failed if key in self.sizes}
         self.failed.clear()
@@ -207,7 +209,7 @@ class TierModel:
     # --- the medium ---
 
     def damage(self) -> None:
-        """Damage every entry: it is whole, or a get of it fails (TIER-1)."""
+        """Damage every entry, after which a get returns the right bytes or fails (TIER-1)."""
         self.damaged |= {*self.held, *self.either}
         self._doubt([*self.held])
 
@@ -222,7 +224,7 @@ class TierModel:
         self._doubt([*self.held])
 
     def kept(self) -> set[bytes]:
-        """The held keys that may not be evicted: there is room, or they were used just now."""
+        """The held keys that may not be evicted, because there is room or they were just used."""
         assert self.max_bytes is not None, "only a store with a budget evicts"
         if self.has_deleted:
             return set()
@@ -241,7 +243,7 @@ class TierModel:
         return kept
 
     def evicted(self, keys: Iterable[bytes]) -> Promises:
-        """Evict the keys that the store names (TIER-8)."""
+        """Evict the keys that the store reports as evicted (TIER-8)."""
         for key in keys:
             is_known = key in self.held or key in self.either or key in self.sizes
             yield "TIER-8", f"key {key!r}, which was evicted, had been stored", is_known

@@ -28,7 +28,7 @@ _MOST_KNOWN, _MOST_REPORTED = 60, 60
 
 
 def size_of(key: bytes) -> int:
-    """The bytes of a key's page: a key names its bytes, whenever it is put."""
+    """The bytes of a key's page, which are the same in every put."""
     sizes = Random(key)
     return sizes.choice(_LARGE_SIZES if sizes.random() < 0.06 else _SIZES)
 
@@ -40,7 +40,7 @@ def finished(store: Any, seconds: float) -> list[bool]:
 
 
 class TierMoves(Player):
-    """A player of one engine on a store; the model checks every answer."""
+    """A player of one engine on a store; the model checks every result."""
 
     contract = "tier"
     subject_name = "store"
@@ -50,7 +50,7 @@ class TierMoves(Player):
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
         self.keys: dict[bytes, int] = {}
-        """Keys that were drawn, with the size of their pages."""
+        """Drawn keys, with the size of their pages."""
         self.pages: dict[int, tuple[list[bytes], list[bytearray]]] = {}
         """Pages of the jobs in flight."""
         self.reported: list[bytearray] = []
@@ -64,7 +64,7 @@ class TierMoves(Player):
     def start(self) -> None:
         self.harnesses.append(self.harness)
         self.patience: float = getattr(self.harness, "patience", 10.0)
-        """Seconds after which an answer is taken for one that never comes."""
+        """Seconds after which a missing result counts as never returned."""
         self.model = TierModel()
         self.wire()
 
@@ -96,7 +96,7 @@ class TierMoves(Player):
     # --- draws ---
 
     def new_key(self) -> bytes:
-        """Draw a key: of any length, a special one, or one that is much like another."""
+        """Draw a key of any length, a special key, or a key that is similar to another."""
         key, known = self.rng.randbytes(self.rng.randint(1, 100)), [*self.keys]
         kind = self.rng.random()
         if kind < 0.1:
@@ -116,11 +116,11 @@ class TierMoves(Player):
         return self.rng.sample(keys, self.rng.randint(0, min(most or self.most, len(keys))))
 
     def sized(self, keys: Iterable[bytes], change: int = 0) -> dict[bytes, int]:
-        """The known ones of some keys, with the sizes of their pages or with other sizes."""
+        """Add to known keys the sizes of their pages, or other sizes."""
         return {key: max(1, self.keys[key] + change) for key in keys if key in self.keys}
 
     def draw_job(self) -> int:
-        """Draw the number of a job: any int that is not in flight."""
+        """Draw the number of a job, which is any int that is not in flight."""
         self.next_job += 1
         free = [job for job in (*_JOBS, self.next_job - 1) if job not in self.model.jobs]
         return self.rng.choice(free) if free and self.rng.random() < 0.2 else self.next_job
@@ -128,7 +128,7 @@ class TierMoves(Player):
     # --- calls of the scheduler ---
 
     def ask(self, method: str, *args: Any, shown: str = "") -> Any:
-        """Call the store as a scheduler does: no I/O is done on this thread (TIER-5)."""
+        """Call the store like a scheduler, and require that this thread does no I/O (TIER-5)."""
         me, callers = threading.get_ident(), getattr(self.harness, "callers", set[int]())
         callers.discard(me)
         watch: AbstractContextManager[list[str]] = (
@@ -169,7 +169,7 @@ class TierMoves(Player):
             self.true(is_kept, promise, got, "as promised", law)
 
     def poll(self) -> dict[int, list[bool]]:
-        """Take the reports, and let the engine use their pages for something else."""
+        """Take the reports, and let the engine reuse their pages."""
         reports = {}
         self.model.now += 1
         for job, flags in list(self.ask("poll")):
@@ -203,12 +203,12 @@ class TierMoves(Player):
 
     @contextmanager
     def patiently(self, what: str, law: str) -> Iterator[Any]:
-        """Yield a function that waits a moment, or fails when it was called for too long."""
+        """Yield a function that waits for a moment, and fails after too long a time."""
         end = time.monotonic() + self.patience
 
         def wait(got: object) -> None:
             if self.waits_for_wake_up and not self.woken.wait(self.patience):
-                self.fail(f"the store wakes the caller: {what}", "no call", "a call", "TIER-5")
+                self.fail(f"the store wakes up the caller: {what}", "no call", "a call", "TIER-5")
             self.woken.clear()
             self.true(time.monotonic() < end, what, got, "it comes", law)
             self.passes()
@@ -241,7 +241,7 @@ class TierMoves(Player):
         return self.drain()[job]
 
     def look(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look keys up until every answer is known, and check the answers."""
+        """Look keys up until every result is known, and check the results."""
         with self.patiently("every lookup is answered", "TIER-5") as wait:
             while True:
                 flags = list(self.ask("lookup", list(keys), shown=_shown(keys)))
@@ -255,7 +255,7 @@ class TierMoves(Player):
             while self.model.names_evicted and not flag and self.model.must_be_found(key):
                 if time.monotonic() > end:
                     break
-                time.sleep(0.0005)  # the store may name it a moment later
+                time.sleep(0.0005)  # because the store may report it a moment later
                 self.learn_evictions()
             self.judge(self.model.answer(key, bool(flag)), flag)
         return [bool(flag) for flag in flags]
@@ -318,7 +318,7 @@ class TierMoves(Player):
 
     @operation("TIER-6")
     def be_refused(self) -> None:
-        """Submit jobs that are misuse; the next lookups show that they started nothing."""
+        """Submit malformed jobs; the next lookups show that they started nothing."""
         self.blame("TIER-6")
         key, other, size = self.new_key(), b"another key", 4096
         job = self.draw_job()
@@ -385,13 +385,13 @@ class TierMoves(Player):
 
     @observable("TIER-3")
     def pages_are_left_alone(self) -> None:
-        """The pages of jobs that were reported, which the engine uses for something else."""
+        """Compare the pages of reported jobs, which the engine has reused."""
         is_left = all(page == _REUSED * len(page) for page in self.reported)
         self.true(is_left, "a page is left alone after its report", "other bytes", "the engine's")
 
     @observable("TIER-7")
     def lookups(self) -> None:
-        """Every key that was drawn lately, and keys that are much like them."""
+        """Compare every recently drawn key, and similar keys."""
         rng = Random(self.plan.seed)
         known = [*self.keys]
         alike = [key[:-1] + b"." for key in known[-4:]] + [key[:99] + b"!" for key in known[:4]]

@@ -118,7 +118,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-6", C.GONE, weight=0.3)
     def lose_medium(self) -> None:
-        """Take the medium away: every call returns, with failed keys and misses."""
+        """Remove the medium, after which every call must return, with failed keys and misses."""
         self.blame("TIER-6")
         self.call(self.harness, "lose_medium")
         self.model.become_faulty()
@@ -130,7 +130,7 @@ class TierPlayer(TierMoves):
         self.is_over = True
 
     def open_in_place(self, **changes: Any) -> Any:
-        """Another store in the same place, or the error of a store that is alone there."""
+        """Open another store in the same place; returns the error if the store allows only one."""
         try:
             harness = self.harness.with_namespace(replace(self.harness.namespace, **changes))
         except KVViewError as error:
@@ -170,7 +170,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-10", C.NAMESPACES)
     def open_another_namespace(self) -> None:
-        """Open the place for something else that KV depends on."""
+        """Open the place for a namespace that differs in one field."""
         if self.model.max_bytes is not None:  # the budget excludes the notes of other namespaces
             return
         self.blame("TIER-10")
@@ -200,7 +200,7 @@ class TierPlayer(TierMoves):
 
     @observable("TIER-8", C.BUDGET)
     def budget(self) -> None:
-        """The bytes on the medium, and those of ``usage``."""
+        """Compare the bytes on the medium with those of ``usage``."""
         most, harness = self.model.max_bytes, self.harness
         if most is None or self.model.is_closed:
             return

@@ -1,4 +1,4 @@
-"""A harness over a class of stores, in a fresh folder."""
+"""A harness over a class of stores, in a new folder."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class StoreFactory:
         return f"{place}\nfactory = tier_factory(factory, {self.options!r})"
 
     def __call__(self) -> StoreHarness:
-        """A harness in a folder of its own."""
+        """Make a harness in a new folder."""
         return StoreHarness(self.made_of, self.options)
 
 
 def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Callable[[], Any]:
-    """A factory of harnesses: the target itself, or one made of a class of stores.
+    """Return a factory of harnesses: the target itself, or one for a class of stores.
 
     Args:
         target: A factory, or a class of :class:`~kvview.tier.TierStore`.
@@ -71,13 +71,13 @@ def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Calla
 
 
 class StoreHarness:
-    """A store of a class, made with a namespace and options, in a folder of its own.
+    """A store of a class, made with a namespace and options, in its own folder.
 
     Args:
         make: The class.
         options: Options of the class; ``{tmp}`` in a text is replaced by the folder.
-        namespace: None for one of the kit's.
-        folder: Made by another harness; None for a new one.
+        namespace: Namespace of the store; None for the default of the kit.
+        folder: Folder of another harness; None for a new one.
     """
 
     guarded = False
@@ -97,7 +97,7 @@ class StoreHarness:
         self._gate = threading.Event()
         self._gate.set()
         self.callers: set[int] = set()
-        """Threads that were in a blocking call of the store, where that can be seen."""
+        """Threads that were in a blocking call of the store, if that is known."""
         self.store: TierStore = self._gated(make)(self.namespace, **self._filled_options())
         if self.guarded:
             self.store = GuardedTier(self.store, self.namespace)
@@ -119,7 +119,7 @@ class StoreHarness:
         if self._is_threaded():
             found.add(Capability.PAUSE)
         for name in (Capability.DELETE, Capability.USAGE, Capability.TOUCH):
-            both = (self.store, self._make)  # a guard has more methods than it passes on
+            both = (self.store, self._make)  # because a guard has methods that its store may lack
             has_it = all(callable(getattr(one, name.value, None)) for one in both)
             found |= {name} if has_it else set()
         return found
@@ -157,8 +157,8 @@ class StoreHarness:
     def damage(self, how: str) -> int:
         """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
 
-        A damaged file takes the place of the old one, because a store may have mapped the old one:
-        the process would end with SIGBUS if a mapped file were cut.
+        A damaged file replaces the old file instead of changing it, because a store may have mapped
+        the file, and cutting a mapped file ends the process with SIGBUS.
         """
         contents = {}
         for path in self.entries():
@@ -177,7 +177,7 @@ class StoreHarness:
         new = self.folder / "damaged"
         for path, content in damaged.items():
             new.write_bytes(content)
-            if path.exists():  # else it was removed meanwhile
+            if path.exists():  # otherwise it was removed meanwhile
                 new.replace(path)
         new.unlink(missing_ok=True)
         return len(damaged)
@@ -185,7 +185,7 @@ class StoreHarness:
     def lose_medium(self) -> None:
         """Replace the folder by a file."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # a store that made it again at once
+        with suppress(OSError):  # if a store creates it again at once
             self.folder.write_text("no folder", encoding="utf-8")
 
     def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
@@ -226,7 +226,7 @@ class StoreHarness:
         return isinstance(self._make, type) and issubclass(self._make, Threaded)
 
     def _gated(self, make: Any) -> Any:
-        """A subclass whose blocking calls wait at the gate, if the class is ``Threaded``."""
+        """Make a subclass whose blocking calls wait at the gate, if the class is ``Threaded``."""
         if not self._is_threaded():
             return make
 
@@ -244,7 +244,7 @@ class StoreHarness:
 
 
 class GuardedStoreHarness(StoreHarness):
-    """The same, with a :class:`~kvview.tier.GuardedTier` in front, which is under test too."""
+    """The same harness with a :class:`~kvview.tier.GuardedTier` in front, which is also tested."""
 
     guarded = True
 
@@ -275,8 +275,8 @@ def _require_options(make: Any, options: Mapping[str, Any]) -> None:
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        hint = f"--option NAME=VALUE, {FOLDER} in a text is a fresh folder"
+        hint = f"--option NAME=VALUE, {FOLDER} in a text is a new folder"
         raise ConfigError(
-            f"{name}{signature} must take a namespace and the options {sorted(options)}: "
-            f"{one_line(error)}; give options by {hint}"
+            f"{name}{signature} must accept a namespace and the options {sorted(options)}: "
+            f"{one_line(error)}; set options with {hint}"
         ) from None

@@ -1,4 +1,4 @@
-"""A process that writes into the place of a store, and may be killed while it does (TIER-9)."""
+"""A process that writes into the place of a store, and may be killed during a write (TIER-9)."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Writer:
         )
 
     def kill(self, num_stored: int, seconds: float) -> None:
-        """Kill the process some time after it has stored so many keys."""
+        """Kill the process some time after it has stored this number of keys."""
         self._wait_until(lambda: len(self._lines()) > num_stored)
         time.sleep(seconds)
         self._process.kill()
 
     def stored(self) -> list[bytes] | None:
-        """Wait for the end; returns the keys that were stored, None if the place was refused.
+        """Wait for the end; returns the stored keys, or None if the place was refused.
 
         Raises:
             RuntimeError: The process ended with an error.
@@ -65,18 +65,18 @@ class Writer:
             self._wait_until(lambda: False)
             lines, errors = self._lines(), _text(self._errors)
         if self._process.returncode > 0:
-            raise RuntimeError(f"a process that writes has failed: {errors[-2000:]}")
+            raise RuntimeError(f"the writing process has failed: {errors[-2000:]}")
         return None if lines == ["refused"] else [bytes.fromhex(line) for line in lines[1:]]
 
     def _lines(self) -> list[str]:
-        """The whole lines that the process has printed."""
+        """The complete lines that the process has printed."""
         return _text(self._output).split("\n")[:-1]
 
     def _wait_until(self, is_enough: Callable[[], bool]) -> None:
         """Wait for the end of the process, or until something has happened."""
         end = time.monotonic() + _SECONDS
         while self._process.poll() is None and not is_enough():
-            watchdog.next_call()  # the process has a limit of its own
+            watchdog.next_call()  # the process has its own limit
             if time.monotonic() > end:
                 self._process.kill()
             time.sleep(0.001)

@@ -18,7 +18,7 @@ _TOO_MANY = 1 << 50
 
 
 def draw_caches(seed: int) -> CanonicalKVCaches[Any]:
-    """Tensors of other sizes, with gaps and padding, some shared by groups or in one storage."""
+    """Make tensors of different sizes, with gaps, padding, shared tensors and shared storages."""
     import torch
 
     rng = Random(seed)
@@ -40,7 +40,8 @@ def draw_caches(seed: int) -> CanonicalKVCaches[Any]:
         groups.append(
             [CanonicalKVCacheRef(t, rng.choice((w, rng.randint(1, w)))) for t, w in widths]
         )
-        if used and rng.random() < 0.2:  # a tensor that is named twice counts once, the wider way
+        # A tensor that is named twice counts once, with the wider page.
+        if used and rng.random() < 0.2:
             groups[-1].append(CanonicalKVCacheRef(used[0], 1))
     caches = [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors]
     return CanonicalKVCaches(caches, groups, GatedComputeStream())
@@ -70,7 +71,7 @@ def layout_of(
 def wrong_caches(
     rng: Random, right: CanonicalKVCaches[Any]
 ) -> Iterator[tuple[str, CanonicalKVCaches[Any], int]]:
-    """Caches that no worker can move exactly (XFER-7): the fault, the caches, the tier's size."""
+    """Yield caches that no worker can move exactly (XFER-7), with the fault and the tier's size."""
     import torch
 
     def zeros(*shape: int, dtype: Any = torch.int8) -> Any:
@@ -109,5 +110,5 @@ def wrong_caches(
         yield what, caches, 4
     yield "a tier of no pages", right, 0
     yield "a tier of fewer than no pages", right, -1
-    if Path("/proc/meminfo").exists():  # the system states how much memory there is
+    if Path("/proc/meminfo").exists():  # if the system reports the size of its memory
         yield "a tier larger than memory", right, _TOO_MANY

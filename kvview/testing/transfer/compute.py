@@ -1,4 +1,4 @@
-"""A compute stream that can be held (XFER-6)."""
+"""A compute stream whose work can be held back (XFER-6)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class GatedComputeStream:
     """A stand-in for the stream of the model's kernels, for the KV caches of a harness.
 
     1. Work submitted between ``hold`` and ``release`` ends at ``release``.
-    2. The thread that holds the stream runs the model. A worker that waits on that thread would
-       wait forever, so the wait raises; on any other thread it waits.
-    3. After ``fail`` it raises once, like a stream whose kernels failed.
+    2. The thread that holds the stream runs the model. A wait on that thread would last forever, so
+       it raises; a wait on any other thread blocks.
+    3. After ``fail`` the stream raises once, like a stream whose kernels failed.
     """
 
     def __init__(self) -> None:
@@ -22,18 +22,18 @@ class GatedComputeStream:
         self._fails = ""
 
     def hold(self) -> None:
-        """Have compute under way from now."""
+        """Hold back work from now on."""
         self._gate = threading.Event()
         self._model_thread = threading.get_ident()
 
     def release(self) -> None:
-        """Let it end."""
+        """Let the work end."""
         if self._gate is not None:
             self._gate.set()
             self._gate = None
 
     def fail(self, when: str) -> None:
-        """Raise at the next mark (``"mark"``), or when that is waited for (``"wait"``)."""
+        """Raise at the next mark (``"mark"``), or at the wait for it (``"wait"``)."""
         self._fails = when
 
     def record_event(self) -> GatedComputeEvent:
@@ -50,7 +50,7 @@ class GatedComputeEvent:
     """A mark in a gated stream.
 
     Args:
-        gate: The gate that opens when it is reached; None if it was reached at once.
+        gate: The gate that opens when the mark is reached; None if it was reached at once.
         model_thread: The thread on which a wait raises.
     """
 
@@ -72,7 +72,7 @@ class GatedComputeEvent:
         return False
 
     def synchronize(self) -> None:
-        """Block until it is done."""
+        """Block until that work is done."""
         if self.query():
             return
         if threading.get_ident() == self._model_thread:

@@ -20,7 +20,7 @@ from kvview.transfer import (
 
 @example(TransferPlayer, "XFER-5")
 def check_xfer_5_race_of_wait_and_report(worker: TransferPlayer) -> None:
-    """Threads: a report is there when ``wait`` returns, however slowly the worker continues."""
+    """Threads: a report is available when ``wait`` returns, even if the worker is slow."""
     with new_threads_yield_often():
         worker.start_again()
         parts = {group: Part([group], [group]) for group in range(len(worker.model.groups))}
@@ -33,7 +33,7 @@ def check_xfer_5_race_of_wait_and_report(worker: TransferPlayer) -> None:
 
 @example(TransferPlayer, "XFER-5", C.WORKERS)
 def check_xfer_5_memory_after_shutdown(worker: TransferPlayer) -> None:
-    """Memory: after shutdown the KV caches are free, even if a reference to the worker stays."""
+    """Memory: after a shutdown the KV caches are freed, even if a reference to the worker stays."""
     import torch
 
     tensor = torch.zeros(8, 64, dtype=torch.int8)

@@ -1,12 +1,12 @@
 """The transfer contract as an executable model: bytes, jobs in order, and the laws.
 
 The model touches no worker. It runs every job at once when it is submitted, page by page, on plain
-bytes. So ``gpu`` and ``tier`` are the bytes that must be there when every job has ended, and a page
-that several jobs touch has the bytes that the order of submission gives it (XFER-3).
+bytes. So ``gpu`` and ``tier`` have the bytes that are required when every job has ended, and a page
+that several jobs touch has the bytes that follow from the order of submission (XFER-3).
 
-The contract leaves the moment of a copy to the worker. A GPU page that a job in flight writes may
-have any bytes (:class:`Pending`), unless copies or compute are held back: then it has those that
-it had before.
+The worker may choose the moment of a copy. So a GPU page that a job in flight writes may have any
+bytes (:class:`Pending`), unless copies or compute are held back, in which case it has its old
+bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = tuple[int, int]
 Slot = tuple[int, int]
 """A page of the tier and a place in it, which holds one GPU block."""
 KERNELS = -(10**9)
-"""Stands for the kernels of the engine among the job ids that write a page."""
+"""Pseudo job id of the engine's kernels that write a page."""
 
 
 def first_difference(one: memoryview, other: bytearray) -> int:
@@ -78,12 +78,12 @@ class JobInFlight:
 
     Args:
         is_store: Whether it goes to the tier.
-        num_bytes: The bytes that it moves.
+        num_bytes: Number of bytes that the job moves.
         slots: The slots of the tier, one for each of its GPU blocks, in order.
         touched: The GPU pages, and the pages of the tier, that it reads or writes.
         stored: For each GPU block of a store, its group and its bytes.
-        is_held: Whether it must not end yet: it moves bytes, and was submitted while copies or
-            compute were held back.
+        is_held: Whether the job must not end yet, because it moves bytes and was submitted while
+            copies or compute were held back.
     """
 
     is_store: bool
@@ -99,9 +99,9 @@ class Pending:
     """A GPU page that jobs in flight write.
 
     Args:
-        before: The row before the first of them.
+        before: The row before the first job.
         law: The law that a wrong byte breaks.
-        is_held: Whether none of them may have written yet.
+        is_held: Whether no job may have written yet.
         width: The bytes of the row that they may write.
         writers: Ids of the jobs.
     """
@@ -136,16 +136,16 @@ class TransferModel:
         self.k, self.num_chunks = blocks_per_chunk, num_chunks
         self.gpu = gpu
         self.tier: dict[Slot, tuple[int, list[bytes], str]] = {}
-        """For each slot that holds something: its group, its bytes, and the law of its store."""
+        """For each used slot: its group, its bytes, and the law of its store."""
         self.jobs: dict[int, JobInFlight] = {}
-        """The jobs in flight: accepted, and not reported."""
+        """The jobs in flight, which are accepted but not reported."""
         self.touched: Counter[Row | int] = Counter()
-        """How many jobs in flight touch each page."""
+        """Number of jobs in flight that touch each page."""
         self.pending: dict[Row, Pending] = {}
         self.written: dict[Row, tuple[int, str]] = {}
         """The pages that ended since the last comparison: bytes written, and the law."""
         self.held_by = ""
-        """The law that is broken if anything ends now; empty while nothing is held back."""
+        """The law that is broken if a job ends now; empty while nothing is held back."""
 
     # --- pages ---
 
@@ -166,7 +166,7 @@ class TransferModel:
         return bytes(self.gpu[storage][span])
 
     def moves(self, parts: Parts) -> Iterator[tuple[int, int, Slot]]:
-        """Pair GPU blocks with slots: a group's first block lies ``index % k`` into its page."""
+        """Pair GPU blocks with slots; a group's first block is number ``index % k`` of its page."""
         for group, part in sorted(parts.items()):
             for at, block in enumerate(part.blocks, part.index % self.k):
                 yield group, block, (part.chunks[at // self.k], at % self.k)
@@ -188,7 +188,7 @@ class TransferModel:
         return len(set(into)) < len(into)
 
     def loadable(self, group: int) -> list[Slot]:
-        """The slots that a group has stored: no other group loads them."""
+        """The slots that a group has stored; no other group may load them."""
         return [slot for slot, (owner, *_) in self.tier.items() if owner == group]
 
     # --- jobs ---
@@ -216,13 +216,13 @@ class TransferModel:
         self.jobs[job_id] = JobInFlight(is_store, num_bytes, slots, touched, stored, is_held)
 
     def _law(self, pages: Collection[Row | int]) -> str:
-        """The law that wrong bytes of a job break: about compute, about order, or about bytes."""
+        """The law that wrong bytes of a job break, which concerns compute, order, or bytes."""
         if self.held_by == "XFER-6":
             return "XFER-6"
         return "XFER-3" if any(self.touched[page] for page in pages) else "XFER-1"
 
     def _put(self, slot: Slot, group: int, data: list[bytes], law: str) -> None:
-        """Store one GPU block; a page of the tier that another group had is this group's now."""
+        """Store one GPU block; its page of the tier now belongs to this group."""
         for other in [one for one in self.tier if one[0] == slot[0]]:
             if self.tier[other][0] != group:
                 del self.tier[other]
@@ -246,7 +246,7 @@ class TransferModel:
         self.gpu[storage][span] = data
 
     def release(self) -> None:
-        """Resume everything that was held back."""
+        """Resume all work that was held back."""
         self.held_by = ""
         for pending in self.pending.values():
             pending.is_held = False
@@ -287,8 +287,8 @@ class TransferModel:
     ) -> Iterator[tuple[str, str, bool]]:
         """End a job whose GPU blocks number ``lost`` could not be moved.
 
-        A load that failed may have left anything in its GPU pages, and a store in its slots but
-        for those that ``moved`` names; nothing else is excused.
+        A failed load may have left any bytes in its GPU pages, and a failed store in its slots
+        except for those that ``moved`` names. All other bytes must be right.
         """
         rows = [row for row, one in self.pending.items() if result.job_id in one.writers]
         job = self._end(result.job_id)
@@ -310,7 +310,7 @@ class TransferModel:
             self.compute(row, bytes(actual[storage][span]))
 
     def dropped(self) -> None:
-        """Forget the jobs in flight, which a shutdown dropped: their pages may have any bytes."""
+        """Forget the jobs in flight that a shutdown dropped; their pages may have any bytes."""
         for pending in self.pending.values():
             pending.is_held = False
         self.jobs.clear()
@@ -321,7 +321,7 @@ class TransferModel:
         """The law that the bytes on the GPU break, and the place of the first wrong one."""
         expected = list(self.gpu)
         free: list[list[slice]] = [[] for _ in self.gpu]
-        """Bytes that a worker writes now: they may change while they are compared."""
+        """Bytes that a worker may write now, so they may change during the comparison."""
         for row, pending in self.pending.items():
             storage, span = self.span(row, pending.width)
             if not pending.is_held:
@@ -344,7 +344,7 @@ class TransferModel:
         return None
 
     def _place(self, storage: int, at: int) -> tuple[str, str]:
-        """The law of a wrong byte: one of a page that no job named breaks XFER-2."""
+        """The law of a wrong byte; a byte in a page that no job named breaks XFER-2."""
         for number, tensor in enumerate(self.tensors):
             block, byte = divmod(at - tensor.start, tensor.stride)
             inside = 0 <= block < tensor.num_blocks and byte < tensor.page_bytes

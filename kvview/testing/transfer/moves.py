@@ -23,7 +23,7 @@ _LATE_S = 3.0  # more than a call takes that waits for nothing
 
 
 class TransferMoves(Player):
-    """Makes the jobs of one worker, and compares its reports and every byte."""
+    """Submits jobs to one worker, and compares its reports and every byte."""
 
     contract = "transfer"
     subject_name = "worker"
@@ -37,7 +37,7 @@ class TransferMoves(Player):
         self._next_job = 3
         self._workers = [self.subject]
         self.is_own = True
-        """Whether the worker is the harness's own: its copies can be held back and fail."""
+        """Whether the worker is that of the harness, whose copies can be held back and fail."""
         self.num_chunks, self.k = self.harness.num_cpu_blocks, self.harness.blocks_per_chunk
         self.caches = self.harness.kv_caches
         self._fill()
@@ -115,7 +115,7 @@ class TransferMoves(Player):
         return parts
 
     def _in_rows(self, named: list[int]) -> list[int]:
-        """The blocks, at times in the order in which they lie."""
+        """Return the blocks, at times in the order of their numbers."""
         return sorted(named) if self.rng.random() < 0.3 else named
 
     def some_groups(self) -> list[int]:
@@ -170,7 +170,7 @@ class TransferMoves(Player):
         return spec
 
     def gpu_side(self, parts: Parts) -> GPULoadStoreSpec:
-        """The GPU half of a job."""
+        """Return the GPU's half of a job."""
         groups = [parts.get(group, Part([], [])) for group in range(len(self.model.groups))]
         return GPULoadStoreSpec(
             [block for part in groups for block in part.blocks],
@@ -179,7 +179,7 @@ class TransferMoves(Player):
         )
 
     def tier_side(self, parts: Parts) -> LoadStoreSpec:
-        """The other half."""
+        """Return the tier's half of a job."""
         return self.tier([chunk for _, part in sorted(parts.items()) for chunk in part.chunks])
 
     def spec(self, is_store: bool, parts: Parts) -> tuple[Any, Any]:
@@ -188,7 +188,7 @@ class TransferMoves(Player):
         return (gpu, tier) if is_store else (tier, gpu)
 
     def new_id(self) -> int:
-        """An id that is not in flight; one that was reported may be used again."""
+        """Draw an id that is not in flight; an id of a reported job may be used again."""
         again = self.rng.randrange(-3, 4)
         if again not in self.model.jobs and self.rng.random() < 0.3:
             return again
@@ -214,7 +214,7 @@ class TransferMoves(Player):
                 timer.cancel()
         self.true(not late, "transfer_async waits for no job", "it waited", "it returns", "XFER-5")
         if accepted is False and self.model.jobs and not self.model.held_by:
-            self.finish_all()  # a worker may be full
+            self.finish_all()  # because a worker may be full
             accepted = self.call(self.subject, "transfer_async", job_id, spec)
         if accepted is False and self.model.held_by:
             return None
@@ -240,7 +240,7 @@ class TransferMoves(Player):
     # --- reports, and delays of reports ---
 
     def take_reports(self) -> list[int]:
-        """Take the reports that are there; returns the ids of the jobs."""
+        """Take the available reports; returns the ids of their jobs."""
         results: list[TransferResult] = list(self.call(self.subject, "get_finished"))
         for result in results:
             for law, promise, is_kept in self.model.reported(result):
@@ -261,7 +261,7 @@ class TransferMoves(Player):
 
     @operation("XFER-5", weight=2)
     def resume_all(self) -> None:
-        """Resume everything that was held back, sometimes after a comparison of the bytes."""
+        """Resume all work that was held back, sometimes after a comparison of the bytes."""
         if not self.model.held_by:
             return
         if self.rng.random() < 0.7:
@@ -290,4 +290,4 @@ class TransferMoves(Player):
         wrong = self.model.difference(self.bytes_now())
         if wrong is not None:
             law, where = wrong
-            self.fail("the named pages are moved, and nothing else", where, "other bytes", law)
+            self.fail("the named pages are moved, and no others", where, "other bytes", law)

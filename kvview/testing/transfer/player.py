@@ -61,7 +61,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1", weight=2)
     def name_twice(self) -> None:
-        """Name a page twice: as a source it is moved twice, as a destination refused."""
+        """Name a page twice, which is allowed for a source and refused for a destination."""
         is_store = self.rng.random() < 0.5
         parts = self.draw_store(self.most) if is_store else self.draw_load(self.most)
         if not parts:
@@ -76,7 +76,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-3", weight=2)
     def burst(self) -> None:
-        """Many jobs over a few pages, between large ones, as fast as the worker accepts them."""
+        """Submit many jobs over a few pages, between large jobs, without waiting."""
         group = self.rng.randrange(len(self.model.groups))
         blocks = self.rng.choices(range(self.model.num_blocks(group)), k=2)
         chunks = self.rng.sample(range(self.num_chunks), 2)
@@ -90,7 +90,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1")
     def name_by_numpy(self) -> None:
-        """Name blocks by arrays, which are ids, or refused before anything is moved."""
+        """Pass blocks as arrays, which must be accepted or refused before any byte is moved."""
         import numpy as np
 
         parts = self.draw_load(self.most)
@@ -110,7 +110,9 @@ class TransferPlayer(TransferMoves):
         except TransferSpecError:
             return
         except Exception as error:
-            self.fail("arrays are ids, or refused", repr(error), "TransferSpecError at most")
+            self.fail(
+                "arrays are accepted as ids, or refused", repr(error), "TransferSpecError at most"
+            )
         self.line(f"worker.transfer_async({job_id}, {(tier, gpu)})")
         if is_accepted:
             self.model.submit(job_id, False, parts)
@@ -124,7 +126,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=3)
     def poll(self) -> None:
-        """Take the reports that are there."""
+        """Take the available reports."""
         self.take_reports()
 
     @operation("XFER-5", weight=3)
@@ -181,7 +183,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-6", C.COMPUTE, weight=3)
     def launch(self) -> None:
-        """Have kernels under way that write blocks, and submit a job behind them."""
+        """Start kernels that write blocks, and submit a job behind them."""
         if self.model.held_by:
             return
         self.finish_all()
@@ -245,7 +247,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-4", C.COMPUTE_FAILS)
     def fail_stream(self) -> None:
-        """Let compute fail: the bytes that it left are unknown, so no block is moved."""
+        """Let compute fail, after which no block may be moved, because the bytes are unknown."""
         self.finish_all()
         is_store, parts = self._draw_any()
         when = self.rng.choice(("mark", "wait"))
@@ -257,7 +259,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1", weight=2)
     def refuse(self) -> None:
-        """Make a spec wrong: a missing page, sides that do not pair up, an id in flight."""
+        """Submit a wrong spec: a missing page, sides that do not pair up, or an id in flight."""
         self.blame("XFER-1")
         parts = self.draw_store(self.most)
         gpu, tier = self.gpu_side(parts), self.tier_side(parts)
@@ -273,7 +275,7 @@ class TransferPlayer(TransferMoves):
         ]
         for wrong in (*_NOT_IDS, no_block, gpu.block_ids[0] + 0.5):
             wrong_specs.append((replace(gpu, block_ids=self._with(gpu.block_ids, wrong)), tier))
-        if not self.can(C.TIER_SPEC):  # else any page may be one
+        if not self.can(C.TIER_SPEC):  # otherwise any page may exist
             for wrong in (*_NOT_IDS, self.num_chunks, chunks[0] + 0.5):
                 wrong_specs.append((gpu, self.tier(self._with(chunks, wrong))))
         for src, dst in wrong_specs:
@@ -283,13 +285,13 @@ class TransferPlayer(TransferMoves):
             self.refuse_spec((gpu, tier), self.rng.choice(list(self.model.jobs)))
 
     def _with(self, ids: Sequence[int], wrong: object) -> list[Any]:
-        """The same ids, but for one of them."""
+        """Return the same ids, except for one of them."""
         at = self.rng.randrange(len(ids))
         return [*ids[:at], wrong, *ids[at + 1 :]]
 
     @operation("XFER-7", C.WORKERS, weight=0.5)
     def refuse_caches(self) -> None:
-        """Make a worker over caches that do not fit, or with a tier that does not."""
+        """Make a worker with caches or a tier that do not fit."""
         for what, caches, num_chunks in wrong_caches(self.rng, self.caches):
             code = f"h.with_caches(kv_caches, {num_chunks})  # {what}"
             self.refuses(ConfigError, code, partial(self.harness.with_caches, caches, num_chunks))
@@ -298,7 +300,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=0.3)
     def shutdown(self) -> None:
-        """End the worker with jobs in flight: ended or dropped, and nothing is written after."""
+        """End the worker with jobs in flight, after which no byte may be written."""
         if self.can(C.PAUSE) and self.rng.random() < 0.7:
             self.pause()
             self.load()
@@ -337,6 +339,6 @@ class TransferPlayer(TransferMoves):
 
     @observable("XFER-5", C.HOST_BYTES)
     def host_bytes(self) -> None:
-        """The host memory of the tier."""
+        """Compare the host memory of the tier."""
         number = self.read(self.subject, "host_bytes")
         self.true(number > 0, "the tier takes host memory", number, "more than 0")

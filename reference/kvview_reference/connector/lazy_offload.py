@@ -1,9 +1,9 @@
 """Lazy offloading: a block is stored when the GPU is about to evict it.
 
-The tier then holds what the GPU does not, which is worth most where it is not much larger
-than the GPU pool: 16.8 % of the generated workload's blocks are hit with 2,000 blocks of
-each, and 11.5 % eagerly. The price is that free blocks are held: a pool so full that
-requests wait for blocks hits less, which the eager connector never does.
+The tier then holds blocks that the GPU does not hold, which helps most if the tier is not much
+larger than the GPU pool: with 2,000 blocks of each, 16.8 % of the generated workload's blocks are
+hit, compared with 11.5 % for the eager connector. The price is that free blocks are held. If
+requests already wait for blocks, this costs hits on the GPU, which the eager connector never does.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the lazy mode).
 """
@@ -32,11 +32,11 @@ from kvview_reference.connector.offload import OffloadConnector, OffloadOptions,
 
 
 class LazyOffloadConnector(OffloadConnector):
-    """Offloads to host memory what the GPU is about to evict, once.
+    """Offloads the blocks that the GPU is about to evict to host memory, once.
 
-    It does as :class:`OffloadConnector` where a block that was held would come back as
-    the most recent one (the view cannot give back, POOL-12), and where the tier is
-    smaller than the GPU pool and cannot make up for the blocks in flight.
+    It stores like :class:`OffloadConnector` in two cases: if a released block would become the most
+    recent one, because the view cannot put it back at the head (POOL-12), and if the tier is
+    smaller than the GPU pool, because it then cannot make up for the blocks in flight.
     """
 
     @override
@@ -72,7 +72,8 @@ class LazyOffloadScheduler(OffloadScheduler):
             return super()._plan_store(step)
         computed = self._computed(step.filling())
         self._unsaved.update((block.block_id, block) for block in computed)
-        # As many are begun as become full, but for the one that on_blocks_allocated counts.
+        # As many blocks are started as become full, except for the one that on_blocks_allocated
+        # counts.
         self._num_ahead -= len(computed)
         room = self._room()
         # Half of the window is left to the engine while the other half is stored.
@@ -104,13 +105,13 @@ class LazyOffloadScheduler(OffloadScheduler):
             self._num_ahead -= 1 + -(-num_external_tokens // group.block_size)
 
     def _next_victims(self, room: int) -> list[FullBlock]:
-        """What is unsaved of the next victims, at most ``room``, the last one first."""
+        """The next victims that are not stored yet, at most ``room``, the last one first."""
         view, unsaved = self._view, self._unsaved
         assert isinstance(view, SupportsFreeOrder)
         assert isinstance(view, SupportsBlockKeys)
         victims: list[int] = []
         self._num_ahead = 0
-        # Unhashed blocks count: as long as there are many, nothing is about to go.
+        # Unhashed blocks count: as long as there are many, no hashed block is about to be evicted.
         for block_id in islice(view.iter_free_block_ids(), self._lookahead):
             if block_id in unsaved:
                 if len(victims) == room:

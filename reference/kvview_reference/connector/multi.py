@@ -1,9 +1,8 @@
-"""Several connectors side by side, seen by the engine as one.
+"""Several connectors side by side, which the engine uses as one.
 
-The bind goes to each child, before anything else (vLLM #39654). The first child
-that promises a prefix loads it. Job ids are renumbered, so that children need
-not know of each other; events are merged, so that a key held by two children
-stays advertised until both have dropped it (EVENT-1, EVENT-2).
+Each child is bound before any other call (vLLM #39654). The first child that promises a prefix
+loads it. Job ids are renumbered, so that no child depends on the ids of another. Events are merged,
+so that a key that two children hold stays advertised until both have dropped it (EVENT-1, EVENT-2).
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.33.0).
 """
@@ -50,8 +49,8 @@ class ChildOptions(BaseModel):
     """One child.
 
     Args:
-        connector: Its target, ``file.py:Class`` or ``pkg.mod:Class``.
-        options: Its own options.
+        connector: Target of the child, ``file.py:Class`` or ``pkg.mod:Class``.
+        options: Options of the child.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,11 +96,11 @@ class MultiConnector(Connector):
 
 @dataclass(frozen=True)
 class MultiPlan(StepPlan):
-    """The plans of the children, and the plan that the engine sees of them.
+    """The plans of the children, and the merged plan that the engine gets.
 
     Args:
-        children: Per child its own plan, whatever its class, and for each job id
-            in it the one that the engine knows.
+        children: For each child its own plan, of any class, and a map from its job ids to those of
+            the engine.
     """
 
     children: Sequence[tuple[StepPlan, Mapping[int, int]]] = ()
@@ -112,7 +111,7 @@ class MultiScheduler(SchedulerConnector):
 
     Args:
         children: In order of preference for loads.
-        names: Of the children, in reports; their number and class if none are given.
+        names: Names of the children in reports; by default their number and class.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class MultiScheduler(SchedulerConnector):
 
     @property
     def num_skipped_blocks(self) -> int:
-        """Of all children that count it."""
+        """The skipped blocks of all children that count them."""
         counting = [child for child in self._children if isinstance(child, SupportsSkippedBlocks)]
         return sum(child.num_skipped_blocks for child in counting)
 

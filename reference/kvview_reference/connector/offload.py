@@ -1,10 +1,11 @@
-"""Offloading to host memory that leaves the engine's eviction order as it is.
+"""Offloading to host memory that does not change the engine's eviction order.
 
-``OffloadConnector`` stores each block once for each time that it is computed: it is held
-from the step that computes it, and stored in the next. Its request has it then, so what
-is held is in use anyway, but for what a window gives back or a request leaves meanwhile;
-and nothing is held while free blocks are short: a request that waits for the blocks of a
-store may lose its prefix to others. So the GPU hits what it hits without a connector.
+``OffloadConnector`` stores a block each time that it is computed: the block is held from the step
+that computes it, and stored in the next step. Its request usually still uses the block then, so the
+hold takes no memory from other requests. The exceptions are blocks that a window or a finished
+request releases in between. No block is held while free blocks are short, because a request that
+waits for blocks may lose its prefix to other requests. So the GPU has the same hits as without a
+connector.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); PR #39654.
 """
@@ -56,7 +57,8 @@ from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.transfer import CPUGPUTransferWorker
 
 LOOKAHEAD_STEPS = 4  # a store takes about two, and blocks are allocated meanwhile
-_SMALLEST_SHARE = 16  # of the pool is left to the engine: a small pool is all lookahead
+# Share of the pool that is left to the engine, because the lookahead may cover a small pool.
+_SMALLEST_SHARE = 16
 
 
 class OffloadOptions(BaseModel):
@@ -64,11 +66,11 @@ class OffloadOptions(BaseModel):
 
     Args:
         cpu_blocks: Blocks of the host tier; 0 offloads nothing.
-        policy: Its cache policy, by name.
-        store_threshold: A block is stored the N-th time that it is computed.
-        lookahead_blocks: Free blocks without which nothing is held (and how many of the
-            next victims are looked at, when lazy); None takes ``LOOKAHEAD_STEPS`` times
-            what a step may allocate, and leaves an eighth of the pool at most.
+        policy: Name of the tier's cache policy.
+        store_threshold: Number of times that a block is computed before it is stored.
+        lookahead_blocks: Free blocks below which no block is held (and, for the lazy connector, the
+            number of next victims that it examines). None: ``LOOKAHEAD_STEPS`` times the blocks
+            that a step may allocate, but at most an eighth of the pool.
         enable_events: Whether offloading events are recorded.
     """
 
@@ -82,7 +84,7 @@ class OffloadOptions(BaseModel):
 
 
 class OffloadConnector(Connector):
-    """Offloads to host memory what was computed, once."""
+    """Offloads computed blocks to host memory, each once."""
 
     contract_version = "1.0"
 
@@ -113,17 +115,17 @@ class _Store:
 class _Load:
     keys: Sequence[OffloadKey]
     ctx: ReqContext
-    num_computed_tokens: int  # what the request had before it
+    num_computed_tokens: int  # blocks that the request had before it
 
 
 class _TierBlocks(CachedBlocks):
-    """Which blocks of one group the tier can load now.
+    """The blocks of one group that the tier can load now.
 
     Args:
-        manager: Of the tier.
+        manager: Manager of the tier.
         ctx: The request.
-        keys: Of the request's blocks.
-        num_on_gpu: Leading blocks of which the GPU has what it needs.
+        keys: Keys of the request's blocks.
+        num_on_gpu: Leading blocks that need not be loaded, because the GPU has them.
     """
 
     def __init__(
@@ -152,10 +154,10 @@ class _TierBlocks(CachedBlocks):
 
 
 class OffloadScheduler(SchedulerConnector):
-    """The scheduler half: what to load, what to save, what to hold meanwhile.
+    """The scheduler half: plans loads and stores, and holds blocks meanwhile.
 
-    ``num_skipped_blocks`` counts what could have been stored and was not: too few blocks
-    were free, the pin budget was used up, or the tier was busy.
+    ``num_skipped_blocks`` counts blocks that could have been stored but were not, because too few
+    blocks were free, the pin budget was used up, or the tier was busy.
     """
 
     def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
@@ -175,8 +177,8 @@ class OffloadScheduler(SchedulerConnector):
         self._job_ids = count()
         self._planned_loads: list[TransferJob] = []
         self._planned_stores: list[TransferJob] = []
-        self._next_store: TransferJob | None = None  # of what is being computed
-        self._looks_at_all = False  # in the next step: in the last there was no room for any
+        self._next_store: TransferJob | None = None  # of the blocks that are being computed
+        self._looks_at_all = False  # in the next step, because the last one had no room for any
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._num_seen_tokens: dict[str, int] = {}  # of running requests: hit, loaded or seen
@@ -187,7 +189,7 @@ class OffloadScheduler(SchedulerConnector):
         self._view = view
         if isinstance(view, SupportsPoolSize):
             self._null_block_id = view.null_block_id
-        # Once: to ask a protocol costs 20 us, in every step as much as the plan itself.
+        # Once, because testing a protocol costs 20 us, as much as the whole plan of a step.
         self._num_free_blocks = (
             view.num_free_blocks if isinstance(view, SupportsFreeCount) else None
         )
@@ -263,13 +265,13 @@ class OffloadScheduler(SchedulerConnector):
         return StepPlan(loads, stores)
 
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
-        """The store of this step: what the step before it computed."""
+        """The store of this step: the blocks that the step before it computed."""
         running = step.scheduled if self._looks_at_all else step.filling()
         for one in running:
             self._look_back(one.request.request_id, one.num_computed_tokens)
         job, self._next_store = self._next_store, None
         room = self._room()
-        self._looks_at_all = room <= 0  # the same requests are asked again, if they run
+        self._looks_at_all = room <= 0  # the same requests are read again, if they run
         if room > 0:
             self._next_store = self._store(self._computed(running), room)
         return job
@@ -286,12 +288,12 @@ class OffloadScheduler(SchedulerConnector):
         self._let_go(self._last_computed(request, block_ids), may_hold=True)
 
     def _let_go(self, blocks: Sequence[FullBlock], *, may_hold: bool) -> None:
-        """What to do with the last new blocks of a request that is about to lose them."""
+        """Handle the last new blocks of a request that is about to lose them."""
         if blocks and (job := self._store(blocks, self._room() if may_hold else 0)):
             self._planned_stores.append(job)
 
     def _computed(self, steps: Iterable[RequestStep]) -> list[FullBlock]:
-        """What is full after these; generated blocks have no hash before the next."""
+        """Return the next full blocks; a generated block has no hash before the next token."""
         blocks: list[FullBlock] = []
         size, seen = self._geometry.hash_block_size, self._num_seen_tokens
         for running in steps:
@@ -313,7 +315,7 @@ class OffloadScheduler(SchedulerConnector):
     def _newly_computed(
         self, request: RequestInfo, block_ids: BlockIds, computed: int
     ) -> list[FullBlock]:
-        """Blocks of a request that became full since it was asked last; each comes once."""
+        """Blocks of a request that became full since the last call; each is returned once."""
         name = request.request_id
         first = self._num_seen_tokens[name]
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
@@ -330,7 +332,7 @@ class OffloadScheduler(SchedulerConnector):
         )
 
     def _room(self) -> int:
-        """How many blocks may be held for stores now."""
+        """Number of blocks that may be held for stores now."""
         view = self._view
         if view is None:
             return 0  # never bound: nothing can be held, so nothing is offloaded
@@ -355,7 +357,7 @@ class OffloadScheduler(SchedulerConnector):
         block_ids = [block_of[key] for key in keys]
         try:
             view.touch_blocks(block_ids)
-        except PinBudgetExceeded:  # of a view that does not say what is left of it
+        except PinBudgetExceeded:  # of a view that cannot return the rest of its budget
             self._manager.complete_store(keys, ctx, success=False)
             self.num_skipped_blocks += len(keys)
             return None
@@ -366,7 +368,7 @@ class OffloadScheduler(SchedulerConnector):
     def _by_group(
         self, keys: Sequence[OffloadKey], block_ids: Sequence[int], dst: Any
     ) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-        """Order a store by group, both sides alike."""
+        """Order both sides of a store by group."""
         if len(self._geometry.groups) == 1:
             return GPULoadStoreSpec(block_ids, [len(keys)], [0]), dst
         groups: list[list[int]] = [[] for _ in self._geometry.groups]
@@ -392,12 +394,12 @@ class OffloadScheduler(SchedulerConnector):
                 self._free(store.block_ids)
 
     def _look_back(self, name: str, num_computed_tokens: int) -> None:
-        """A sibling's load failed within the last step: the request has less than it had then."""
+        """Handle a sibling's failed load, after which the request has fewer computed tokens."""
         if num_computed_tokens < self._num_seen_tokens.get(name, 0):
             self._forget_step(name, num_computed_tokens)
 
     def _forget_step(self, name: str, num_computed_tokens: int) -> None:
-        """A load failed: where loads end within a step, what that step computed is void."""
+        """Handle a failed load within a step, whose computed blocks are then invalid."""
         job, self._next_store = self._next_store, None
         if job is not None:
             store = self._stores.pop(job.job_id)
@@ -429,7 +431,7 @@ class OffloadScheduler(SchedulerConnector):
         self._manager.shutdown()
 
     def _free(self, block_ids: Sequence[int]) -> None:
-        """Give the blocks of a store back, the end of a prefix to be evicted first."""
+        """Release the blocks of a store, so that the end of a prefix is evicted first."""
         if self._view is not None:
             self._view.free_blocks(block_ids[::-1])
 
@@ -460,7 +462,7 @@ class OffloadWorker(WorkerConnector):
         assert self._worker is not None, "register_kv_caches comes first"
         for job in (*plan.loads, *plan.stores):
             if not self._worker.transfer_async(job.job_id, (job.src, job.dst)):
-                # The worker will not report it: CONN-3 is for us to keep.
+                # The worker does not report this job, so this half does (CONN-3).
                 self._refused.append(TransferResult(job.job_id, False, error="refused"))
 
     @override

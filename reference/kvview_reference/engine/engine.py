@@ -54,7 +54,7 @@ from kvview_reference.guard import guard_pool
 from kvview_reference.transfer.pages import check_host_bytes
 
 _MAX_IDLE_STEPS = 1000
-_POOL_BYTES_PER_BLOCK = 100  # of the block pool's own state
+_POOL_BYTES_PER_BLOCK = 100  # of the block pool, per block
 
 
 @dataclass
@@ -71,14 +71,14 @@ class _Chunk:
     request: Request
     life: int  # of the request, which gets a new one when it is restarted
     start: int
-    kept: int  # the end of its tokens that no draft is rejected of
+    kept: int  # the end of its tokens without the rejected drafts
     end: int
     num_sampled: int
 
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step whose output was not taken in yet."""
+    """A step whose output was not processed yet."""
 
     chunks: Sequence[_Chunk]
     kernels: list[Callable[[], None]] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Engine:
         num_gpu_blocks: Blocks of the pool, the null block included.
         page_bytes: Bytes of one block in one layer, a multiple of 8.
         num_layers: Layers, each with a page of every block.
-        max_running: Most requests computed at once.
+        max_running: Maximum of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
         drafts: Draft tokens that a decode step verifies besides its own token, and the number of
@@ -182,7 +182,7 @@ class Engine:
 
         connector = connector or Connector(ConnectorConfig(geometry))
         require_contract(connector.contract_version, type(connector).__qualname__)
-        # The worker half first, because it refuses a host tier that does not fit in memory.
+        # The worker half is first, because it refuses a host tier that does not fit in memory.
         self.worker_connector = connector.make_worker()
         self.worker_connector.register_kv_caches(self.kv_bytes.caches)
         owner = type(connector).__name__
@@ -247,7 +247,7 @@ class Engine:
         return self.num_unfinished_requests() > 0
 
     def has_work(self) -> bool:
-        """Whether ``step`` has work, the connector's pending work included."""
+        """Whether ``step`` has work to do, including pending work of the connector."""
         return (
             self.has_unfinished_requests()
             or any(step.chunks for step in self._launched)
@@ -639,14 +639,14 @@ class Engine:
 
     @property
     def _num_extra_slots(self) -> int:
-        """Bound the slots of a request beyond its tokens: drafts of each step, and lookahead."""
+        """Return the maximum of slots beyond a request's tokens, for drafts and lookahead."""
         most = max((proposed for proposed, _ in self.drafts), default=0)
         return self.steps_in_flight * most + self.lookahead_tokens
 
     def _most_blocks(self, group: CacheGroup, num_tokens: int) -> int:
-        """Bound the blocks that a request of ``num_tokens`` has at once."""
+        """Return the most blocks that a request of ``num_tokens`` has at once."""
         # Skipped blocks are released after compute, so a whole step must fit besides the blocks
-        # that the next token reads. A chunk is longest just before it ends.
+        # that the next token reads. A chunk has the most blocks just before it ends.
         skipped = group.num_skipped_tokens(num_tokens)
         last_of_chunk = max(0, skipped - 1)
         reads = max(num_tokens - skipped, last_of_chunk - group.num_skipped_tokens(last_of_chunk))
@@ -682,6 +682,7 @@ class Engine:
         block_ids, keys = [b.block_id for b in blocks], [b.key for b in blocks]
         self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
         self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
+        self.stats.mismatch = self.kv_bytes.mismatch
 
 
 def _last_info(request: Request) -> RequestInfo:

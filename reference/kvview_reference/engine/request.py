@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
 from itertools import count, islice
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from kvview import BlockHash, ExtraKeys, RequestContent, RequestInfo
 
@@ -135,6 +135,7 @@ class Request:
             default a unique one.
         stops_after: Generated tokens after which the request ends unexpectedly; None for
             ``num_output_tokens``.
+        transfer_params: Parameters that the client sends to the connector.
 
     Raises:
         ValueError: A count is impossible, or is not that of the hashes (KEY-1).
@@ -151,6 +152,7 @@ class Request:
     extra_keys: Sequence[ExtraKeys] = ()
     ends_in: BlockHash | None = None
     stops_after: int | None = None
+    transfer_params: Mapping[str, Any] | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # sampled by steps in flight
@@ -187,7 +189,12 @@ class Request:
         self._keys = _ExtraKeysOfBlocks(self, given)
         keys = () if self.block_hashes is given else self._keys
         self.content = RequestContent(
-            self._tokens, self.lora_name, self.lora_id, self.cache_salt, keys
+            self._tokens,
+            self.lora_name,
+            self.lora_id,
+            self.cache_salt,
+            keys,
+            self.transfer_params,
         )
         self._name(self.block_hashes, self._tokens.hashes)
 
@@ -244,6 +251,7 @@ class Request:
         num_output_tokens: int,
         ids: Iterable[object],
         serial: int | None = None,
+        transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
         """Make a request whose prompt is all tokens of this request, and more.
 
@@ -253,6 +261,7 @@ class Request:
             num_output_tokens: Tokens to generate.
             ids: Identifiers of the new blocks' contents, at least one for each block.
             serial: Identifier of the generated content; None for a unique one.
+            transfer_params: Parameters that the client sends with the new request.
         """
         num_prompt_tokens = self.num_tokens + num_new_tokens
         full = num_prompt_tokens // self.hash_block_size
@@ -274,6 +283,7 @@ class Request:
             self.cache_salt,
             self.extra_keys,
             ends_in,
+            transfer_params=transfer_params,
             _serial=next(_serials) if serial is None else serial,
         )
 

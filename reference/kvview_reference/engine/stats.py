@@ -21,12 +21,13 @@ class EngineStats:
         cpu_hit_blocks: Blocks that they got from the connector instead.
         loaded_blocks: Blocks that load jobs moved (windows move fewer than they hit).
         offloaded_blocks: Blocks that store jobs moved.
-        prefill_tokens: Computed tokens that were known before: of prompts, and again after a
-            preemption.
-        media: Media other than the GPU that jobs used, in order of appearance.
+        prefill_tokens: Computed tokens that were known before: tokens of prompts, and tokens that
+            are computed again after a preemption.
+        media: Media that jobs used, except the GPU, in the order of their first use.
         first_failure: Job and error of the first failed transfer.
         bytes_verified: Bytes compared with their expected values.
         mismatches: Blocks among them that differed.
+        mismatch: One of them: where it differs, and whose KV is there.
     """
 
     requests: int = 0
@@ -45,6 +46,7 @@ class EngineStats:
     prefill_tokens: int = 0
     bytes_verified: int = 0
     mismatches: int = 0
+    mismatch: str = ""
 
     def count(self, end: EndedJob) -> None:
         """Count the end of a transfer."""

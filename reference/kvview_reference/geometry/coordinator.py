@@ -5,9 +5,9 @@ group. Full attention, sliding window, chunked local attention and Mamba differ 
 that a prefix needs, which the geometry defines (:mod:`kvview.geometry`), so one manager class
 serves all four. ``scheduler_block_size`` is passed down from the top (GEO-1).
 
-- TABLE-1 Room **must** be requested for a positive number of tokens, which includes the
-  computed ones. A request for less room than before frees no block, so speculated tokens
-  that were not accepted cost nothing.
+- TABLE-1 Room **must** be requested for a positive number of tokens, including the computed ones. A
+  request for less room than before frees no block, so speculated tokens that were not accepted cost
+  nothing.
 - TABLE-2 A request has block tables from its first room to ``free``. Hits **must** come
   with the first room, and only blocks in tables can be cached. ``free`` of a request
   without tables does nothing, so it may be called twice.
@@ -313,8 +313,8 @@ class KVCacheCoordinator:
             )
         if not is_new and (any(hit_blocks) or num_computed_tokens):
             raise ValueError(
-                f"TABLE-2: request {request_id!r} already has block tables; pass hits and computed "
-                f"tokens with the first room only"
+                f"TABLE-2: request {request_id!r} already has block tables; pass hits and "
+                f"computed tokens in its first call only"
             )
         if not is_new:
             # This runs in every step of every request, and usually its last block has room.

@@ -55,7 +55,7 @@ _TRIES_PER_LEASE = 8
 
 @dataclass(frozen=True)
 class KeptKV:
-    """KV that a producer keeps: the other side of an offer and of a fetch."""
+    """KV that a producer keeps: the destination of an offer, and the source of a fetch."""
 
     medium: ClassVar[str] = "HANDOFF"
 
@@ -70,7 +70,7 @@ class HandoffPlan(StepPlan):
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """The consumer asks for pages: of each group, some blocks from a number on."""
+    """A request for pages, with the first block and the number of blocks of each group."""
 
     handoff: Handoff
     reader: str
@@ -88,7 +88,7 @@ class PagesReply(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The producer has no such KV."""
+    """The producer's reply that it does not have this KV."""
 
     handoff: Handoff
     reader: str
@@ -96,7 +96,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The consumer has the KV, or does not need it."""
+    """The consumer's message that it has the KV, or does not need it."""
 
     handoff: Handoff
     reader: str
@@ -107,7 +107,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class PullConnector(Connector):
-    """Hands finished prompts to another engine, and loads those that other engines offer."""
+    """Offers finished prompts to another engine, and loads prompts that other engines offer."""
 
     contract_version = "1.0"
 
@@ -131,7 +131,7 @@ class PullScheduler(HandoffScheduler):
         self.layout = ""
         self.job_ids, self.handoff_ids = count(), count()
         self.held: dict[int, Sequence[int]] = {}  # blocks of the offers, by job
-        self.accepted: dict[str, Handoff] = {}  # of requests that have no blocks yet
+        self.accepted: dict[str, Handoff] = {}  # of requests that do not have blocks yet
         self.num_fetches = 0
         self.loads: list[TransferJob] = []
         self.offers: list[TransferJob] = []
@@ -280,7 +280,7 @@ class PullWorker(HandoffWorker):
     wire: Wire
 
     def __init__(self) -> None:
-        self.sends: dict[int, Handoff] = {}  # reads that the wire has not ended, by ticket
+        self.sends: dict[int, Handoff] = {}  # reads that the wire has not finished, by ticket
         self.fetches: dict[str, Fetch] = {}  # by reader
         self.queued: list[tuple[ComputeEvent | None, TransferJob, bool]] = []
         self.results: list[TransferResult] = []
@@ -312,11 +312,11 @@ class PullWorker(HandoffWorker):
         return results
 
     def reader_of(self, job: TransferJob) -> str:
-        """Name a reader; no other load of any engine has the name."""
+        """Make the name of a reader, which no other load of any engine has."""
         return f"{self.me.engine_id}/{self.me.life}/{job.job_id}"
 
     def advance(self) -> None:
-        """Start jobs, take in messages, and end the jobs whose time has passed."""
+        """Start jobs, process messages, and end the jobs whose time has passed."""
         self.start_jobs()
         for ticket in self.wire.sent():
             if (handoff := self.sends.pop(ticket, None)) is not None:
@@ -391,7 +391,7 @@ class PullWorker(HandoffWorker):
         self.send(handoff.address, Close(handoff, reader))
 
     def on_read(self, read: Read) -> None:
-        """Producer: send the pages, or refuse."""
+        """Producer: send the pages, or refuse to send them."""
         try:
             job = self.offers.begin_read(read.handoff, read.reader, self.wire.now())
         except HandoffError as error:
@@ -439,14 +439,14 @@ class PullWorker(HandoffWorker):
 
 
 def _blocks(block_ids: BlockIds, numbers: Sequence[range]) -> GPULoadStoreSpec:
-    """Name blocks of a request by their numbers, per group."""
+    """Return the ids of blocks of a request by their numbers, per group."""
     ids = [table[n] for table, of_group in zip(block_ids, numbers, strict=True) for n in of_group]
     firsts = [of_group.start if of_group else 0 for of_group in numbers]
     return GPULoadStoreSpec(ids, [len(of_group) for of_group in numbers], firsts)
 
 
 def _part(spec: Any, first_blocks: Sequence[int], num_blocks: Sequence[int]) -> GPULoadStoreSpec:
-    """Name the blocks of an offer that a reader asks for, as far as the offer has them."""
+    """Return those blocks of an offer that a reader asked for."""
     kept, ids, sizes = iter(spec.block_ids), list[int](), list[int]()
     asked = zip(first_blocks, num_blocks, strict=False)
     for first_kept, num_kept, (first, size) in zip(

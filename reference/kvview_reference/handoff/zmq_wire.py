@@ -20,15 +20,14 @@ class ZmqWire:
     """The wire of one life of an engine.
 
     Args:
-        host: Host name or address of this engine, for its peers.
-        port: TCP port; 0 for any free port.
+        address: Address of this engine for its peers; ``*`` for any free port.
         patience: Seconds after which frames for a peer that does not take them are dropped.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, patience: float = 30.0) -> None:
+    def __init__(self, address: str = "tcp://127.0.0.1:*", patience: float = 30.0) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(f"tcp://{host}:{port or '*'}")
+        self._inbox.bind(address)
         self.address: str = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self._patience = patience
         self._peers: dict[str, zmq.Socket[bytes]] = {}

@@ -20,7 +20,7 @@ class Leftovers:
         self._dicts += dicts
 
     def drop(self, num_entries: int) -> None:
-        """Free so many entries."""
+        """Free this number of entries."""
         while self._dicts and num_entries > 0:
             entries = self._dicts[-1]
             num_popped = min(num_entries, len(entries))

@@ -1,4 +1,4 @@
-"""LRU or ARC, the one that hits more on a sample of the keys."""
+"""The policy that follows LRU or ARC, whichever hits more on a sample of the keys."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from kvview import OffloadKey
 from kvview_reference.offloading.policies import ARCPolicy, CachePolicy, InFlight, Keys, LRUPolicy
 
 _SAMPLE = 8
-"""One key in so many is in the miniatures. With one in 16 the choice at 10,000 blocks was noise."""
+"""One of this number of keys is in the miniatures.
+
+With one of 16, the choice at 10,000 blocks was noise.
+"""
 _AHEAD, _STILL_AHEAD = 1.03, 1.01
-"""Ratios of ARC's hits to LRU's at which ARC takes over and keeps deciding: changes cost hits."""
+"""Ratios of ARC's hits to LRU's at which ARC starts and continues to decide.
+
+They differ, because each change costs hits.
+"""
 _DECAY = 0.9
-"""Factor of old hits after as many uses as a miniature has room."""
+"""Weight that old hits keep after as many uses as a miniature has room for keys."""
 
 _NOTHING = InFlight(frozenset(), frozenset())
 _Order = OrderedDict[OffloadKey, int]
 
 
 class LRUOrARCPolicy:
-    """Evicts as LRU does, or as ARC does between keys used once and keys used again.
+    """Evicts like LRU, or like ARC, which distinguishes keys used once from keys used again.
 
-    1. Both are simulated on one key in eight, by hash, in an eighth of the room. ARC decides
-       while it hits more there.
-    2. As LRU, the key that was used longest ago is evicted. As ARC, a key that was used once is
-       evicted while there are more of these than its miniature's target, otherwise a key that was
-       used again.
-    3. A new key that was held not long ago counts as used again.
+    1. Both are simulated on one of eight keys, selected by hash, in an eighth of the room. ARC
+       decides while it has more hits there.
+    2. When LRU decides, the key that was used longest ago is evicted. When ARC decides, a key that
+       was used once is evicted if there are more such keys than the target of its miniature,
+       otherwise a key that was used again.
+    3. A new key that was held recently counts as used again.
 
     Args:
         capacity: Keys that the tier can hold.
@@ -70,11 +76,12 @@ class LRUOrARCPolicy:
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
-        """Count one use of each held key; while it is stored, still its first use."""
+        """Count one use of each held key; a use during its store counts as its first use."""
         newest = self._newest
         self.release(keys)
         once, again, storing = self._once, self._again, in_flight.storing
-        # As RecencyOrder.without_newest: what entered with this request is in its place.
+        # As in RecencyOrder.without_newest, keys that entered with this request are already in
+        # their place.
         if newest and keys[-len(newest) :] == newest:
             keys = keys[: -len(newest)]
         sample = _sample_of(keys)
@@ -99,7 +106,7 @@ class LRUOrARCPolicy:
             self._put_back(self._aside.keys() & set(keys))
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed, as if they had never come."""
+        """Forget held keys whose store failed, as if they had never been stored."""
         for key in keys:
             self._aside.pop(key, None)
             self._once.pop(key, None)
@@ -127,7 +134,7 @@ class LRUOrARCPolicy:
         return victims
 
     def _take(self, order: _Order, num: int, until: int, in_flight: InFlight) -> list[OffloadKey]:
-        """Up to so many of the oldest keys, none of them used later than ``until``."""
+        """At most this number of the oldest keys, none of them used later than ``until``."""
         taken: dict[OffloadKey, int] = {}
         for _ in range(min(num, len(order))):
             key, last_use = order.popitem(last=False)
@@ -150,7 +157,7 @@ class LRUOrARCPolicy:
 
 
 class _Duel:
-    """LRU and ARC on a sample of all keys, in small.
+    """LRU and ARC on a sample of all keys, with less room.
 
     Args:
         capacity: Keys that each of them holds.
@@ -167,11 +174,11 @@ class _Duel:
 
     @property
     def share_used_once(self) -> float | None:
-        """Share of the room that ARC gives to keys used once; None while LRU is ahead."""
+        """Share of the room that ARC gives to keys used once; None while LRU has more hits."""
         return self._arc.target / self._capacity if self._is_arc_ahead else None
 
     def use(self, sample: Keys) -> None:
-        """Play uses of keys of the sample."""
+        """Record uses of keys of the sample."""
         if not sample:
             return
         lru, arc = self._of_lru, self._of_arc

@@ -1,8 +1,7 @@
-"""A CPU tier's bookkeeping: pages, pins, events and a replacement policy.
+"""The bookkeeping of a CPU tier: pages, pins, events and a replacement policy.
 
-Recency moves when keys are stored and when they are touched, at no other time:
-looking up, loading and completing change no order. The cost per key is spent in
-batched dict operations, because the scheduler waits for them.
+Only stores and touches of keys change their recency. Lookups, loads and completions do not. Keys
+are processed by batched dict operations, because the scheduler waits for these calls.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from kvview_reference.offloading.policies import InFlight, SupportsLeftovers, po
 if TYPE_CHECKING:
     from kvview import OffloadingManager
 
-_DROPPED_PER_KEY = 4  # entries left by a reset: a policy with ghosts leaves three times the blocks
+_DROPPED_PER_KEY = 4  # entries that a reset leaves per block, at most 3 for a policy with ghosts
 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 
 
 class CPUOffloadingManager:
-    """Tracks which keys the CPU tier holds, and where.
+    """Tracks the keys that the CPU tier holds, and their places.
 
-    1. ``prepare_store`` that returns None changes nothing: no order, no ghost of
-       the policy, no count of the store threshold.
+    1. If ``prepare_store`` returns None, it has changed nothing: no order, no ghost of the policy,
+       no count of the store threshold.
     2. A completion of a key that is not in flight raises
        :class:`TransferNotInFlightError` and changes nothing. After ``reset``,
        keys in flight are still completed once for each transfer (OFF-8).
@@ -108,7 +107,7 @@ class CPUOffloadingManager:
 
     def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
         """Return the number of leading keys for which ``lookup`` returns HIT."""
-        # In C: a call of lookup a key takes three times as long.
+        # This runs in C, because one call of lookup per key takes three times as long.
         num_held = indexOf(chain(map(self._pages.__contains__, keys), (False,)), False)
         if not self._storing:
             return num_held
@@ -135,7 +134,7 @@ class CPUOffloadingManager:
         except KeyError as error:
             key, state = error.args[0], "not held" if error.args[0] not in pages else "not ready"
             raise KeyNotLoadableError(
-                f"OFF-2: key {key.hex()} is {state}; load only what lookup says HIT for"
+                f"OFF-2: key {key.hex()} is {state}; only load keys for which lookup returns HIT"
             ) from None
         for key in keys:
             loading[key] = loading.get(key, 0) + 1
@@ -197,7 +196,7 @@ class CPUOffloadingManager:
                 offers[key] = min(offers.pop(key, 0) + 1, self._store_threshold)
             while len(offers) > self._max_tracked_keys:
                 offers.popitem(last=False)
-        # Offers are counted of keys that are not stored, too.
+        # Offers of keys that are not stored count, too.
         self._leftovers.drop(_DROPPED_PER_KEY * len(keys))
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
@@ -263,12 +262,12 @@ class CPUOffloadingManager:
         self._policy = self._make_policy(self._num_blocks)
 
     def shutdown(self) -> None:
-        """Forget every key, as ``reset`` does; callable twice."""
+        """Forget every key, like ``reset``; may be called twice."""
         self.reset()
         self._leftovers.clear()
 
     def _take_pages(self, number: int) -> list[int]:
-        """Pages for new keys; there are so many."""
+        """Pages for new keys; enough pages are free."""
         pages = self._free_pages[: -number - 1 : -1]
         del self._free_pages[-number:]
         if (missing := number - len(pages)) > 0:
@@ -277,7 +276,7 @@ class CPUOffloadingManager:
         return pages
 
     def _end_shared_loads(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """End loads of keys that may have several, or be late; returns those released."""
+        """End loads of keys, some of them older than a reset; returns the keys without a load."""
         ended = Counter(keys)
         for key, times in ended.items():
             if (self._loading.get(key) or self._late_loads.get(key, 0)) < times:

@@ -23,7 +23,7 @@ Keys = Sequence[OffloadKey]
 
 
 class InFlight(NamedTuple):
-    """Held keys that transfers use now, which must therefore stay."""
+    """Held keys that transfers use now, so they must stay."""
 
     loading: Set[OffloadKey]
     storing: Set[OffloadKey]
@@ -34,8 +34,8 @@ class CachePolicy(Protocol):
     """Orders the keys of one tier for eviction.
 
     1. A key is held from ``admit`` until it is a victim or is removed.
-    2. A key in flight **must not** become a victim. ``release`` is called when it may
-       be one again, so a policy need not examine it before.
+    2. A key in flight **must not** become a victim. ``release`` is called when the key may be a
+       victim again, so a policy need not examine the key before.
     3. The first key of a batch is the most recent: batches are in prefix order,
        and a chain is evicted from its tail.
     """
@@ -78,9 +78,9 @@ class SupportsLeftovers(Protocol):
 class RecencyOrder:
     """Keys by last use; taking out the oldest costs constant amortised time.
 
-    A key in flight that would be popped is set aside, so the keys in flight are not
-    walked over again. A key that is set aside is older than all keys in ``order``, and
-    is popped before them once it is released.
+    A key in flight that would be popped is set aside, so that later calls need not skip it again. A
+    key that is set aside is older than all keys in ``order``, and is popped before them once it is
+    released.
     """
 
     def __init__(self) -> None:
@@ -108,14 +108,15 @@ class RecencyOrder:
     def without_newest(self, keys: Keys) -> Keys:
         """Return the keys that the caller must move when ``keys`` are used.
 
-        A request is mostly touched when it is stored, and ends with the keys that entered:
-        those are in their place. Saves a tenth of the time at 50,000 blocks.
+        The keys of a request are mostly touched when they are stored. The last of them have just
+        entered, so they are already in their place. This saves a tenth of the time at 50,000
+        blocks.
         """
         newest, self._newest = self._newest, []
         return keys[: -len(newest)] if newest and keys[-len(newest) :] == newest else keys
 
     def recall(self, keys: Iterable[OffloadKey]) -> None:
-        """Put back those of ``keys`` that are set aside; the caller moves them on."""
+        """Put back those of ``keys`` that are set aside; the caller then moves them."""
         if self.aside:
             for key in self.aside.keys() & set(keys):
                 del self.aside[key]
@@ -192,7 +193,7 @@ class LRUPolicy(RecencyOrder):
 
 
 class ARCPolicy:
-    """Adaptive replacement: keys used once against keys used again.
+    """Adaptive replacement, which balances keys used once and keys used again.
 
     1. T1 holds keys used once, T2 keys used again; B1 and B2 remember keys
        evicted from each (ghosts). The names are the paper's.
@@ -200,9 +201,9 @@ class ARCPolicy:
        it; both enter T2. Any other new key enters T1, and T2 when it is touched
        once its store is complete.
     3. ``|T1| + |B1| <= capacity`` and all four together ``<= 2 * capacity``.
-    4. A batch is learnt from as a whole before room is made; with one key a call
-       it is the published algorithm, step for step.
-    5. A failed store leaves neither key nor ghost; the target stays as learnt.
+    4. The policy first adapts to a whole batch, then makes room. With one key per call it is the
+       published algorithm, step by step.
+    5. A failed store leaves neither a key nor a ghost; the target keeps its value.
 
     Args:
         capacity: Keys that the tier can hold.
@@ -213,14 +214,14 @@ class ARCPolicy:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._target = 0.0  # p of the paper: the size that T1 should have
+        self._target = 0.0  # p of the paper: the target size of T1
         self._t1, self._t2 = RecencyOrder(), RecencyOrder()
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
 
     @property
     def target(self) -> float:
-        """The size that T1 should have, as learnt so far."""
+        """The target size of T1, as adapted so far."""
         return self._target
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
@@ -315,18 +316,18 @@ class ARCPolicy:
 
 
 PolicyFactory = Callable[[int], CachePolicy]
-"""Makes an empty policy for a tier of so many keys."""
+"""Makes an empty policy for a tier with room for this number of keys."""
 
 _FACTORIES: dict[str, PolicyFactory] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
 def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False) -> None:
-    """Make a policy known by name, for every manager built afterwards.
+    """Register a policy under a name, for every manager that is built afterwards.
 
     Args:
         name: Value of a manager's ``cache_policy``.
         factory: Called with the capacity in keys, again after each reset.
-        replace: Whether a known name may be given a new meaning.
+        replace: Whether a registered name may be replaced.
 
     Raises:
         ConfigError: The name is known and ``replace`` is False.
@@ -337,14 +338,14 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The factory registered under a name, or that a target names (OFF-7).
+    """The factory that is registered under a name, or the class that a target names (OFF-7).
 
     Args:
-        name: Registered, or ``path/to/file.py:Policy``, or ``package.module:Policy``.
+        name: Registered name, ``path/to/file.py:Policy``, or ``package.module:Policy``.
 
     Raises:
-        ConfigError: The name is not known, which lists those that are; or the target does
-            not import.
+        ConfigError: The name is unknown (the message lists the known names), or the target does not
+            import.
     """
     factory = _FACTORIES.get(name) if isinstance(name, str) else None
     if factory is None and isinstance(name, str) and ":" in name:
@@ -352,13 +353,13 @@ def policy_factory(name: str) -> PolicyFactory:
     if factory is None:
         known = ", ".join(sorted(name for name in _FACTORIES if ":" not in name))
         raise ConfigError(
-            f"OFF-7: unknown cache policy {name!r}; known: {known}, and file.py:Policy"
+            f"OFF-7: cache policy {name!r} is unknown; use {known}, or file.py:Policy"
         )
     return factory
 
 
 def _build(name: str, found: Any, capacity: int) -> CachePolicy:
-    """The policy of a target, if it is one."""
+    """The policy that a target names; None if the name is not a target."""
     try:
         policy = found(capacity)
     except TypeError as error:

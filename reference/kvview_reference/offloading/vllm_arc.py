@@ -1,4 +1,4 @@
-"""ARC as in vLLM, to predict the hits of a vLLM with that policy."""
+"""ARC as vLLM implements it, to predict the hits of a server with that policy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _Order = OrderedDict[OffloadKey, None]
 
 
 class VLLMARCPolicy:
-    """ARC of vLLM 0.33, which differs from the paper's.
+    """The ARC of vLLM 0.33, which differs from that of the paper.
 
     1. A new key enters T1, even if a ghost list remembers it; it goes to T2 when a later
        request uses it.
-    2. Room is made from T1 while it is no smaller than its target, then from T2.
+    2. Victims are taken from T1 while T1 has at least its target size, then from T2.
     3. Each ghost list remembers as many keys as the tier holds.
 
-    The most that it was seen to lose against the paper's is 2.2 points of the prompt blocks.
+    At most it lost 2.2 points of the prompt blocks compared with the paper's ARC.
 
     Args:
         capacity: Keys that the tier can hold.

@@ -13,9 +13,9 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 
 
 def by_arrival(rows: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """Sort the rows of sessions that each start at 0 by arrival.
+    """Sort the rows of sessions by arrival, if each session starts at 0.
 
-    All rows are in memory meanwhile, 8 bytes per block.
+    All rows are in memory during the sort, with 8 bytes per block.
     """
     packed = [replace(row, hash_ids=array("Q", row.hash_ids)) for row in rows]
     yield from sorted(packed, key=lambda row: row.arrival_s)
@@ -43,12 +43,14 @@ class Arrivals:
         self._start_s = self._next.arrival_s if self._next else 0.0
         self._speed = speed
         self._conversations = Conversations(block_size)
-        # By the request that they continue: the order in which it was first waited for, and rows.
+        # For each request that rows continue: the order in which rows first waited for it, and the
+        # rows.
         self._held: dict[str, tuple[int, list[TraceRequest]]] = {}
         self._num_held = 0
-        self._taken: set[str] = set()  # requests that others continue
+        self._taken: set[str] = set()  # requests that other rows continue
         self._waiting_ids: set[str] = set()  # of rows that have not started
-        self._ready: deque[tuple[TraceRequest, float]] = deque()  # and since when
+        # And the time since which it could start.
+        self._ready: deque[tuple[TraceRequest, float]] = deque()
         self.last_s = 0.0
 
     def next_s(self) -> float | None:
@@ -56,7 +58,7 @@ class Arrivals:
         return None if self._next is None else self._arrival_s(self._next)
 
     def advance(self, now: float) -> None:
-        """Take in the rows that have arrived, and the turns whose previous turn has ended."""
+        """Queue the rows that have arrived, and the turns whose previous turn has ended."""
         while self._next is not None and self._arrival_s(self._next) <= now:
             self._read()
         self._release(now)
@@ -65,7 +67,8 @@ class Arrivals:
         """Take the next request that may start.
 
         Returns:
-            The request, its row, and the time since which it could start; None if none can.
+            The request, its row, and the time since which it could start; None if no request can
+            start.
         """
         if self._speed is None:
             self._release(0.0)

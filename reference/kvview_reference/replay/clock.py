@@ -36,7 +36,7 @@ class _Link:
         self.busy_s = 0.0
 
     def book(self, now: float, num_bytes: float) -> float:
-        """Book a job that starts now and return the time of its end."""
+        """Add a job that starts now, and return the time of its end."""
         seconds = num_bytes / self._bytes_per_s
         self.busy_s += seconds
         self._free_at = max(now, self._free_at) + seconds
@@ -74,7 +74,7 @@ class Clock:
         return connector
 
     def begin(self, plan: StepPlan) -> None:
-        """Book the jobs of a plan."""
+        """Add the jobs of a plan."""
         for job in plan.loads:
             self._ends[job.job_id] = self.loads.book(self.now, self._num_bytes(job.dst))
         for job in plan.stores:

@@ -40,7 +40,7 @@ _TIMES: dict[str, tuple[str, click.ParamType[Any], str]] = {
     "--step-tokens": ("step_tokens", Whole(1), "Most prompt tokens in one engine step."),
     "--max-running": ("max_running", Whole(1), "Most requests computed at once."),
 }
-"""Field of the time model, type and help of each option."""
+"""The field of the time model, type and help text of each option."""
 
 
 def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,14 +87,23 @@ def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable
     help=f"Connector: file.py:Class or pkg.mod:Class.  [default: {DEFAULT_CONNECTOR}]",
 )
 @target_options("Option of the connector; VALUE is JSON or text. Repeatable.")
-@click.option("--gpu-blocks", type=Whole(), help="GPU blocks.  [default: about a million tokens]")
+@click.option(
+    "--gpu-blocks", type=Whole(), help=("Number of GPU blocks. [default: about a million tokens]")
+)
 @click.option(
     "--cpu-blocks",
     type=Whole(),
-    help="Value of the connector's option cpu_blocks.  [default: the connector's]",
+    help=(
+        "Blocks of the connector's host tier (its option cpu_blocks). [default: that of the "
+        "connector]"
+    ),
 )
 @click.option(
-    "--policy", help="Value of the connector's option policy.  [default: the connector's]"
+    "--policy",
+    help=(
+        "Cache policy of the connector's host tier (its option policy). [default: that of the "
+        "connector]"
+    ),
 )
 @click.option(
     "--block-bytes", type=Whole(), default=1024, show_default=True, help="Bytes of a block."
@@ -126,7 +135,7 @@ def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable
 @click.option(
     "--publish-replay",
     metavar="ENDPOINT",
-    help="Endpoint at which subscribers can request missed messages.",
+    help="Endpoint at which subscribers of --publish can request missed messages.",
 )
 @click.option(
     "--publish-wait",
@@ -177,7 +186,7 @@ def replay(
     from kvview_reference.replay.trace_input import open_source
 
     if publish is None and publish_replay is not None:
-        raise ConfigError("--publish-replay needs --publish")
+        raise ConfigError("--publish-replay serves missed messages of --publish; add --publish")
     timed = [
         option
         for option, (field, *_) in _TIMES.items()
@@ -185,10 +194,12 @@ def replay(
     ]
     if model_file is not None:
         if "--token-bytes" in timed:
-            raise ConfigError("--token-bytes and --model cannot be combined")
+            raise ConfigError("--token-bytes and --model cannot be combined; drop one of them")
         timed.insert(0, "--model")
     if closed_loop is not None and timed:
-        raise ConfigError(f"{timed[0]} needs arrival times, which --closed-loop ignores")
+        raise ConfigError(
+            f"{timed[0]} needs arrival times, which --closed-loop ignores; drop one of them"
+        )
     publishes = True if publish is not None and connector == DEFAULT_CONNECTOR else None
     named = {"cpu_blocks": cpu_blocks, "policy": policy, "enable_events": publishes}
     connector_options = {key: value for key, value in named.items() if value is not None}

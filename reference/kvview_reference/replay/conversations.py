@@ -1,4 +1,4 @@
-"""Turns of conversations: the tokens of an answer are part of the next turn's prompt.
+"""Turns of conversations, in which the tokens of an answer are part of the next turn's prompt.
 
 A trace names the blocks of prompts, not generated blocks. If the trace names the request that a
 row continues, the row's prompt takes the hashes that the engine gave to the blocks which that
@@ -17,9 +17,9 @@ from kvview_reference.engine.request import Request, Status, chain_hashes
 from kvview_reference.replay.trace_schemas import TraceRequest
 
 _MAX_TURNS = 4096
-"""Latest turns that are remembered, so that memory does not grow with the trace."""
+"""Number of latest turns that are remembered, so that memory does not grow with the trace."""
 _MAX_GENERATED = 2**20
-"""Generated blocks whose ids are remembered, for the same reason."""
+"""Number of generated blocks whose ids are remembered, for the same reason."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Turn:
     row: TraceRequest
     request: Request
     continued_by: tuple[int, ...] | None = None
-    """Ids that the first continuing row has for the generated blocks."""
+    """Ids of the generated blocks in the first row that continues the request."""
 
 
 class Conversations:
@@ -50,13 +50,13 @@ class Conversations:
         self._generated: OrderedDict[tuple[bytes, int], BlockHash] = OrderedDict()
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request of the trace was made and has not ended."""
+        """Whether a request of the trace was started and has not ended."""
         turn = self._turns.get(request_id)
         return turn is not None and turn.request.status not in (Status.FINISHED, Status.ABORTED)
 
     def make_request(self, row: TraceRequest) -> Request:
         """Make the request of the next row."""
-        # Ids of a trace may repeat; ids in flight together must not.
+        # A trace may repeat request ids, but requests in flight at once need different ids.
         request_id = f"{row.request_id}#{self._num_requests}"
         self._num_requests += 1
         before = None if row.continues is None else self._turns.get(row.continues)

@@ -16,7 +16,7 @@ _ORDER = ("full", "window", "chunked", "state")
 
 
 def groups_of(model: ModelShape) -> str:
-    """Write the groups of a model in the form of ``--groups``, one for each kind of layer."""
+    """Format the groups of a model for ``--groups``, one group for each kind of layer."""
     layers = sorted(model.layers, key=lambda layers: _ORDER.index(layers.kind))
     return ",".join(
         {"full": "full", "state": "mamba"}.get(part.kind, f"{part.kind}:{part.tokens}")

@@ -1,6 +1,6 @@
-"""The events of a replay on the wire, as vLLM publishes them, to test routers without a GPU.
+"""The events of a replay, published in vLLM's format, to test routers without a GPU.
 
-A trace has hashes and no tokens. The tokens of a block are made from its hash, so that equal
+A trace has hashes but no tokens. So the tokens of a block are derived from its hash, and equal
 blocks have equal tokens.
 """
 
@@ -29,7 +29,7 @@ from kvview_reference.engine import Engine
 
 _VOCABULARY = 2**17
 _KNOWN_PARENTS = 2**20
-"""Blocks whose parents are remembered, so that memory does not grow with the trace."""
+"""Number of blocks whose parents are remembered, so that memory does not grow with the trace."""
 _KINDS = {
     "FullAttention": "full_attention",
     "SlidingWindow": "sliding_window",

@@ -37,7 +37,7 @@ from kvview_reference.replay.traces import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
 _MAX_WAITING = 64
-"""Most requests that wait in the engine; further ones wait in the trace."""
+"""Maximum of requests that wait in the engine; further requests wait in the trace."""
 _COUNTED = (  # by the engine
     *("requests", "gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "loaded_blocks"),
     *("bytes_verified", "mismatches", "steps", "preemptions"),
@@ -77,8 +77,8 @@ class ReplayReport:
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
         blocks: Hash ids of all prompts; the hit rates are shares of them.
         computed_rate: Share of the blocks that neither the GPU nor the connector had.
-        cpu_hit_blocks: Blocks that came from the connector, whatever its medium.
-        failed_transfers: Failures of the connector's own; a replay injects none.
+        cpu_hit_blocks: Blocks that came from the connector, from any medium.
+        failed_transfers: Failures of the connector itself; a replay injects no failures.
         first_failure: The first failed transfer, and the error in its result.
         media: Media that the connector moved blocks to or from, by the names of its specs.
         holds_at_end: GPU blocks that were not free at the end of all work; must be 0.
@@ -89,7 +89,8 @@ class ReplayReport:
         time: The durations.
         simulated_seconds: Time from the first request to the end of all work.
         trace_seconds: Time from the first to the last arrival, at this speed.
-        mean_wait_s: Time for which a request could start and did not, loads included.
+        mean_wait_s: Mean time between the moment from which a request could start and its start,
+            loads included.
         load_link_busy: Share of the simulated seconds in which the link moved loads.
         store_link_busy: Share of the simulated seconds in which the link moved stores.
     """
@@ -143,7 +144,7 @@ class ReplayFile(ReplayReport):
     Args:
         malformed_rows: Rows and files of the trace that could not be read.
         lost: The first 10,000 of them, with the reasons.
-        cut: Files of which all that follows a line is lost, with that line.
+        cut: Files whose rest after a line is lost, and that line.
         schema_version: Increased when a field is removed or changes its meaning.
     """
 
@@ -195,7 +196,7 @@ def replay(
     on_progress: Callable[[int], None] = lambda num_requests: None,
     on_step: Callable[[Engine], None] | None = None,
 ) -> ReplayReport:
-    """Run a trace to its end, until the connector has no pending work.
+    """Run a trace to its end, and then until the connector has no pending work.
 
     Args:
         trace: Requests, read one by one.
@@ -241,7 +242,7 @@ def replay(
 
 
 class _Run:
-    """One replay, and the counters that the engine does not have."""
+    """One replay, with its own counters in addition to those of the engine."""
 
     def __init__(
         self,
@@ -257,11 +258,11 @@ class _Run:
         self._on_progress, self._on_step = on_progress, on_step
         self._num_blocks = self._num_too_large = 0
         self._too_large: ConfigError | None = None
-        self._queued: list[tuple[Request, float]] = []  # and since when it could start
+        self._queued: list[tuple[Request, float]] = []  # and the time since which it could start
         self._waited_s = self._max_wait_s = 0.0
 
     def to_end(self) -> None:
-        """Run until the trace and all work have ended."""
+        """Run until the trace has ended and no work is left."""
         engine, clock = self._engine, self._clock
         while True:
             if clock is not None:

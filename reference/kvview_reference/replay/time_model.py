@@ -10,7 +10,7 @@ from kvview.errors import ConfigError
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Durations; the defaults are about those of an 8B model on an A100.
+    """Durations; the defaults are about right for an 8B model on an A100.
 
     1. Prompts are computed at a rate, first come first served, at most ``step_tokens`` in
        one step. Tokens that were hit are not computed.
@@ -28,7 +28,7 @@ class TimeModel:
         store_gb_per_s: Bandwidth from the GPU to the host.
         token_bytes: KV bytes of one token in all attention layers, all ranks together.
         step_tokens: Most prompt tokens in one step.
-        max_running: Most requests computed at once.
+        max_running: Maximum of requests that are computed at once.
         speed: Seconds of the trace in one simulated second.
         group_bytes: Bytes of a block of each KV-cache group, all ranks together; None shares
             ``token_bytes`` evenly.

@@ -19,7 +19,7 @@ _GENERATED_BLOCK_SIZE = 512
 
 @dataclass(frozen=True)
 class Source:
-    """Requests, and where they come from.
+    """Requests and their source.
 
     Args:
         requests: In the order of the trace.

@@ -1,7 +1,7 @@
 """The schemas of a row of a request trace, and the requests in a row.
 
-Lengths are tokens. How many hash ids a prompt has differs: Mooncake and Bailian
-give the partial last block an id, cc-traces does not; both are accepted.
+Lengths are in tokens. Mooncake and Bailian give the partial last block of a prompt a hash id, and
+cc-traces does not. Both are accepted.
 
 Source: ``mooncake``: kvcache-ai/Mooncake, ``FAST25-release/traces``;
 ``bailian``: alibaba-edu/qwen-bailian-usagetraces-anon, ``README.md``;
@@ -53,7 +53,7 @@ class RowError(ValueError):
 
     Args:
         problem: The error.
-        field: The field that has it, if one has.
+        field: The field with the error, if it is in one field.
         ends_file: Whether nothing after the row can be read.
     """
 
@@ -191,8 +191,8 @@ def _flatten(
         if isinstance(entry, _CcRequest):
             yield start_s + entry.t, f"{path}{index}", where, entry
         else:
-            # A sub-agent's clock starts at 0 in some releases and with the session's
-            # in others; a request before its own spawn can only be the former.
+            # A sub-agent's clock starts at 0 in some releases and at the session's time in others.
+            # If a request is earlier than its own spawn, the clock starts at 0.
             first = min((inner.t for inner in entry.requests), default=entry.t)
             inner_start_s = start_s + entry.t if first < entry.t else start_s
             yield from _flatten(
@@ -227,7 +227,7 @@ def _load(row: bytes) -> dict[str, Any]:
 
 
 def _nearest_schema(fields: dict[str, Any]) -> SchemaName | None:
-    """Find the schema with the most of its fields in a row, if the row has half of them."""
+    """Find the schema of which a row has the most fields, and at least half of them."""
     shared = {name: len(fields.keys() & known) for name, known in _FIELDS.items()}
     nearest = max(shared, key=lambda name: shared[name])
     return nearest if 2 * shared[nearest] >= len(_FIELDS[nearest]) else None
@@ -261,7 +261,7 @@ def recognise(row: bytes) -> SchemaName:
     if schema is None:
         known = "; ".join(f"{name} ({', '.join(names)})" for name, names in _FIELDS.items())
         found = reprlib.repr(list(fields))
-        raise RowError(f"unknown schema with fields {found}; known are {known}")
+        raise RowError(f"the fields {found} fit no known schema; known schemas: {known}")
     return schema
 
 
@@ -284,6 +284,8 @@ def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceReq
     except ValidationError as error:
         actual = _nearest_schema(_load(row))
         if actual not in (schema, None):
-            raise RowError(f"mixed schemas: a {actual} row in a {schema} trace") from None
+            raise RowError(
+                f"mixed schemas: the trace is {schema}, but this row is {actual}"
+            ) from None
         raise _explain(error) from None
     return valid.num_block_tokens, valid.requests(line), valid.has_time

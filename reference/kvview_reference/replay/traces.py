@@ -30,10 +30,10 @@ OnError = Callable[[TraceError], object]
 """Called with the error of each malformed row; the reader then continues with the next row."""
 
 MAX_ROW_BYTES = 32 * 2**20
-"""Longest row that is read: a file without newlines must not fill the memory."""
+"""Bytes of the longest row that is read, so that a file without newlines cannot fill the memory."""
 
 MAX_ROW_VALUES = 2**22
-"""Values of a row, as :func:`_num_values` counts them: a value takes more memory than its text."""
+"""Maximum of values in a row, because a value takes more memory than its text."""
 
 _UNITS = {b",": 1, b'"': 2, b"[": 2, b"{": 8}
 _MAX_LOST = 10_000
@@ -41,11 +41,11 @@ _SHOWN = 20
 
 
 class TraceCutError(TraceError):
-    """From a line on, nothing of a file can be read.
+    """An error after which the rest of a file cannot be read.
 
     Args:
         message: The reason.
-        rest: The part that is lost besides the line itself.
+        rest: The part that is lost, in addition to the line itself.
     """
 
     def __init__(self, message: str, rest: str) -> None:
@@ -59,7 +59,7 @@ class Lost:
 
     Args:
         rows: The first 10,000 rows and files, and the reason of each.
-        cut: Files of which all that follows a line is lost too, in an unknown amount.
+        cut: Files whose rest after a line is lost too, an unknown number of rows.
         num_rows: Number of all rows and files that could not be read.
     """
 
@@ -68,7 +68,7 @@ class Lost:
     num_rows: int = 0
 
     def add(self, error: KVViewError) -> bool:
-        """Note a part; True for the first few, which are worth a line on the terminal."""
+        """Record a part; True for the first few, which are printed."""
         self.num_rows += 1
         if self.num_rows <= _MAX_LOST:
             self.rows.append(str(error))
@@ -143,9 +143,9 @@ class Trace:
         block_size, requests, has_time = parse(row, line, self.schema)
         if has_time != self.has_times:
             raise RowError(
-                "missing, but the first row has one"
+                "is missing, but the first row has it"
                 if self.has_times
-                else "present, but the first row has none",
+                else "is present, but the first row lacks it",
                 "timestamp",
             )
         if block_size != self.block_size:
@@ -153,7 +153,7 @@ class Trace:
         return requests
 
     def _find_schema(self, rows: BinaryIO) -> tuple[SchemaName, int, bool]:
-        """Find schema, block size and whether there are times, in the first whole row.
+        """Find the schema, the block size, and whether there are times, in the first valid row.
 
         Malformed rows before it are reported by the iterations.
         """
@@ -184,7 +184,7 @@ class Trace:
         self._on_error(report)
 
     def _rows(self, rows: BinaryIO) -> Iterator[tuple[int, bytes | RowError]]:
-        """Yield line number and row; blank lines are skipped, damaged gzip data is the end."""
+        """Yield line number and row; skips blank lines and stops at damaged gzip data."""
         line = 0
         try:
             for line, row in enumerate(read_rows(rows, self._max_row_bytes), 1):
@@ -210,8 +210,8 @@ def _num_values(row: bytes) -> int:
 class TraceFolder(Trace):
     """The files of a folder as one trace, in the order of their names.
 
-    cc-traces are published so, one session per file. A file that cannot be read, or has another
-    schema or block size, counts as a malformed row.
+    cc-traces has one session per file. A file that cannot be read, or has another schema or block
+    size, counts as a malformed row.
     """
 
     def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:

@@ -1,9 +1,8 @@
-"""A seeded workload in the shape of a real trace, for those who have none at hand.
+"""A seeded workload that resembles a real trace, for users without a trace.
 
-Conversations that grow turn by turn over one shared system prompt, with
-heavy-tailed lengths and Poisson arrivals. The quantiles below are rounded from
-the Mooncake conversation trace; with the defaults about 35 % of the blocks of
-12,000 requests are a prefix that an infinite cache still holds.
+It consists of conversations that grow turn by turn over one shared system prompt, with heavy-tailed
+lengths and Poisson arrivals. The quantiles below are those of the Mooncake conversation trace,
+rounded. With the defaults an infinite cache hits about 35 % of the blocks of 12,000 requests.
 
 Source: kvcache-ai/Mooncake, ``FAST25-release/traces/conversation_trace.jsonl``.
 """
@@ -25,10 +24,10 @@ MAX_PROMPT_TOKENS = 126_000
 _FOLLOW_UP_SHARE = 0.34
 """Share of requests that continue a conversation."""
 _MAX_CONVERSATIONS = 700
-"""Open at a time; half of the follow-ups then come within some 450 requests."""
+"""Open conversations, so that half of the next turns follow within about 450 requests."""
 
 _Quantiles = Mapping[float, int]
-"""Lengths by the share of requests that are shorter."""
+"""Lengths, by the share of requests that are shorter."""
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _PROMPTS = (890, 900, 1_300, 5_300, 13_000, 25_000, 34_000, 78_000, MAX_PROMPT_TOKENS)
 _FIRST_PROMPT: _Quantiles = dict(zip(_SHARES, _PROMPTS, strict=True))
@@ -41,11 +40,11 @@ class _Conversation:
     hash_ids: list[int]
     num_prompt_tokens: int
     num_output_tokens: int
-    last: str | None = None  # request id of the turn so far
+    last: str | None = None  # request id of the latest turn
 
 
 def _draw(random: Random, quantiles: _Quantiles) -> int:
-    """A length: linear between quantiles."""
+    """Draw a length, by linear interpolation between quantiles."""
     share = random.random()
     (low_share, low), (high_share, high) = next(
         (lower, upper) for lower, upper in pairwise(quantiles.items()) if share < upper[0]
@@ -54,9 +53,9 @@ def _draw(random: Random, quantiles: _Quantiles) -> int:
 
 
 def _draw_exponential(random: Random) -> float:
-    """Exponential with mean 1, by von Neumann's comparisons.
+    """Draw from the exponential distribution with mean 1, by von Neumann's method of comparisons.
 
-    ``math.log`` may differ in its last bit between platforms; comparing does not.
+    ``math.log`` may differ in its last bit between platforms; comparisons do not.
     """
     whole = 0
     while True:
@@ -76,7 +75,7 @@ def generate_trace(
     """Generate requests; equal arguments give equal requests on every platform.
 
     Args:
-        num_requests: How many.
+        num_requests: Number of requests.
         seed: Any whole number from 0.
         block_size: Tokens per hash id; prompts and arrivals do not depend on it.
 

@@ -11,11 +11,11 @@ from kvview_reference.sizing.stored import StoredBlocks
 from kvview_reference.sizing.tier_hits import HostTraffic, Tiers
 
 PEAK_SECONDS = 10.0
-"""Span over which a peak is measured; a link that is behind for longer delays requests."""
+"""Seconds over which a peak is measured; a link that is overloaded for longer delays requests."""
 
 
 class ReportPart(BaseModel):
-    """A part of the JSON."""
+    """Base class of the parts of the JSON report."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,7 +30,7 @@ class Point(ReportPart):
         offloaded_blocks: Blocks stored to the host.
         offloaded_per_loaded: None if nothing was loaded.
         prefill_seconds_saved: Compute time saved: loaded tokens over the prefill rate.
-        load_seconds: Time that the loads take instead.
+        load_seconds: Time that the loads take.
         load_gb_per_s: Mean over the trace, 10**9 bytes per second.
         peak_load_gb_per_s: Mean over the busiest 10 s.
     """
@@ -85,7 +85,7 @@ class Accountant:
         return None if self._block_bytes is None else blocks * self._block_bytes / 2**30
 
     def point(self, host: int, traffic: HostTraffic) -> Point:
-        """Account for one policy at one size of the host."""
+        """Compute the figures of one policy at one size of the host."""
         gpu_rate, loaded_blocks = sum(self._tiers.gpu_hits) / self._num_ids, sum(traffic.loaded)
         host_rate = loaded_blocks / self._num_ids
         stored = sum(traffic.stored)

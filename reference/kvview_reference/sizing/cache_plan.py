@@ -1,12 +1,12 @@
 """The KV-cache groups that vLLM makes of a model's layers, and the bytes of their blocks.
 
 1. Each group has its own block table over one pool, so a block has the same bytes in all.
-2. A state takes one block: where it is larger, the blocks of attention get more tokens, and the
-   state is padded to them.
+2. A state takes one block. If it is larger than a block of attention, the blocks of attention get
+   more tokens, and the state is padded to their size.
 3. Layers with smaller pages get blocks of more tokens; if the sizes do not divide, their pages
    are padded.
-4. Groups have the same number of layers: that of the kind with the fewest, or that of the kind
-   with the most, if the latter is not many more.
+4. All groups have the same number of layers: the number of the kind with the fewest layers, or of
+   the kind with the most layers if both numbers are close.
 
 Source: vLLM 0.32.0, ``v1/core/kv_cache_utils.py`` (``get_kv_cache_groups``) and
 ``platforms/interface.py`` (``_align_hybrid_block_size``).
@@ -76,7 +76,7 @@ def plan_cache(
     Args:
         model: The model.
         block_size: Tokens of a block that the engine would choose.
-        kernel_block_size: Tokens of which blocks have a multiple.
+        kernel_block_size: Tokens; the size of every block is a multiple of it.
 
     Raises:
         ConfigError: vLLM cannot group such layers.
@@ -111,7 +111,7 @@ def plan_cache(
 
 
 def _block_that_holds(state: int, attention: LayerSet, block_size: int, kernel: int) -> int:
-    """Find the tokens of the smallest block of attention that has room for a state."""
+    """Return the number of tokens of the smallest block of attention with room for a state."""
     step = max(kernel, block_size, _LATENT_BLOCK_SIZE if attention.is_latent else 0)
     tokens = step * -(-state // (step * attention.token_bytes))
     return max(block_size, kernel * -(-tokens // kernel))

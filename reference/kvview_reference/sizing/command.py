@@ -29,8 +29,10 @@ _NUM_GENERATED = 12_000
 @click.option(
     "--sizes",
     metavar="SIZE,...",
-    help="Sizes of the host: 5000 (blocks), 64GiB, 50% (of the different blocks).  "
-    "[default: eight sizes]",
+    help=(
+        "Sizes of the host, comma-separated: 5000 (blocks), 64GiB, 50% (of the different "
+        "blocks). [default: eight sizes]"
+    ),
 )
 @click.option(
     "--gpu-blocks",
@@ -42,7 +44,7 @@ _NUM_GENERATED = 12_000
     default="lru,arc",
     show_default=True,
     metavar="NAME,...",
-    help="Eviction policies of the host: names, and file.py:Class.",
+    help="Eviction policies of the host, comma-separated: names or file.py:Class.",
 )
 @click.option(
     "--model",
@@ -51,7 +53,7 @@ _NUM_GENERATED = 12_000
     help="config.json of the model, or a list of its layers (docs/sizing.md), for sizes in GiB.",
 )
 @click.option(
-    "--dtype", help="Type of the KV cache: bfloat16, fp8, ...  [default: the type of --model]"
+    "--dtype", help="Type of the KV cache, such as bfloat16 or fp8. [default: the type of --model]"
 )
 @click.option("--tp", type=Whole(1), help="Ranks of tensor parallelism.  [default: 1]")
 @click.option(
@@ -71,7 +73,7 @@ _NUM_GENERATED = 12_000
 @click.option(
     "--partial-blocks",
     is_flag=True,
-    help="Let a cache hold the partial last block of a prompt too; engines do not.",
+    help="Let caches also hold the partial last block of a prompt, which engines do not.",
 )
 @json_option({"size": "kvview_reference.sizing.sweep:SizeReport"})
 def size(
@@ -108,7 +110,7 @@ def size(
     if not names:
         raise ConfigError(f"--policies {policies!r}: expected at least one policy, such as lru")
     for name in names:
-        policy_factory(name)(1)  # raises the error of a wrong policy before the trace is read
+        policy_factory(name)(1)  # raises an error for a wrong policy before the trace is read
     if model_file is None and (dtype, tp) != (None, None):
         raise ConfigError("--dtype and --tp describe a model and need --model")
     model = None if model_file is None else read_model(model_file, dtype, tp)
@@ -132,7 +134,7 @@ def size(
         return references
 
     def mean_bytes() -> int:
-        """Compute the bytes of a block; a hybrid model needs a read of the trace for it."""
+        """Compute the bytes of a block, for which the trace of a hybrid model is read."""
         assert blocks is not None
         if not blocks.tails:
             return blocks.block_bytes(())

@@ -1,4 +1,4 @@
-"""Hits of a cache of every size in one pass: LRU, and the optimum of all policies.
+"""Hits of a cache of every size in one pass, for LRU and for the optimum of all policies.
 
 Both read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit needs
 the whole prefix before it. With LRU a prefix is always used at least as recently as the blocks
@@ -19,8 +19,8 @@ class Curve:
     """Hits against size, exact at every size.
 
     Args:
-        reached: By size, the change of the slope: from that size on, each further block of
-            capacity gives this many more (or, if negative, fewer) hits than before.
+        reached: Change of the slope by size. From that size on, each further block of capacity adds
+            this many more (or, if negative, fewer) hits than before.
     """
 
     def __init__(self, reached: dict[int, int]) -> None:
@@ -44,7 +44,7 @@ class Curve:
 
 
 def knee_of(curve: Sequence[tuple[int, float]]) -> int:
-    """Find the size at which a curve bends most: farthest above the line between its ends.
+    """Find the size at which a curve bends most, which is farthest above the line between its ends.
 
     Source: V. Satopaa et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011.
     """
@@ -56,8 +56,10 @@ def knee_of(curve: Sequence[tuple[int, float]]) -> int:
 
 
 Reach = tuple[int, int]
-"""A stack distance, and the number of adjacent blocks from there on: a cache of ``d + 1`` blocks
-hits one block of ``(d, n)``, a cache of ``d + n`` blocks hits all ``n``."""
+"""A stack distance ``d`` and the number ``n`` of adjacent blocks from there on.
+
+A cache of ``d + 1`` blocks hits one of them, a cache of ``d + n`` blocks hits all ``n``.
+"""
 
 
 def lru_reaches(references: References) -> Iterator[list[Reach]]:
@@ -126,8 +128,8 @@ def hits_within(reaches: Iterable[Reach], size: int) -> int:
 def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
     """Count the hits of MIN with bypass, the optimum of a cache that knows the future.
 
-    After each request, the blocks of request and cache whose next use is soonest are kept;
-    blocks without a next use are not. No policy has more hits.
+    After each request, the cache keeps those blocks (its own and those of the request) that are
+    used next, and drops blocks without a next use. No policy has more hits.
 
     Args:
         references: The trace.
@@ -155,7 +157,8 @@ def _optimum(
     never = len(upcoming)
     kept = [0] * len(weights)  # blocks of each run, from its head on
     due = [0] * len(weights)
-    order: list[tuple[int, int, int]] = []  # a heap: the latest due first, then the deepest
+    # A heap with the latest next use first, then the deepest block.
+    order: list[tuple[int, int, int]] = []
     hits = used = 0
     for request, dues in zip(references.requests, upcoming, strict=True):
         for depth, (run, then) in enumerate(zip(request.runs, dues, strict=True)):

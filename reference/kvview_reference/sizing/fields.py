@@ -1,4 +1,4 @@
-"""The fields of a JSON object, each checked where it is read."""
+"""The fields of a JSON object, each of which is checked when it is read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _T = TypeVar("_T", int, str)
 
 
 def shown(value: object) -> str:
-    """Write a value for an error, on one line and short."""
+    """Format a value for an error message, on one line and shortened."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to format an integer of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -28,7 +28,7 @@ def require_number(
     """Check a number of a file.
 
     Raises:
-        ConfigError: It is not a whole number from ``least`` to ``most``.
+        ConfigError: The value is not a whole number from ``least`` to ``most``.
     """
     if type(value) is not int or not least <= value <= most:
         raise ConfigError(
@@ -63,7 +63,8 @@ class Fields:
             name: Field.
             least: Lowest value allowed.
             most: Highest value allowed.
-            missing: Default for a field that is missing or null; None makes that an error.
+            missing: Default for a field that is missing or null; without a default such a field is
+                an error.
         """
         value = self.get(name)
         if value is None:

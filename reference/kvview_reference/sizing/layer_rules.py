@@ -14,7 +14,7 @@ Stored = Literal["full", "window", "chunked", "state", "full and state", "nothin
 """The kind of a layer; "full and state" is attention next to a state-space half."""
 
 Rule = tuple[str, ...]
-"""One way to list the kinds: its name, the field that decides, and further words."""
+"""One way to list the kinds: its name, the field that it reads, and further words."""
 
 TABLE: Mapping[str, Any] = tomllib.loads(
     Path(__file__).with_name("model_facts.toml").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def _every(_: Fields, num_layers: int, kind: Stored) -> list[Stored]:
 def _period(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored, offset: str = ""
 ) -> list[Stored]:
-    """One layer of each period has its own kind: the layer at ``offset``, or else the last."""
+    """One layer of each period has its own kind: that at ``offset``, by default the last."""
     length = fields.number(field)
     at = fields.number(offset, least=0) if offset else length - 1
     if at >= length:
@@ -78,7 +78,7 @@ def _flagged(
 def _starting_at(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored
 ) -> list[Stored]:
-    """All layers from a number on."""
+    """All layers from a given number on."""
     first = fields.number(field, least=0)
     return [kind if layer >= first else other for layer in range(num_layers)]
 
@@ -101,7 +101,7 @@ def _meanings(
     for word in words:
         if word not in meanings:
             raise ConfigError(
-                f"{fields.where}: {field} has {shown(word)}, which is not understood; known: "
+                f"{fields.where}: {field} has the unknown value {shown(word)}; known: "
                 f"{', '.join(meanings)}"
             )
         kinds.append(meanings[word])

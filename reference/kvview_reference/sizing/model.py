@@ -1,4 +1,4 @@
-"""The bytes that each layer of a model stores, for each token or once for a prefix.
+"""The bytes that each layer of a model stores, per token or once per prefix.
 
 1. A layer of full attention (``"full"``) stores a key and a value for every token.
 2. A layer with a sliding window (``"window"``) or with chunked local attention (``"chunked"``)
@@ -20,14 +20,14 @@ Kind = Literal["full", "window", "chunked", "state"]
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d*)?)\s*(?P<unit>[KMGT]iB|%|)")
-_BYTES_OF_16: Mapping[str, int] = {  # elements: a byte is too coarse a unit for nvfp4
+_BYTES_OF_16: Mapping[str, int] = {  # in elements, because a byte is too coarse a unit for nvfp4
     "float32": 64,
     "float": 64,
     "bfloat16": 32,
     "float16": 32,
     "half": 32,
     "fp8": 16,
-    "nvfp4": 9,  # half a byte each, and a scale of one byte for all 16
+    "nvfp4": 9,  # half a byte per element, and a scale of one byte for 16 elements
 }
 _NAMES = {
     "full": "Full attention",
@@ -66,7 +66,7 @@ def bytes_of(elements: int, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers of a model that store the same.
+    """Layers of a model with the same KV.
 
     Args:
         kind: Kind of the layers, which determines the tokens that they keep.

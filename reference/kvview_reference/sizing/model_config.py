@@ -42,7 +42,7 @@ def read_config(config: Mapping[str, Any], where: str, dtype: str | None, tp: in
     Args:
         config: The file.
         where: The name of the file in errors.
-        dtype: Type of the KV cache; None for the type that the file has.
+        dtype: Type of the KV cache; None for the type in the file.
         tp: Ranks that share a layer.
 
     Raises:
@@ -98,7 +98,7 @@ class _Reader:
                 f"{self._where}: {len(stored)} layers are listed, but num_hidden_layers is "
                 f"{num_layers}"
             )
-        # The last layers may read the cache of earlier ones.
+        # The last layers may read the cache of earlier layers.
         shared = self._fields.number("num_kv_shared_layers", least=0, most=num_layers, missing=0)
         kinds: list[Kind] = []
         for layer in stored[: num_layers - shared]:
@@ -165,7 +165,7 @@ class _Reader:
         state = self._facts.state
         if state is None:
             raise ConfigError(
-                f"{self._where}: linear attention is not understood for model_type "
+                f"{self._where}: kvview does not know the linear attention of model_type "
                 f"{shown(self._type)}; {_INSTEAD}"
             )
         sizes = {
@@ -223,8 +223,8 @@ class _Reader:
             dtype = _CACHE_DTYPES.get(key) if type(key) in (str, int) else None
             if dtype is None:
                 raise ConfigError(
-                    f"{self._where}: quantization_config.{name[:LONGEST_NAME]} is not understood: "
-                    f"{shown(value)}; pass --dtype"
+                    f"{self._where}: quantization_config.{name[:LONGEST_NAME]} has the unknown "
+                    f"value {shown(value)}; pass --dtype"
                 )
         return dtype
 
@@ -238,7 +238,6 @@ class _Reader:
                 continue
             if CUES.search(name) and (has_window or name != "max_window_layers"):
                 raise ConfigError(
-                    f"{self._where}: {name[:LONGEST_NAME]} is not understood for model_type "
-                    f"{shown(self._type)} "
-                    f"and may change the KV cache; {_INSTEAD}"
+                    f"{self._where}: {name[:LONGEST_NAME]} is an unknown field for model_type "
+                    f"{shown(self._type)} and may change the KV cache; {_INSTEAD}"
                 )

@@ -22,7 +22,7 @@ class State(BaseModel):
     Args:
         kind: The shapes: Mamba 1, Mamba 2, gated delta net, or a short convolution alone.
         sizes: Field of each size of the shapes.
-        dtype: Field with the type of the recurrent part; without it the model's type.
+        dtype: Field with the type of the recurrent part; by default the model's type.
     """
 
     kind: Literal["mamba1", "mamba2", "delta_net", "convolution"]
@@ -49,7 +49,7 @@ CUES = re.compile("|".join(TABLE["cues"]))
 """Names of fields that may change what a KV cache stores."""
 
 HARMLESS = re.compile("|".join(TABLE["harmless"]))
-"""Names among them that never do."""
+"""Names that look like these but never change the KV cache."""
 
 PLAIN = Facts(rules=(("listed", "layer_types"), ("every", "window")))
 

@@ -14,7 +14,7 @@ from kvview_reference.sizing.model_config import LONGEST_NAME, read_config
 
 _FIELDS = ("groups", "dtype", "tp", "name")
 _GROUP_FIELDS = ("kind", "layers", "kv_heads", "head_size", "tokens", "state_bytes")
-_MOST_BYTES = 2**24  # no config.json has a hundredth of it
+_MOST_BYTES = 2**24  # a config.json has less than a hundredth of it
 
 
 def read_model(path: str, dtype: str | None = None, tp: int | None = None) -> ModelShape:
@@ -22,8 +22,8 @@ def read_model(path: str, dtype: str | None = None, tp: int | None = None) -> Mo
 
     Args:
         path: A ``config.json`` of Hugging Face, or JSON with ``groups`` of layers.
-        dtype: Type of the KV cache; None for the type that the file has.
-        tp: Ranks that share a layer; None for the ranks that the file has, or 1.
+        dtype: Type of the KV cache; None for the type in the file.
+        tp: Ranks that share a layer; None for the number in the file, or 1.
 
     Raises:
         ConfigError: The file cannot be read, or a field is missing, wrong or unknown.

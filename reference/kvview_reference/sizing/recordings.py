@@ -25,7 +25,7 @@ from kvview.events.wire import EventDecoder, Hash, StoredEvent
 from kvview_reference.replay.trace_schemas import TraceRequest
 
 SAME_REQUEST_S = 5.0
-"""A turn that comes sooner counts as the previous turn, whose blocks the GPU still has."""
+"""Time within which a turn counts as a part of the previous turn, which the GPU still has."""
 
 
 @dataclass(slots=True)

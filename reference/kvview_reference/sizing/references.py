@@ -1,9 +1,8 @@
 """The block references of a trace, by arrival, small enough to be read many times.
 
-1. Blocks that the same requests use make one *run*: a prefix that every turn of a session
-   repeats is one reference per turn, not thousands. This is exact, because in a trace whose
-   ids name prefixes such blocks are adjacent in every request. If they are not, each block is
-   a run.
+1. Blocks that the same requests use form one *run*, so a prefix that every turn of a session
+   repeats is one reference per turn, not thousands. This is exact, because in a trace whose ids
+   name prefixes such blocks are adjacent in every request. If they are not, each block is a run.
 2. Runs are numbered by first use, and their blocks without gaps: run ``r`` holds the
    blocks ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
 """

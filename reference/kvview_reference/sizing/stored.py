@@ -1,7 +1,7 @@
 """The bytes that a host tier stores for a block of a trace, layer by layer.
 
-1. Full attention is stored for every token, and so are chunks, because vLLM's connector skips
-   none of them.
+1. KV of full attention and of attention chunks is stored for every token, because vLLM's connector
+   skips no blocks of them.
 2. Sliding windows are stored for the tokens that the end of each prompt still reads; states are
    stored at the end of each prompt.
 3. Blocks have the bytes that they have in vLLM, padding included, on all ranks together.
@@ -91,7 +91,7 @@ class StoredBlocks:
         )
 
     def dense_block_bytes(self, tail_shares: Sequence[float]) -> int:
-        """Compute them for a connector that stores windows for every token too."""
+        """Compute the mean bytes of a block if windows are stored for every token, too."""
         return ceil(
             sum(
                 stored.block_bytes
@@ -117,7 +117,7 @@ class StoredBlocks:
 
 
 class LayersReport(BaseModel):
-    """Layers of the model that store the same.
+    """Layers of the model with the same KV.
 
     Args:
         tokens: Tokens of the window or chunk.
@@ -145,7 +145,7 @@ class ModelReport(BaseModel):
     Args:
         token_bytes: Bytes that every token adds in full attention, all ranks of TP together.
         block_bytes: Bytes that the host stores for a block, a mean over the trace.
-        dense_block_bytes: Those of a connector that stores windows for every token.
+        dense_block_bytes: The same mean for a connector that stores windows for every token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -204,7 +204,7 @@ def _formula(stored: StoredLayers, blocks: StoredBlocks) -> str:
 
 
 def notes_on_model(report: ModelReport, gpu_gib: float, tp: int) -> list[str]:
-    """Warn about the figures of this model."""
+    """List the warnings about the figures of this model."""
     notes: list[str] = []
     if any(part.kind in ("window", "state") for part in report.layers):
         mean, dense = (size / 2**20 for size in (report.block_bytes, report.dense_block_bytes))

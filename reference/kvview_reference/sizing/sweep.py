@@ -50,18 +50,18 @@ class SizeReport(ReportPart):
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
         malformed_rows: Rows and files of the trace that could not be read.
         lost: The first 10,000 of them, with the reasons.
-        cut: Files of which all that follows a line is lost.
+        cut: Files whose rest after a line is lost.
         blocks: Hash ids of all prompts; the rates are shares of them.
         gpu_gib: Size of the GPU cache, all ranks together.
         notes: Warnings about the figures of the model.
         no_connector_hit_rate: Hit rate of the GPU's prefix cache alone.
         unlimited_hit_rate: Hit rate with a host that holds every block.
         full_host_blocks: Size beyond which an LRU host gains nothing.
-        knee_host_blocks: Size at which the LRU curve bends most: beyond it a block gains less
-            than on average.
+        knee_host_blocks: Size at which the LRU curve bends most; beyond it each further block gains
+            less than the average block.
         knee_share: Share of the gain of the largest host that LRU has at the knee.
-        optimum: Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN
-            with bypass, which knows the future.
+        optimum: Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN with
+            bypass, which knows the future.
         lru_curve: Host blocks and hit rate, exact.
     """
 

@@ -11,7 +11,7 @@ class Tail:
     """The end of a prompt, for which some layers store KV.
 
     Args:
-        tokens: Stored tokens, counted back from the end; 1 for a state.
+        tokens: Number of stored tokens before the end; 1 for a state.
         alignment: Tokens to a multiple of which the end is rounded down.
     """
 
@@ -20,7 +20,7 @@ class Tail:
 
 
 def blocks_in_tail(tail: Tail, block_size: int, num_blocks: int) -> range:
-    """Number the blocks in the tail of a prompt.
+    """Return the numbers of the blocks in the tail of a prompt.
 
     Args:
         tail: The tail.

@@ -6,7 +6,7 @@
 2. Every block of a request is offered to the host and counts as used there, hit or not, as in
    vLLM's connector. So the host also holds the blocks that the GPU holds.
 3. A policy is replayed through the reference's manager, with stores in the steps of a chunked
-   prefill. LRU needs no replay, because one pass has every size.
+   prefill. LRU needs no replay, because one pass over the trace gives the hits of every size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvview_reference.sizing.curves import Curve, Reach, hits_within, lru_curve,
 from kvview_reference.sizing.references import References
 
 STEP_BLOCKS = 128
-"""Most blocks of one store: those that a step of a chunked prefill computes."""
+"""Most blocks of one store, which are those that a step of a chunked prefill computes."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _serve(manager: CPUOffloadingManager, keys: list[OffloadKey], on_gpu: int) -
     stored: list[OffloadKey] = []
     for at in range(0, len(offered), STEP_BLOCKS):
         output = manager.prepare_store(offered[at : at + STEP_BLOCKS], ctx)
-        if output is None:  # the tier is full of this request
+        if output is None:  # this request fills the whole tier
             break
         stored += output.keys_to_store
     manager.touch(keys, ctx)

@@ -138,18 +138,22 @@ def fsck(root: str, json_file: str | None) -> None:
     type=Whole(),
     multiple=True,
     default=(65_536, 262_144, 1_048_576, 4_194_304),
-    help="Size of a page; repeatable.  [default: 64 KiB to 4 MiB]",
+    help="Size of a page, such as 1MiB. Repeatable. [default: 64 KiB to 4 MiB]",
 )
-@click.option("--pages", type=Whole(), default=32, show_default=True, help="Pages of one job.")
+@click.option(
+    "--pages", type=Whole(), default=32, show_default=True, help=("Number of pages in one job.")
+)
 @click.option(
     "--rounds",
     type=Whole(),
     default=5,
     show_default=True,
-    help="Rounds for each size; the medians are shown.",
+    help="Number of rounds for each size, of which the medians are shown.",
 )
 @click.option(
-    "--no-guard", is_flag=True, help="Measure the store without the guard of the bridges."
+    "--no-guard",
+    is_flag=True,
+    help=("Measure the store without the guard that vLLM, LMCache and SGLang put in front of it."),
 )
 @json_option({"bench": "kvview_reference.tier.throughput:StoreBench"})
 def bench(
@@ -163,9 +167,9 @@ def bench(
 ) -> None:
     """Measure the speed of a store by page size.
 
-    STORE is package.module:Class or path/to/file.py:Class. '{tmp}' in an option
-    is a fresh folder, removed at the end. One job of --pages pages is in flight
-    at a time. Exit code 1 if a page failed, or was loaded with other bytes.
+    STORE is package.module:Class or path/to/file.py:Class. '{tmp}' in an option is a new folder,
+    which is removed at the end. One job of --pages pages is in flight at a time. Exit code 1 if a
+    page failed, or was loaded with other bytes.
     """
     from kvview_reference.tier.throughput import StoreBench, measure
 

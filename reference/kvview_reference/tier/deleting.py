@@ -13,7 +13,7 @@ from kvview.tier import Namespace, Threaded
 
 
 class DeletingStore(Threaded):
-    """``Threaded`` with ``delete``; a subclass writes four calls, which may block.
+    """``Threaded`` with ``delete``; a subclass implements four methods, which may block.
 
     1. A key that was deleted, or that failed to load, is a miss from then on. A thread removes its
        page; if that fails (a medium that cannot be written, credentials that may not delete), the
@@ -23,13 +23,13 @@ class DeletingStore(Threaded):
 
     Args:
         namespace: Namespace of the store.
-        threads: Number of threads that call them.
+        threads: Number of threads that call these methods.
     """
 
     def __init__(self, namespace: Namespace, *, threads: int) -> None:
         self._hidden: set[bytes] = set()
         self._deleted: set[bytes] = set()
-        """Keys whose removal is under way; close removes them."""
+        """Keys whose pages are being removed; ``close`` removes the remaining ones."""
         self._removing = threading.Lock()
         self._damaged: Callable[[Sequence[bytes]], object] = lambda keys: None
         super().__init__(namespace, threads=threads)

@@ -10,7 +10,7 @@ from kvview.tier.checksum import SEAL_BYTES, PageSeal
 HEAD = struct.Struct(f"<8sQ{SEAL_BYTES}sH")  # magic, bytes of the page, seal, bytes of the key
 MAGIC = b"kvvtier1"
 NO_SEAL = bytes(SEAL_BYTES)
-MOST_BYTES = 0x7FFFF000  # of an entry: a system writes no more at once
+MOST_BYTES = 0x7FFFF000  # of an entry, because the system writes at most this much at once
 
 
 class EntryFormat:
@@ -18,7 +18,7 @@ class EntryFormat:
 
     Args:
         namespace: Namespace of the entries.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the guard's is enough.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
 
     Raises:
         ConfigError: The checksum is unknown, or its library is not installed.
@@ -33,6 +33,6 @@ class EntryFormat:
         return HEAD.size + len(key)
 
     def head(self, key: bytes, page: memoryview) -> bytes:
-        """Return the head of this page, which no other page has."""
+        """Return the head of this page, which is different for every page."""
         seal = NO_SEAL if self._seal is None else self._seal.of(key, page)
         return HEAD.pack(MAGIC, len(page), seal, len(key)) + key

@@ -1,9 +1,9 @@
 """``OldestFiles``: removes the files of a namespace that were used longest ago.
 
-1. If there are many files, only the oldest ones of a few shards are removed, because there is no
-   index, on the medium or in memory. The times of the files are set by every process.
-2. A file that cannot be removed stays, and the next oldest goes. If no other file can be removed
-   either, nothing is tried again for ten times as long as the attempt took.
+1. If there are many files, only the oldest files of a few shards are removed, because there is no
+   index on the medium or in memory. Every process sets the times of the files that it uses.
+2. A file that cannot be removed stays, and the next oldest is removed. If no file can be removed,
+the next attempt starts after ten times the duration of this one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REST = 10
 
 
 class OldestFiles:
-    """The files of a folder, in the order in which they go.
+    """The files of a folder, in the order of their removal.
 
     Args:
         folder: Folder of the namespace.
@@ -46,16 +46,16 @@ class OldestFiles:
 
     @property
     def is_resting(self) -> bool:
-        """Whether files could not be removed just now."""
+        """Whether the last attempt to remove files failed."""
         return time.monotonic() < self._rests_until
 
     def remove(self, num_bytes: int) -> int:
-        """Remove files of at least so many bytes, as far as there are any; returns their bytes."""
+        """Remove files of at least this many bytes in total, or all files; returns their bytes."""
         began = time.monotonic()
         if began >= self._stuck_until:
             self._stuck.clear()
             self._stuck_until = began + _RETRY_AFTER
-        removed = in_vain = 0  # bytes, and shards that were looked at since
+        removed = in_vain = 0  # bytes, and shards that were read since
         while removed < num_bytes:
             if self._oldest_first:
                 if size := self._remove_file(*self._oldest_first.popleft()):
@@ -87,10 +87,10 @@ class OldestFiles:
         return size
 
     def _look(self) -> int:
-        """Note the files used longest ago, of all shards or of the next ones.
+        """Find the files that were used longest ago, in all shards or in the next few.
 
         Returns:
-            Number of shards that were looked at.
+            Number of shards that were read.
         """
         found: list[tuple[int, str]] = []
         num_shards, num_old = 0, 0

@@ -1,14 +1,15 @@
 """The budget of a folder, counted for all processes that write there (TIER-8).
 
-1. The count is in a file that processes share. It grows before a file gets its name, and
-   shrinks after one has gone: a process that is killed leaves it too high, never too low.
-2. A process that opens a folder which no other has open removes half-written files. It counts
-   the files again only if the count cannot be trusted: it is damaged, or the machine was started
-   again and no process had closed the folder. So a folder of any size opens at once.
-3. The files that were used longest ago go to make room; see ``eviction``.
-4. A lock that is not released fails the call, unless its holder is still at work; later calls
-   fail at once until it is released. Processes take turns, because a process that tries a lock
-   at intervals would lose it to the process that has just released it.
+1. The count is in a file that processes share. It grows before a file gets its name, and shrinks
+   after a file was removed. So a process that is killed leaves the count too high, but never too
+   low.
+2. A process that opens a folder which no other process has open removes half-written files. It
+   counts the files again only if the count cannot be trusted: it is damaged, or the machine was
+   started again and no process had closed the folder. So a folder of any size opens at once.
+3. The files that were used longest ago are removed to make room; see ``eviction``.
+4. If a lock is not released, the call fails, unless the holder of the lock is still at work. Later
+   calls fail at once until the lock is released. Processes take turns, because a process that tries
+   a lock at intervals would lose it to the process that has just released it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder
 
 _COUNT = struct.Struct("<qq16s")  # bytes of files, bytes reserved, boot of the machine
 _SUM = struct.Struct("<I")
-_PATIENCE = 10.0  # seconds, with a process that has a lock and does nothing
+_PATIENCE = 10.0  # seconds to wait for a process that has a lock and does nothing
 _CLOSED, _UNKNOWN = b"closed".ljust(16), b"unknown".ljust(16)
 
 
@@ -54,15 +55,15 @@ class FileBudget:
         max_bytes: Most bytes of all files of the store together, None for no limit.
 
     Raises:
-        OSError: Its files cannot be opened, locked or written.
+        OSError: The files of the folder cannot be opened, locked or written.
     """
 
     def __init__(self, folder: StoreFolder, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
         self.used_bytes: int
-        """The latest count that this process has seen."""
+        """The latest count that this process has read."""
         self.oldest = OldestFiles(folder, self._show_life)
-        """The files that go to make room."""
+        """The files that can be removed to make room."""
         self._folder = folder
         self._mutex = threading.Lock()
         self._patience = _PATIENCE
@@ -88,7 +89,7 @@ class FileBudget:
                 try:
                     self._folder.unlink(path)
                 except OSError:
-                    reserved += state.st_size  # it stays, and takes its bytes
+                    reserved += state.st_size  # it stays, and its bytes count
         with self._counted() as count:
             if is_alone:
                 boot = _boot_of_machine()
@@ -101,7 +102,7 @@ class FileBudget:
         lock_file(self._alive, fcntl.LOCK_SH, _PATIENCE, self._counter)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Make room for a file that is about to be written; False if there can be none."""
+        """Make room for a file that is about to be written; False if that is impossible."""
         with self._counted() as count:
             if self.max_bytes is not None:
                 if num_bytes > self.max_bytes:
@@ -113,7 +114,7 @@ class FileBudget:
             return True
 
     def commit(self, half: str, path: str, num_bytes: int) -> None:
-        """Give a file that is whole its name; a file that has the name already is kept.
+        """Give a complete file its name; a file that already has the name is kept.
 
         Raises:
             OSError: The file cannot be renamed; the caller must give up its bytes.
@@ -124,7 +125,8 @@ class FileBudget:
                 count.reserved -= num_bytes
                 return
             self._move(count, num_bytes)
-            self._write(count)  # before: a process that is killed in between leaves it too high
+            # Before the rename, so that a killed process leaves the count too high.
+            self._write(count)
             try:
                 self._name(half, path)
             except BaseException:
@@ -132,10 +134,10 @@ class FileBudget:
                 raise
 
     def give_up(self, half: str, num_bytes: int) -> None:
-        """Remove a file that will not get its name; one that stays keeps its bytes.
+        """Remove a file that will not get its name; if it cannot be removed, its bytes still count.
 
         Raises:
-            OSError: It cannot be removed, or not be counted.
+            OSError: The file cannot be removed, or the count cannot be changed.
         """
         with suppress(FileNotFoundError):
             self._folder.unlink(half)
@@ -152,13 +154,13 @@ class FileBudget:
             count.stored -= self._folder.unlink(path)
 
     def used(self, path: str) -> None:
-        """Note that a file was written, read or looked up again."""
+        """Record that a file was written, read or looked up again."""
         if self.max_bytes is not None:
-            with suppress(OSError):  # the clock is finer than the time that the system would set
+            with suppress(OSError):  # more precise than the time that the system would set
                 self._folder.set_time_of_use(path, time.time_ns())
 
     def close(self) -> None:
-        """Close the files; callable twice."""
+        """Close the files; may be called twice."""
         with self._mutex:
             is_open, self._is_open = self._is_open, False
         if not is_open:
@@ -180,10 +182,10 @@ class FileBudget:
 
     @contextmanager
     def _counted(self) -> Iterator[_Count]:
-        """The count, while no other thread or process may change it; it is written at the end.
+        """Lock the count for all other threads and processes, and write it at the end.
 
         Raises:
-            OSError: It cannot be locked, read or written.
+            OSError: The count cannot be locked, read or written.
         """
         with self._mutex:
             self._lock()
@@ -232,7 +234,7 @@ class FileBudget:
         count.reserved -= num_bytes
 
     def _count_again(self) -> _Count:
-        """Count the files that are there now, the store's own notes included."""
+        """Count the files that exist now, including the store's own notes."""
         os.ftruncate(self._counter, _COUNT.size + _SUM.size)
         found = _Count(0, 0, _UNKNOWN)
         for note in (NOTE, "budget"):
@@ -245,12 +247,12 @@ class FileBudget:
         return found
 
     def _show_life(self) -> None:
-        """Let processes that wait for the count see that this one is at work."""
+        """Show processes that wait for the count that this process is at work."""
         with suppress(OSError):
             os.utime(self._counter)
 
     def _evict(self, count: _Count, num_bytes: int) -> None:
-        """Make room for so many bytes, as far as there are files that can be removed."""
+        """Make room for this many bytes, as far as files can be removed."""
         missing = 0 if self.max_bytes is None else count.used + num_bytes - self.max_bytes
         if missing <= 0 or self.oldest.is_resting:
             return
@@ -261,7 +263,7 @@ class FileBudget:
 
 
 def _boot_of_machine() -> bytes:
-    """Another value after each start of the machine, where the system shows one."""
+    """Return a value that differs after each start of the machine, if the system has one."""
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):

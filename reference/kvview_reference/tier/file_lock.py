@@ -14,8 +14,8 @@ def lock_file(file: int, kind: int, patience: float, watched: int | None = None)
 
     Args:
         file: Descriptor.
-        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
-        patience: Seconds, counted again whenever the time of ``watched`` changes.
+        kind: ``fcntl.LOCK_EX`` (exclusive) or ``fcntl.LOCK_SH`` (shared).
+        patience: Seconds to wait, counted from the last change of the time of ``watched``.
         watched: Descriptor of a file that the holder touches while it works; None for none.
 
     Raises:
@@ -33,7 +33,7 @@ def lock_file(file: int, kind: int, patience: float, watched: int | None = None)
         if time.monotonic() >= end:
             sign, last_sign = last_sign, _time_of(watched)
             if sign == last_sign:
-                raise TimeoutError(f"another process kept its lock for {patience:g} s")
+                raise TimeoutError(f"another process did not release its lock for {patience:g} s")
             end = time.monotonic() + patience
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)

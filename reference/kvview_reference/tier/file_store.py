@@ -28,14 +28,14 @@ from kvview_reference.tier.entry import EntryFormat
 from kvview_reference.tier.file_budget import FileBudget
 from kvview_reference.tier.store_folder import NOTE, StoreFolder, key_of, path_of
 
-_CLAIMS = 10  # attempts, while processes that open the folder remove each other's half-written note
+_CLAIMS = 10  # attempts, because two openers may remove each other's half-written note
 
 
 class FileStore(DeletingStore):
-    """A tier in a folder (``verifies``: its own seals detect damaged pages).
+    """A tier in a folder, which verifies its pages with its own seals.
 
     Args:
-        namespace: Namespace of the pages, which has a folder of its own.
+        namespace: Namespace of the pages, which has its own folder.
         root: Folder for the folders of namespaces; created if it is missing.
         max_bytes: Budget of this namespace, None for no limit.
         threads: Number of threads that read and write.
@@ -77,7 +77,7 @@ class FileStore(DeletingStore):
             on_error.pop_all()
 
     def holds(self, key: bytes, /) -> bool:
-        """Whether there is a file."""
+        """Whether the file of a key exists."""
         return self._files.has(self._path(key))
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
@@ -103,7 +103,7 @@ class FileStore(DeletingStore):
         return True
 
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Write under another name, then give it its own."""
+        """Write a page under another name, then rename the file."""
         path = self._path(key)
         if is_replaced:
             self._budget.remove(path)
@@ -126,7 +126,7 @@ class FileStore(DeletingStore):
         return True
 
     def remove(self, key: bytes, /) -> None:
-        """Remove the file."""
+        """Remove the file of a key."""
         self._budget.remove(self._path(key))
 
     def touch(self, keys: Sequence[bytes], /) -> None:
@@ -134,7 +134,7 @@ class FileStore(DeletingStore):
         self._later(partial(self._touch, [*keys]))
 
     def usage(self) -> TierUsage:
-        """Return the bytes of all files, as last counted by this process."""
+        """Return the bytes of all files, as this process last read them."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
@@ -165,7 +165,7 @@ class FileStore(DeletingStore):
         file = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if os.writev(file, parts) != sum(map(len, parts)):
-                raise OSError(errno.ENOSPC, "a write was cut short")
+                raise OSError(errno.ENOSPC, "only a part of the page was written")
         except BaseException:
             with suppress(OSError):
                 self._files.unlink(path)

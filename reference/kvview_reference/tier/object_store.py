@@ -6,11 +6,11 @@
 1. An object exists whole or not at all, as S3 and similar services promise (TIER-9).
 2. An object that fails its seal is removed, and stored again by the next put (TIER-4). If it may
    not be removed, it is a miss for this process until a put has replaced it.
-3. There is no byte budget, because no machine that shares a bucket could keep one. A lifecycle
-   rule of the bucket removes old objects, whose keys are then a miss.
-4. In a folder (``file://``, to try it) a link is not followed, and only a regular file is an
-   object. A link that another program puts there while a request runs may be: that is for
-   ``FileStore``.
+3. There is no byte budget, because a machine that shares a bucket cannot enforce one. A lifecycle
+   rule of the bucket removes old objects, whose keys are misses then.
+4. In a folder (``file://``, for trials) links are not followed, and only regular files are objects.
+   A link that another program creates during a request may be followed. ``FileStore`` is safe
+   against such programs.
 5. Credentials come from the client's own chain (environment, profile, role of the machine), never
    from an option. Of a server's response only the kind of error is logged or raised, never the
    text.
@@ -44,21 +44,21 @@ _STATUS = re.compile(r"\bstatus(?: code)?:? (?:code )?([345]\d\d)\b")
 
 
 class ObjectStore(DeletingStore):
-    """A tier in a bucket (``verifies``: its own seals detect damaged pages).
+    """A tier in a bucket, which verifies its pages with its own seals.
 
     Args:
-        namespace: Namespace of the pages, which has a prefix of its own.
-        url: ``s3://bucket/prefix`` or another url that obstore reads (``gs``, ``az``); ``file:///path``
-            and ``memory:///`` to try it.
-        threads: Most requests at once.
+        namespace: Namespace of the pages, which has its own prefix.
+        url: ``s3://bucket/prefix`` or another URL that obstore accepts (``gs``, ``az``);
+            ``file:///path`` and ``memory:///`` for trials.
+        threads: Maximum of requests at once.
         timeout: Seconds after which a request fails.
-        retries: Most retries of a request that failed; none starts after twice ``timeout``.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` where the guard's is enough.
+        retries: Maximum of retries of a failed request; no retry starts after twice ``timeout``.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
         options: Options of the client, such as ``region`` and ``endpoint``, but no credentials.
 
     Raises:
-        ConfigError: An option cannot be used. A missing bucket is not an error: every key is a
-            miss until the bucket exists.
+        ConfigError: An option cannot be used. A missing bucket is not an error: every key is a miss
+            until the bucket exists.
     """
 
     verifies = True
@@ -83,11 +83,11 @@ class ObjectStore(DeletingStore):
         super().__init__(namespace, threads=threads)
 
     def holds(self, key: bytes, /) -> bool:
-        """Whether there is an object."""
+        """Whether the object of a key exists."""
         return self._size(key) is not None
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Get and verify the object."""
+        """Get and verify the object of a key."""
         import obstore
 
         start, content = EntryFormat.head_bytes(key), memoryview(b"")
@@ -112,7 +112,7 @@ class ObjectStore(DeletingStore):
         return True
 
     def remove(self, key: bytes, /) -> None:
-        """Delete the object."""
+        """Delete the object of a key."""
         import obstore
 
         with suppress(FileNotFoundError), self._requesting("delete", self._path(key)):
@@ -141,17 +141,19 @@ class ObjectStore(DeletingStore):
 
     @contextmanager
     def _requesting(self, what: str, path: str) -> Iterator[None]:
-        """Make a request; an error is raised as an ``OSError`` that names its kind alone."""
+        """Make a request; an error is raised as an ``OSError`` that only names its kind."""
         try:
             _require_plain(self._client, path)
             yield
         except Exception as error:
             if isinstance(error, FileNotFoundError) and what != "put":
-                raise FileNotFoundError("there is no such object") from None
+                raise FileNotFoundError("the object does not exist") from None
             problem = f"{what} fails: {_kind(error)}"
             if problem not in self._logged_problems:
                 self._logged_problems.add(problem)
-                _log.warning("%s: %s; a key that fails is a miss", type(self).__name__, problem)
+                _log.warning(
+                    "%s: a request failed (%s); its key is a miss", type(self).__name__, problem
+                )
             raise OSError(problem) from None
 
 
@@ -159,7 +161,8 @@ def _require_plain(client: Client, path: str) -> None:
     """Refuse an object in a folder that is a link, a pipe or a device, or is behind a link.
 
     Raises:
-        OSError: It is one: a client would follow the link, or wait for the pipe forever.
+        OSError: The object is refused, because a client would follow the link, or wait for the pipe
+            forever.
     """
     from obstore.store import LocalStore
 
@@ -170,9 +173,9 @@ def _require_plain(client: Client, path: str) -> None:
         for folder in folders:
             place /= folder
             if not stat.S_ISDIR(place.lstat().st_mode):
-                raise OSError(errno.ENOTDIR, "it is not a folder", folder)
+                raise OSError(errno.ENOTDIR, "the path is not a folder", folder)
         if not stat.S_ISREG((place / name).lstat().st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", name)
+            raise OSError(errno.EINVAL, "the path is not a regular file", name)
 
 
 def make_client(url: str, timeout: float, retries: int, options: Mapping[str, Any]) -> Client:
@@ -182,11 +185,13 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
         ConfigError: obstore is not installed, or refuses these settings.
     """
     if not timeout > 0 or retries < 0:
-        raise ConfigError(f"timeout must be over 0 and retries at least 0: {timeout}, {retries}")
+        raise ConfigError(
+            f"timeout must be over 0 and retries at least 0, got {timeout} and {retries}"
+        )
     if "max_bytes" in options:
         raise ConfigError(
-            "max_bytes: a bucket that machines share has no budget that one of them could keep; "
-            "give the bucket a lifecycle rule"
+            "max_bytes: no machine can enforce a budget on a bucket that machines share; give "
+            "the bucket a lifecycle rule"
         )
     try:
         parts, seconds = urlsplit(url), timedelta(seconds=timeout)
@@ -197,7 +202,7 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
         raise ConfigError("url: name the bucket alone; " + _CHAIN)
     for name in options:
         if _SECRET.search(name) or name in ("client_options", "retry_config"):
-            raise ConfigError(f"option {name!r} is not taken: {_CHAIN}")
+            raise ConfigError(f"option {name!r} is refused: {_CHAIN}")
     try:
         from obstore.store import from_url
     except ImportError:
@@ -214,8 +219,8 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
         return from_url(url, **given)
     except Exception as error:
         raise ConfigError(
-            f"no object store at {parts.scheme}://{parts.netloc}{parts.path} with the options "
-            f"{sorted(options)}: {_kind(error)}"
+            f"the object store at {parts.scheme}://{parts.netloc}{parts.path} cannot be opened "
+            f"with the options {sorted(options)}: {_kind(error)}"
         ) from None
 
 

@@ -1,8 +1,8 @@
 """``StoreFolder``: the folder of one namespace, outside of which nothing is touched.
 
 1. A path is ``name`` or ``folder/name``. Each folder is opened without following a link, and a
-   file by its name in the open folder. A link in the place of a folder is an error, also when it
-   takes that place later.
+   file by its name in the open folder. A link instead of a folder is an error, even if it replaces
+   the folder later.
 2. Only regular files exist. A link, folder, pipe, socket or device is not read, and never removed.
 """
 
@@ -34,7 +34,7 @@ def path_of(key: bytes) -> str:
 
 
 def key_of(path: str) -> bytes | None:
-    """The key whose file has this path, None if the file is not a store's."""
+    """The key whose file has this path; None if no store writes such a file."""
     try:
         key = bytes.fromhex(path.rpartition("/")[2])
     except ValueError:
@@ -50,7 +50,7 @@ class StoreFolder:
         make: Whether to create it if it is missing.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The folder cannot be opened.
     """
 
     def __init__(self, path: Path, *, make: bool) -> None:
@@ -62,17 +62,17 @@ class StoreFolder:
             raise OSError(str(error)) from None
         except OSError:
             if os.path.islink(path):
-                raise OSError("it is a link, which a store does not follow") from None
+                raise OSError("the path is a link, which a store does not follow") from None
             raise
 
     def close(self) -> None:
         """Close the folder; every later call fails."""
-        file, self._file = self._file, -1  # the system gives the number to another file
+        file, self._file = self._file, -1  # because the system reuses the number for another file
         if file >= 0:
             os.close(file)
 
     def make_folder(self, name: str) -> None:
-        """Create a folder in it, unless there is one."""
+        """Create a subfolder, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=self._file)
 
@@ -80,14 +80,14 @@ class StoreFolder:
         """Open a regular file.
 
         Raises:
-            OSError: It cannot be opened, or is not a regular file.
+            OSError: The file cannot be opened, or is not a regular file.
         """
         with self._parent(path) as (folder, name):
             # A pipe that nothing writes to would block the open.
             file = os.open(name, flags | _NO_LINK | os.O_NONBLOCK, MODE, dir_fd=folder)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file", path)
+                raise OSError(errno.EINVAL, "the path is not a regular file", path)
         except BaseException:
             os.close(file)
             raise
@@ -97,16 +97,16 @@ class StoreFolder:
         """Size and times of a regular file.
 
         Raises:
-            OSError: It does not exist, or cannot be examined.
+            OSError: The file does not exist, or cannot be examined.
         """
         with self._parent(path) as (folder, name):
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "it is not a regular file", path)
+            raise FileNotFoundError(errno.ENOENT, "the path is not a regular file", path)
         return found
 
     def has(self, path: str) -> bool:
-        """Whether there is a regular file."""
+        """Whether a regular file exists."""
         try:
             self.stat(path)
         except OSError:
@@ -114,10 +114,10 @@ class StoreFolder:
         return True
 
     def read_note(self, path: str) -> bytes:
-        """All of a small file.
+        """Return the content of a small file.
 
         Raises:
-            OSError: It cannot be read, or is too large.
+            OSError: The file cannot be read, or is too large.
         """
         file = self.open(path)
         try:
@@ -125,7 +125,7 @@ class StoreFolder:
         finally:
             os.close(file)
         if len(content) > _MOST_OF_A_NOTE:
-            raise OSError(errno.EFBIG, "it is too large", path)
+            raise OSError(errno.EFBIG, "the file is too large", path)
         return content
 
     def set_time_of_use(self, path: str, nanoseconds: int) -> None:
@@ -135,26 +135,26 @@ class StoreFolder:
             os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
 
     def unlink(self, path: str) -> int:
-        """Remove a regular file; returns the bytes that it had.
+        """Remove a regular file; returns its size in bytes.
 
         Raises:
-            OSError: It does not exist, or cannot be removed.
+            OSError: The file does not exist, or cannot be removed.
         """
         size = self.stat(path).st_size
         with self._parent(path) as (folder, name):
-            os.unlink(name, dir_fd=folder)  # a link that came since goes itself, not its target
+            os.unlink(name, dir_fd=folder)  # removes a link itself, not its target
         return size
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name; whatever has that name is replaced, unless it is a folder."""
+        """Rename a file; another file with the new name is replaced, but not a folder."""
         with self._parent(old) as (source, old_name), self._parent(new) as (target, new_name):
             os.rename(old_name, new_name, src_dir_fd=source, dst_dir_fd=target)
 
     def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Path and state of each regular file in a folder; none if there is no such folder.
+        """Path and state of each regular file in a folder; empty if the folder does not exist.
 
         Raises:
-            OSError: It cannot be listed.
+            OSError: The folder cannot be listed.
         """
         with ExitStack() as opened:
             try:

@@ -1,7 +1,7 @@
 """The entries of a file store, read without the store, for ``kvview tier fsck``.
 
-Only files that a store can have written are read: namespaces in folders of their own, and entries
-that are named after their keys. All others are ignored, links included.
+Only files that a store can have written are read: one folder per namespace, and entries that are
+named after their keys. All others are ignored, links included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvview_reference.tier.entry import HEAD, MAGIC, MOST_BYTES, NO_SEAL
 from kvview_reference.tier.store_folder import NOTE, SHARDS, StoreFolder
 
 Content: TypeAlias = bytes | OSError
-"""Bytes, or the error with which they cannot be read."""
+"""Reads bytes, or returns the error."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
@@ -33,7 +33,7 @@ class StoredEntry:
 
     Args:
         key: Key of the page.
-        problem: Reason why it cannot be loaded, empty if it can.
+        problem: Reason why the entry cannot be loaded; empty if it can.
     """
 
     key: bytes
@@ -45,8 +45,8 @@ class StoredNamespace:
     """The entries of one namespace.
 
     Args:
-        name: Name of its folder or prefix.
-        note: Content of its ``namespace.json``.
+        name: Name of the folder or prefix.
+        note: Content of the ``namespace.json``.
         entries: Path and content of each entry.
     """
 
@@ -109,7 +109,7 @@ def _files(folder: StoreFolder, path: Path) -> Iterator[tuple[str, Content]]:
 
 def _content(folder: StoreFolder, path: str, size: int) -> bytes:
     if size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, more than any entry")
+        raise OSError(errno.EFBIG, f"the file has {size} bytes, which is more than any entry")
     file = folder.open(path)
     try:
         return os.read(file, size)
@@ -125,7 +125,7 @@ def _outcome(read: Callable[..., bytes], *args: Any) -> Content:
     """The bytes, or the reason why they cannot be read.
 
     Raises:
-        FileNotFoundError: It does not exist.
+        FileNotFoundError: The file does not exist.
     """
     try:
         return read(*args)

@@ -29,12 +29,12 @@ class TierSpeed:
     Args:
         page_bytes: Bytes of each page.
         pages: Pages of a job.
-        put: GB/s (10**9 bytes) from the call to the report.
-        get: GB/s (10**9 bytes) from the call to the report.
+        put: GB/s (10**9 bytes) from the call to the report of a store.
+        get: GB/s (10**9 bytes) from the call to the report of a load.
         lookup_us: Microseconds per key until new keys are looked up.
         call_us: Microseconds per page that the caller's thread spent in put, get and poll.
         failed: Pages whose put or get failed.
-        wrong: Pages that were loaded with other bytes than were put.
+        wrong: Pages that were loaded with other bytes than those that were put.
     """
 
     page_bytes: int
@@ -73,11 +73,12 @@ def measure(
     rounds: int = 5,
     is_guarded: bool = True,
 ) -> list[TierSpeed]:
-    """Put, look up and get pages that no earlier round had.
+    """Put, look up and get pages that no earlier round used.
 
     Args:
         make: Class of the store.
-        options: Options of the class; ``{tmp}`` in a text is a fresh folder, removed at the end.
+        options: Options of the class; ``{tmp}`` in a text is a new folder, which is removed at the
+            end.
         sizes: Page sizes in bytes.
         pages: Pages of one job.
         rounds: Rounds for each size.
@@ -152,7 +153,7 @@ def _timed(
     call(1, keys, pages)
     spent = time.thread_time() - spent
     if not store.drain(_SECONDS):
-        raise ConfigError(f"a job does not end within {_SECONDS:.0f} s")
+        raise ConfigError(f"the store did not report a job within {_SECONDS:.0f} s")
     seconds, before = time.perf_counter() - began, time.thread_time()
     [(_, flags)] = store.poll()
     return seconds, spent + time.thread_time() - before, [bool(flag) for flag in flags]
@@ -162,6 +163,6 @@ def _looked_up(store: TierStore, keys: list[bytes]) -> float:
     began = time.perf_counter()
     while None in store.lookup(keys):
         if time.perf_counter() - began > _SECONDS:
-            raise ConfigError(f"a lookup is not answered within {_SECONDS:.0f} s")
+            raise ConfigError(f"the store did not answer a lookup within {_SECONDS:.0f} s")
         time.sleep(0.0001)
     return time.perf_counter() - began

@@ -1,11 +1,10 @@
-"""The CUDA side of transfers: one stream a direction, pinned host memory, one call a job.
+"""The CUDA side of transfers: one stream per direction, pinned host memory, one call per job.
 
-The order of jobs is in :class:`StreamCopier`, which knows streams and events only
-through :class:`Driver`: so it can be tested without a GPU. :class:`CudaDriver` is
-the rest, and decides only how a list of copies reaches the copy engines.
+:class:`StreamCopier` orders the jobs. It uses streams and events only through :class:`Driver`, so
+it can be tested without a GPU. :class:`CudaDriver` passes lists of copies to the copy engines.
 
 Source: ``vllm/v1/simple_kv_offload/cuda_mem_ops.py`` (0.33.0) for the batched copy
-and for pinning by registration; vLLM #45704 for what happens without the order.
+and for pinning by registration; vLLM #45704 for the faults without this order.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ class Driver(Protocol):
         """The stream on which the caller computes just now."""
 
     def record(self, stream: Any) -> Any:
-        """Put an event on a stream."""
+        """Record an event on a stream."""
 
     def wait_event(self, stream: Any, event: Any) -> None:
         """Make later work of a stream wait for an event of another stream."""
 
     def copy(self, stream: Any, dst: Ids, src: Ids, sizes: Ids) -> None:
-        """Put copies on a stream, all or in part; their order among themselves is free.
+        """Queue copies on a stream; they may run in any order among themselves.
 
         Raises:
-            RuntimeError: Not all of them were put there.
+            RuntimeError: Only some of the copies were queued.
         """
 
     def done(self, event: Any) -> bool:
-        """Whether an event has happened; raises an error of the device."""
+        """Whether an event has happened; raises if the device has failed."""
 
     def wait(self, event: Any) -> None:
         """Block until an event has happened."""
@@ -81,15 +80,15 @@ class StreamCopier:
     1. A job starts after all work in the compute stream at submission (XFER-6): a store
        reads bytes that compute wrote, and a load must not be overtaken by earlier writes to
        its blocks (zeroing).
-    2. Jobs of one direction run in order. A job waits for the last job of the other
-       direction that touches one of its pages, and so for those before it (XFER-3).
-    3. Pages are distinguished by block: two groups with one block id in different
-       tensors are kept in order too, which is safe and costs no more.
+    2. Jobs of one direction run in order. A job waits for the last job of the other direction that
+       touches one of its pages, and so for all jobs before that one (XFER-3).
+    3. Pages are distinguished by block: two groups that use one block id in different tensors are
+       also kept in order, which is safe and costs nothing.
 
     Args:
         driver: The device.
         host: The host tier, shape ``(rows, row_bytes)``; pinned here.
-        num_gpu_blocks: Block ids of the KV cache are below this.
+        num_gpu_blocks: Number of blocks of the KV cache; all block ids are smaller.
         compute_stream: Stream after whose work jobs run; None for the caller's current stream.
 
     Raises:
@@ -138,7 +137,7 @@ class StreamCopier:
             driver.copy(stream, *launched.copies)
         except Exception as error:
             launched.error = error
-        # Also after an error: part of the copies may be under way.
+        # Also after an error, because some of the copies may be under way.
         launched.end = driver.record(stream)
         self._launched[self._count] = launched
         self._numbers[job.job_id] = self._count
@@ -198,17 +197,16 @@ _BATCH_SIGNATURE = ctypes.CFUNCTYPE(
     *(_Pointer, _Pointer, _Size, _Pointer, _Pointer),
 )
 _BATCH_SINCE = 12080
-"""CUDA 12.8: the version of the function whose arguments are the ones above."""
+"""CUDA 12.8, whose version of the function has the arguments above."""
 
 
 class CudaDriver:
     """CUDA through torch, and its batched copy through the driver library.
 
-    1. ``cuMemcpyBatchAsync`` takes all copies of a job in one call. It is tried once
-       on a few bytes; where it is missing or does not copy them, each page is one
-       ``cuMemcpyAsync``.
-    2. Host memory is registered, not allocated pinned: torch's pinned allocator
-       rounds a tier up to the next power of two.
+    1. ``cuMemcpyBatchAsync`` takes all copies of a job in one call. It is tried once on a few
+       bytes. If it is missing or does not copy them, each page is copied by one ``cuMemcpyAsync``.
+    2. Host memory is registered instead of allocated as pinned memory, because torch's pinned
+       allocator rounds a tier up to the next power of two.
 
     Args:
         device: The CUDA device of the KV cache.
@@ -223,7 +221,7 @@ class CudaDriver:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise ConfigError(
-                f"tensors are on {device}, and libcuda is missing: {error}"
+                f"the tensors are on {device}, but libcuda cannot be loaded: {error}"
             ) from error
         self._one = self._library.cuMemcpyAsync
         self._one.argtypes = (_Pointer, _Pointer, _Size, _Pointer)
@@ -233,7 +231,10 @@ class CudaDriver:
         """Lock host memory, so that the device can copy from and to it by itself."""
         status = _cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
         if int(status) != 0:
-            raise ConfigError(f"cannot pin {host.nbytes} bytes of host memory: {status}")
+            raise ConfigError(
+                f"cuMemHostRegister cannot pin {host.nbytes} bytes of host memory: CUDA error "
+                f"{status}"
+            )
 
     def unpin(self, host: npt.NDArray[np.uint8]) -> None:
         """Undo ``pin``."""
@@ -249,7 +250,7 @@ class CudaDriver:
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Put an event on a stream."""
+        """Record an event on a stream."""
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)
         event.record(stream)
         return event
@@ -259,7 +260,7 @@ class CudaDriver:
         stream.wait_event(event)
 
     def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> None:
-        """Put copies on a stream, all or in part; their order among themselves is free."""
+        """Queue copies on a stream; they may run in any order among themselves."""
         with torch.cuda.device(self._device):
             if self._batch is not None:
                 batch_copy(self._batch, stream.cuda_stream, dst, src, sizes)
@@ -270,7 +271,7 @@ class CudaDriver:
                     raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
 
     def done(self, event: torch.cuda.Event) -> bool:
-        """Whether an event has happened; raises an error of the device."""
+        """Whether an event has happened; raises if the device has failed."""
         return bool(_cuda.Event.query(event))
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -313,7 +314,7 @@ def batch_copy(function: Any, stream: int, dst: Ids, src: Ids, sizes: Ids) -> No
     """Call ``cuMemcpyBatchAsync``.
 
     Args:
-        function: It, or something with its signature.
+        function: The function, or another one with its signature.
         stream: Handle of the stream; not the default stream.
         dst: Addresses, int64, contiguous.
         src: Addresses, int64, contiguous.

@@ -32,10 +32,10 @@ import numpy as np
 from kvview_reference.transfer.pages import Ids, Pages
 
 SMALL_COPY_BYTES = 8 << 10
-"""Smaller pages are gathered."""
+"""Pages below this size are gathered."""
 
 FEW_COPIES = 32
-"""Up to so many copies are made one by one, which is less work than preparing arrays."""
+"""Up to this number, copies are made one by one, which is less work than preparing arrays."""
 
 _PIECE_BYTES = 512 << 10  # half of a core's second-level cache
 _MAX_VECTORS = 1024  # IOV_MAX of Linux

@@ -9,8 +9,8 @@ the padding that the KV-cache tensors may have:
     row 2b      | page of tensor 0 | page of tensor 3 |  unused  |
     row 2b + 1  | page of tensor 0 | page of tensor 3 |  unused  |
 
-1. Groups with tensors of their own cost no host memory for the tensors of others:
-   a row is as long as the longest group needs.
+1. A row has the length of the longest group, so a group with separate tensors takes no host memory
+   for the tensors of other groups.
 2. So a host block belongs to one group at a time: only the group that stored it
    can load it. Offload keys hold the group index for the same reason.
 
@@ -32,11 +32,13 @@ from kvview import CanonicalKVCacheRef, CanonicalKVCacheTensor, ConfigError, Tra
 
 Ids = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.void]
-"""Pages of one width, an item each; they may lie apart."""
+"""Pages of one width, one per item, at any distance."""
 
 COALESCED_BYTES = 1 << 20
-"""Consecutive pages are copied as one up to this size: more would leave the
-threads that share a job without work to share."""
+"""Consecutive pages are copied together up to this size.
+
+Larger copies would leave some of the threads that share a job without work.
+"""
 
 
 HOST_ALIGNMENT = 4096
@@ -70,7 +72,7 @@ class Group:
         return int(self.widths.sum())
 
     def check_in_place(self) -> None:
-        """Raise RuntimeError when a tensor is not where it was."""
+        """Raise RuntimeError if a tensor has another address than before."""
         if [tensor.data_ptr() for tensor in self.tensors] != self.addresses.tolist():
             raise RuntimeError("a KV-cache tensor was freed or moved after the worker was made")
 
@@ -82,7 +84,7 @@ class Job:
     Args:
         job_id: As given by the caller.
         to_host: True for a store.
-        moves: Per group that moves: the group, its GPU blocks, its host rows.
+        moves: For each group that moves: the group, its GPU blocks, its host rows.
         host: The host tier, shape ``(rows, row_bytes)``, uint8.
         num_bytes: Bytes to move.
     """
@@ -125,7 +127,7 @@ class Job:
         return (host, gpu, sizes) if self.to_host else (gpu, host, sizes)
 
     def few_copies(self) -> tuple[list[int], list[int], list[int]]:
-        """The same page by page, which takes less time where they are few."""
+        """Return the same copies page by page, which is faster for a few pages."""
         parts: tuple[list[int], list[int], list[int]] = ([], [], [])
         on_gpu, on_host, sizes = parts
         host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
@@ -141,10 +143,10 @@ class Job:
         return (on_host, on_gpu, sizes) if self.to_host else parts
 
     def pages(self) -> Iterator[tuple[Pages, Pages, Ids, Ids]]:
-        """The same in CPU memory, by group and tensor.
+        """Yield the same copies in CPU memory, by group and tensor.
 
         Yields:
-            Destination, source, and what to copy: indices of the former and of the latter.
+            Destination, source, and the indices of the copied pages in each.
         """
         host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
         for group, gpu_blocks, host_rows in self.moves:
@@ -181,8 +183,8 @@ def _coalesce(gpu: Ids, host: Ids, sizes: Ids, lengths: Sequence[int]) -> tuple[
         gpu: Addresses, and likewise ``host``.
         host: Addresses.
         sizes: In bytes.
-        lengths: Copies of each group, in order. No copy joins two groups: what lies
-            side by side by chance may still be two allocations of a GPU.
+        lengths: Copies of each group, in order. No copy joins two groups, because memory that is
+            adjacent by chance may still be two allocations of a GPU.
     """
     if len(sizes) < 2:
         return gpu, host, sizes
@@ -242,8 +244,8 @@ def make_group(
     """Lay out one KV-cache group.
 
     Args:
-        index: Of the group, for messages.
-        refs: The tensors that it uses; one named twice counts once.
+        index: Index of the group, for messages.
+        refs: The tensors that the group uses; a tensor named twice counts once.
         caches: All tensors, already checked.
 
     Raises:
@@ -253,15 +255,16 @@ def make_group(
     for ref in refs:
         if not 0 <= ref.tensor_idx < len(caches):
             raise ConfigError(
-                f"group {index} refers to tensor {ref.tensor_idx}; there are {len(caches)}"
+                f"group {index} refers to tensor {ref.tensor_idx}, but there are only "
+                f"{len(caches)} tensors"
             )
         page = caches[ref.tensor_idx].page_size_bytes
         if not 0 < ref.page_size_bytes <= page:
             raise ConfigError(
                 f"group {index} uses {ref.page_size_bytes} bytes of a page of tensor "
-                f"{ref.tensor_idx}, which has {page}"
+                f"{ref.tensor_idx}, whose pages have {page} bytes"
             )
-        # Pages start at the start of a row: of two references the wider holds both.
+        # Pages start at the start of a row, so the wider of two references includes the other.
         widths[ref.tensor_idx] = max(ref.page_size_bytes, widths.get(ref.tensor_idx, 0))
     # A group without layers on this worker (pipeline parallelism) moves nothing.
     tensors = tuple(caches[number].tensor for number in widths)
@@ -281,7 +284,7 @@ def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
 
     Args:
         asked: Bytes of the tier.
-        limit: The user's own bound in bytes, or None.
+        limit: Limit in bytes that the user set, or None.
         what: The tier in words, for the message.
 
     Raises:
@@ -292,7 +295,7 @@ def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
     available = available_host_bytes()
     if available is not None and asked > available:
         raise ConfigError(
-            f"{what} are {asked} bytes, and {available} bytes of host memory are available"
+            f"{what} are {asked} bytes, but only {available} bytes of host memory are available"
         )
 
 
@@ -300,11 +303,11 @@ def allocate_host(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     """Zeroed memory for the host tier.
 
     Returns:
-        Shape ``(num_rows, row_bytes)``, uint8, starting on a memory page: pinning
-        works in whole pages, and those of this array are then its own at the start.
+        Shape ``(num_rows, row_bytes)``, uint8, starting on a memory page: pinning works in whole
+        pages, so the array shares no page at its start.
     """
     size = num_rows * row_bytes
-    # From calloc, so that the system commits memory when it is first written.
+    # Allocated by calloc, so that the system commits memory when it is first written.
     memory = np.zeros(size + HOST_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % HOST_ALIGNMENT
     return memory[start : start + size].reshape(num_rows, row_bytes)

@@ -1,8 +1,8 @@
 """CPU<->GPU transfers in torch: any groups, tensors, page sizes and chunk sizes.
 
-One plan for every device: a job becomes a list of ``(destination, source, size)``
-byte copies. For tensors in GPU memory the driver runs the list (the module
-:mod:`kvview_reference.transfer.cuda`); for tensors in CPU memory a background thread does.
+A job becomes a list of ``(destination, source, size)`` byte copies, on every device. For tensors in
+GPU memory the CUDA driver runs the list (:mod:`kvview_reference.transfer.cuda`); for tensors in CPU
+memory a background thread does.
 
 Source: vLLM PR #38453; ``vllm/v1/kv_offload/cpu/gpu_worker.py`` (0.33.0).
 """
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from kvview import ComputeEvent, ComputeStream, TransferWorker
 
 SHARED_BYTES = 1 << 20
-"""Several threads share copies of at least so many bytes together."""
+"""Several threads share copies of at least this many bytes in total."""
 
 
 class Copier(Protocol):
-    """Runs jobs; those that touch the same page in the order of submission."""
+    """Runs jobs; jobs that touch the same page run in the order of submission."""
 
     def submit(self, job: Job) -> None:
         """Start a job; an error becomes a failed result."""
@@ -75,18 +75,18 @@ class Copier(Protocol):
 
 
 class ThreadCopier:
-    """Copies in CPU memory, off the caller's thread, one job after the other.
+    """Copies in CPU memory, on its own thread, one job after the other.
 
-    1. A job of up to ``inline_bytes`` is copied on the spot while nothing is in flight
-       and compute has ended: handing it over would take longer than copying it.
+    1. A job of up to ``inline_bytes`` is copied at once if no job is in flight and compute has
+       ended, because passing it to a thread would take longer than copying it.
     2. Threads start with the first job that needs one, and end with the engine.
-    3. The thread waits for compute, the caller never does (XFER-6). Marks of one stream
-       are reached in the order in which they were made, so jobs keep theirs.
+    3. The thread waits for compute, and the caller never does (XFER-6). Events of one stream happen
+       in the order in which they were recorded, so the jobs keep their order.
     4. If a store fails, the groups that can be moved are moved (XFER-4).
 
     Args:
         num_threads: Threads that share one large job.
-        inline_bytes: Up to here a job runs on the caller's thread.
+        inline_bytes: Jobs of at most this size run on the caller's thread.
         compute_stream: Stream after whose work jobs run; None if compute has ended at submission.
     """
 
@@ -142,7 +142,7 @@ class ThreadCopier:
         try:
             if mark is not None:
                 mark.synchronize()
-        except Exception as error:  # the bytes that compute left are not stored
+        except Exception as error:  # bytes after a failed compute are not stored
             self._finished.append(failed(job, error))
             return
         start = time.perf_counter()
@@ -313,12 +313,12 @@ class CPUGPUTransferWorker:
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Block until each named job has ended; unknown ids are ignored."""
+        """Block until each of these jobs has ended; unknown ids are ignored."""
         for job_id in job_ids:
             self._copier.wait(job_id)
 
     def shutdown(self) -> None:
-        """Finish or drop the jobs in flight and release memory; callable twice."""
+        """Finish or drop the jobs in flight and release memory; may be called twice."""
         if not self._closed:
             self._closed = True
             self._copier.close()
@@ -328,12 +328,12 @@ class CPUGPUTransferWorker:
     def _pair(
         self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, to_host: bool
     ) -> list[tuple[Group, Ids, Ids]]:
-        """Pair GPU blocks with host rows, group after group; every check of ids is here."""
+        """Pair GPU blocks with host rows, group after group, and check all ids."""
         gpu_ids, host_ids = _as_ids(MEDIUM_GPU, gpu.block_ids), _as_ids(MEDIUM_CPU, cpu.block_ids)
         if len(gpu.group_sizes) != len(self._groups):
             raise TransferSpecError(
-                f"XFER-1: group_sizes names {len(gpu.group_sizes)} KV-cache groups, this worker "
-                f"has {len(self._groups)}"
+                f"XFER-1: group_sizes names {len(gpu.group_sizes)} KV-cache groups, but this "
+                f"worker has {len(self._groups)}"
             )
         k, gpu_end, host_end = self._k, 0, 0
         named = []
@@ -346,14 +346,14 @@ class CPUGPUTransferWorker:
             if host_end > len(host_ids):
                 raise TransferSpecError(
                     f"XFER-1: group {index} needs {host_end - host_at} host blocks for {size} "
-                    f"GPU blocks after {skip} skipped, {k} a host block; the CPU spec has "
-                    f"{len(host_ids) - host_at} left of {len(host_ids)}"
+                    f"GPU blocks after {skip} skipped ones, with {k} per host block, but the CPU "
+                    f"spec has {len(host_ids) - host_at} of {len(host_ids)} left"
                 )
             named.append((index, skip, gpu_ids[gpu_at:gpu_end], host_ids[host_at:host_end]))
         if (gpu_end, host_end) != (len(gpu_ids), len(host_ids)):
             raise TransferSpecError(
-                f"XFER-1: the groups need {gpu_end} GPU and {host_end} host blocks, the specs name "
-                f"{len(gpu_ids)} and {len(host_ids)}"
+                f"XFER-1: the groups need {gpu_end} GPU blocks and {host_end} host blocks, but "
+                f"the specs name {len(gpu_ids)} and {len(host_ids)}"
             )
         num_host = len(self._seen_host)
         if not (_all_below(gpu_ids, self._fewest_blocks) and _all_below(host_ids, num_host)):
@@ -378,7 +378,7 @@ class CPUGPUTransferWorker:
         return moves
 
     def _check_gpu_destinations(self, named: Sequence[tuple[int, Ids]]) -> None:
-        """One block id in two groups is two pages, unless the groups share a tensor."""
+        """Refuse a job in which two pages of one tensor have the same destination."""
         by_tensor: dict[int, list[tuple[int, Ids]]] = {}
         for index, blocks in named:
             for address in self._groups[index].addresses.tolist():
@@ -409,10 +409,10 @@ def _sides(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool
 
 
 def _as_ids(medium: str, ids: Sequence[int]) -> Ids:
-    # A copy: the job may run after the caller has changed its list.
+    # A copy, because the job may run after the caller has changed its list.
     if isinstance(ids, list) and ids and type(ids[0]) is int:
         try:
-            return np.frombuffer(array("q", ids), np.int64)  # sooner than numpy does
+            return np.frombuffer(array("q", ids), np.int64)  # faster than numpy does
         except (TypeError, OverflowError):
             pass  # said below
     try:
@@ -429,7 +429,7 @@ def _as_ids(medium: str, ids: Sequence[int]) -> Ids:
 
 
 def _all_below(ids: Ids, bound: int) -> bool:
-    # Seen as unsigned, a negative id is above every bound: one pass, not two.
+    # As an unsigned number, a negative id is above every bound, so one pass is enough.
     return not len(ids) or int(ids.view(np.uint64).max()) < bound
 
 

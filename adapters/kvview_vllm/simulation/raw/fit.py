@@ -1,4 +1,4 @@
-"""Scenarios for raw connectors: the parts of the kit's scenarios that they are played."""
+"""Scenarios for raw connectors, which are parts of the kit's scenarios."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RawEngines:
         self.name = name
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Leave out the parts that are not played, and name them."""
+        """Remove the parts that are not played, and name them."""
         left_out: list[str] = []
         groups = _played_groups(scenario, left_out)
         if groups != scenario.geometry.groups:
@@ -93,7 +93,7 @@ class RawEngines:
 
 def can_load_in_groups() -> bool:
     """Whether vLLM serves any connector with several groups (0.24.0)."""
-    return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_beside_hits(2)
+    return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_after_hits(2)
 
 
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
@@ -135,7 +135,8 @@ def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
         ),
         default=BLOCK_SIZE,
     )
-    # As tight as before: the generator has 1.2 to 2.8 times the blocks of the longest request.
+    # As scarce as before, because the generator has 1.2 to 2.8 times the blocks of the longest
+    # request.
     share = sum(-(-before // group.block_size) for group in scenario.geometry.groups)
     share_now = len(groups)
     num_blocks = max(

@@ -4,8 +4,9 @@ The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's ow
 layer by layer. Each role is built from its own configuration, in one process or in two; in two,
 the scheduler may be steps ahead of the worker.
 
-- VSIM-3 A connector **must** get only calls that vLLM makes, and a step **must** only write the
-  slots that it computes: blocks are reused through the scheduler, on which a connector may rely.
+- VSIM-3 A connector **must** only get calls that vLLM makes, and a step **must** only write the
+  slots that it computes. A connector may rely on the fact that blocks are only reused through the
+  scheduler.
 
 Source: :mod:`kvview_vllm.simulation.engine`, :mod:`kvview_vllm.simulation.raw.worker`.
 """
@@ -70,7 +71,7 @@ class RawHarness(VLLMConnectorHarness):
         transfer_config: Arguments of ``KVTransferConfig`` besides its class.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
-        is_connected: Whether the connector runs; without it the groups are those that it takes.
+        is_connected: Whether the connector runs; without it the KV-cache groups are the same.
     """
 
     _is_plain = True
@@ -139,7 +140,8 @@ class RawHarness(VLLMConnectorHarness):
             )
 
         own = copy.deepcopy(config), config_of_scheduler(cache_config)
-        # The process first, so that it does not see changes to modules by the scheduler's side.
+        # The process is started first, so that it does not get changes to modules by the
+        # scheduler's side.
         self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
             with named("building the scheduler"), registered(watched):
@@ -182,7 +184,7 @@ class RawHarness(VLLMConnectorHarness):
         return [name for name, request in requests.items() if request.is_finished()]
 
     def preempted_again_and_again(self) -> list[str]:
-        """Unfinished requests that were preempted more often than scarce blocks explain."""
+        """Unfinished requests with more preemptions than scarce blocks can explain."""
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if num_preemptions(request) > 10]
 
@@ -242,7 +244,7 @@ class RawHarness(VLLMConnectorHarness):
         output = self._schedule()
         chunks = self._chunks(output)
         step: RawStep | bytes = RawStep(output, self._batch(output, chunks), self._loads())
-        if self._has_process:  # the message has its contents at this time, whenever it is read
+        if self._has_process:  # so that the message keeps its contents until it is read
             with hook("pickling what build_connector_meta returned", "CONN-3"):
                 step = pickle.dumps(step)
         launched = _RawLaunched(output, None, Forward(), (), chunks, step)
@@ -259,14 +261,15 @@ class RawHarness(VLLMConnectorHarness):
             self._execute(step)
 
     def _execute(self, launched: _RawLaunched) -> None:
-        """Run a step in the worker, and take its answer."""
+        """Run a step in the worker, and process its result."""
         answer = self.worker.execute(launched.step)
         transfers = answer.transfers
         sampled = {request_id: chunk.sampled for request_id, chunk in launched.chunks.items()}
         launched.answer = cpu_scheduler.make_model_output(launched.output, sampled, transfers)
         launched.invalid = cpu_scheduler.invalid_blocks(transfers)
         self._watch.seen.update(answer.seen)
-        # A loaded byte was saved before: a connector's store is empty at the start.
+        # A loaded byte must have been saved before, because a connector's store is empty at the
+        # start.
         self._watch.coverage.update(dict.fromkeys(("loads", "stores"), answer.num_loads))
         # The next step may be running when the scheduler is notified of failed loads.
         invalid = {b for step in (*self._launched, launched) for b in step.invalid}
@@ -275,7 +278,7 @@ class RawHarness(VLLMConnectorHarness):
                 self._raise_wrong(one)
 
     def _batch(self, output: Any, chunks: Mapping[str, Chunk]) -> list[RequestInStep]:
-        """The compute of a step, with the block tables of this moment."""
+        """Make the compute of a step, with the current block tables."""
         tables = self._tables(output)
         return [
             self._tokens_of(name, tables[name], chunk.start, chunk.kept, chunk.num_rejected)
@@ -305,8 +308,9 @@ class RawHarness(VLLMConnectorHarness):
                 if len(table) * group.block_size < end:
                     raise InvariantBroken(
                         "CONN-2",
-                        f"get_num_new_matched_tokens promised tokens {start} to {end} of {name!r}, "
-                        f"which has {len(table)} blocks of {group.block_size}",
+                        f"get_num_new_matched_tokens promised tokens {start} to {end} of "
+                        f"{name!r}, which only has {len(table)} blocks of {group.block_size} "
+                        f"tokens",
                     )
             loads.append(self._tokens_of(name, tables, start, end))
         return loads

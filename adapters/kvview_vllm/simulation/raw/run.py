@@ -1,7 +1,7 @@
 """A simulated run of a raw connector, and the controls after a failure.
 
-- VSIM-6 A connector **may** only be blamed after the run was repeated without it and with
-  its loads off; a failure without it is vLLM's: ``ENGINE``.
+- VSIM-6 A connector **may** only be blamed after the run was repeated without it and with its loads
+off. A failure without it is a failure of vLLM (``ENGINE``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class RawRun(Run):
     Args:
         connector_class: A ``KVConnectorBase_V1``.
         scenario: The events, fitted or not.
-        options: Its ``kv_connector_extra_config``, and under ``kv_transfer_config`` the rest.
+        options: The ``kv_connector_extra_config``, and under ``kv_transfer_config`` the other
+            fields.
         without: ``"connector"`` or ``"loads"``, for the controls.
     """
 
@@ -57,7 +58,7 @@ class RawRun(Run):
         self._raw_watch = Watch(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
         for name in [name for name in self.coverage if name.startswith("seeds/")]:
-            del self.coverage[name]  # the ends of loads are not known
+            del self.coverage[name]  # because the ends of loads are not known
 
     @override
     def run(self) -> SimulationResult:
@@ -83,7 +84,7 @@ class RawRun(Run):
 
     @override
     def _configure(self, connector_class: Any, options_of_each: Sequence[dict[str, Any]]) -> None:
-        """Do nothing: vLLM builds both roles."""
+        """Do nothing, because vLLM builds both roles."""
 
     @override
     def _build_engine(self) -> ConnectorHarness:

@@ -1,6 +1,6 @@
 """CUDA on a CPU, and stand-ins for the parts of connectors that cannot run without a GPU.
 
-Copies of one direction run in order and up to some steps late, as on a CUDA stream.
+Copies of one direction run in order, at most a few steps late, as on a CUDA stream.
 
 - VSIM-5 A replaced part of the connector **must** be named in the verdict. CUDA's own operations
   (streams, events, copies between addresses) are not parts of a connector.
@@ -28,7 +28,7 @@ _LMCACHE = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"})
 
 
 def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
-    """Whether a part of these connectors copies with CUDA only, and is replaced."""
+    """Whether a part of these connectors can only copy with CUDA, so that it is replaced."""
     return not _names(connector_classes).isdisjoint(_CUDA_ONLY)
 
 
@@ -60,7 +60,7 @@ class CopyQueue:
             self._run_one()
 
     def wait(self, keys: Collection[object]) -> None:
-        """Run copies until none of these is left."""
+        """Run copies until all of these have ended."""
         while any(key in keys for _, key, _ in self._waiting):
             self._run_one()
 
@@ -92,7 +92,7 @@ class StandIns:
             queue.advance()
 
     def next_delay(self) -> int:
-        """Steps until the next copy may run."""
+        """Draw the number of steps until the next copy may run."""
         self._num_copies += 1
         return self._delays[self._num_copies % len(self._delays)]
 
@@ -141,7 +141,7 @@ class StandIns:
 
 
 def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``Tensor.cuda``: the tensor itself."""
+    """Replaces ``Tensor.cuda``; returns the tensor itself."""
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""From a raw connector's target and options to the arguments of ``KVTransferConfig``."""
+"""The arguments of ``KVTransferConfig`` for a raw connector's target and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
         options: ``kv_connector_extra_config``, with :data:`TRANSFER_CONFIG` next to its keys.
 
     Raises:
-        ConfigError: It is not a mapping, or has a key that vLLM does not know.
+        ConfigError: The configuration is not a mapping, or has a key that vLLM does not know.
     """
     extra = dict(options)
     config = extra.pop(TRANSFER_CONFIG, {})
@@ -40,7 +40,7 @@ def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
-    """A connector's class, and those of the children that a ``MultiConnector`` names."""
+    """Return a connector's class, and the classes of the children of a ``MultiConnector``."""
     return [connector_class, *_children(config)]
 
 

@@ -1,4 +1,4 @@
-"""The made-up compute of a raw connector's engine: bytes token by token, layer by layer.
+"""The simulated compute of a raw connector's engine, token by token and layer by layer.
 
 A connector may save slots instead of blocks, and rely on the way vLLM uses a block. So a step
 writes exactly the slots of its tokens and overwrites nothing else.
@@ -7,7 +7,7 @@ writes exactly the slots of its tokens and overwrites nothing else.
 2. A step's batch is written before its reads are compared: a request may hit a block that
    another one computes in the same step.
 3. The tokens that the next token reads are compared: in a window, the last ones.
-4. If a state stands for several tokens (Mamba, compressed MLA), it has the bytes of the last one.
+4. A state of several tokens (Mamba, compressed MLA) has the bytes of the last token.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LAYER_STEP = 7919
 
 @dataclass(frozen=True)
 class RequestInStep:
-    """Tokens of a request that a step computes, or that a load brings.
+    """Tokens of a request that a step computes or a load writes.
 
     Args:
-        request_id: Its request.
+        request_id: Id of the request.
         tables: Blocks of the request, by group.
-        start: First of the tokens.
-        end: After the last.
+        start: Position of the first token.
+        end: Position after the last token.
         words: The word of each token up to the end (:class:`TokenWords`).
     """
 
@@ -56,7 +56,7 @@ class Wrong:
         block_id: Block of the token.
         layer: Number of the first layer where it differs.
         head: Head, or slot of a head, of the first different bytes.
-        word: The word found instead (:meth:`TokenWords.name`); None where nothing was written.
+        word: The word found instead (:meth:`TokenWords.name`); None if nothing was written there.
     """
 
     request_id: str
@@ -87,7 +87,7 @@ class TokenWords:
         return [_word(state) for state in states[:end]]
 
     def name(self, word: int | None) -> str:
-        """The contents that a word stands for, for people."""
+        """Describe the content of a word, for reports."""
         if word is None:
             return "memory that was never written"
         return self._names.get(word, "the bytes of no token")
@@ -135,7 +135,7 @@ class TokenCompute:
         return self._first_wrong(request, first, request.start, layer)
 
     def holds(self, request: RequestInStep) -> bool:
-        """Whether all bytes that a load must bring are already there, in all layers."""
+        """Whether all layers already have the bytes that a load must write."""
         return all(
             self._first_wrong(
                 request,
@@ -197,7 +197,7 @@ def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], gr
     """The metadata of a step that a layer-wise connector reads: slots, block tables, lengths.
 
     Args:
-        compute: Has the slots.
+        compute: The compute, which has the slots.
         batch: The requests of the step.
         group: Group of the layer.
     """

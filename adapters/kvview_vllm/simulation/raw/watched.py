@@ -1,4 +1,4 @@
-"""A watched raw connector: which of its methods raises, promises, touches and frees.
+"""A watch for a raw connector: exceptions, promises, touches and frees of its methods.
 
 The class that vLLM builds is a subclass of the connector's own, so its bases, its class methods
 and its overrides stay the same.
@@ -33,20 +33,21 @@ _LAW_OF_METHOD = {
 
 
 class Watch:
-    """The observations of a connector in one run.
+    """The observations about a connector in one run.
 
     Args:
-        loads: Whether its promises are passed on; if not, vLLM gets 0 for each.
+        loads: Whether its promises are passed on; otherwise vLLM gets 0 for each.
     """
 
     def __init__(self, *, loads: bool = True) -> None:
         self.coverage: Counter[str] = Counter()
         self.unanswered: set[str] = set()  # requests whose last result was None
-        self.promised: dict[str, tuple[int, int, bool]] = {}  # from token, number, between steps
-        self.to_load: dict[str, tuple[int, int]] = {}  # from token to token, since the last step
+        # First token, number of tokens, whether between steps.
+        self.promised: dict[str, tuple[int, int, bool]] = {}
+        self.to_load: dict[str, tuple[int, int]] = {}  # first and last token, since the last step
         self.left_out: set[str] = set()
         self.seen: set[str] = set()  # coverage entries of the worker
-        self.held: Counter[int] = Counter()  # by touches in hooks
+        self.held: Counter[int] = Counter()  # references by touches in hooks
         self.places: dict[int, str] = {}  # of the last touch
         self._loads = loads
         self._inside: list[str] = []
@@ -80,7 +81,7 @@ class Watch:
         if not is_pair or not (answer[0] is None or isinstance(answer[0], int)):
             raise InvariantBroken(
                 "CONN-2",
-                f"get_num_new_matched_tokens returned {answer!r}: expected a number of tokens or "
+                f"get_num_new_matched_tokens returned {answer!r}; expected a number of tokens or "
                 f"None, and whether they are loaded between steps",
             )
         num_tokens, is_async = answer
@@ -93,8 +94,8 @@ class Watch:
             raise InvariantBroken(
                 "CONN-2",
                 f"get_num_new_matched_tokens returned {num_tokens} tokens for {request_id!r}, "
-                f"which has {request.num_tokens}, {num_computed} of them computed: expected 0 to "
-                f"{most}{why}",
+                f"which has {request.num_tokens} tokens, {num_computed} of them computed; "
+                f"expected 0 to {most}{why}",
             )
         self.coverage["tokens asked about"] += request.num_tokens
         self.coverage["tokens hit on the GPU"] += num_computed
@@ -154,8 +155,8 @@ class Watch:
                 raise InvariantBroken(
                     "POOL-4",
                     f"{self._inside[-1]} frees block {block.block_id} of the raw pool{_line()}, "
-                    f"which the connector does not hold: it was freed as often as it was touched. "
-                    f"view.free_blocks(ids) refuses that and changes nothing",
+                    f"which the connector no longer holds, because it was freed as often as it "
+                    f"was touched. view.free_blocks(ids) refuses such a call and changes nothing",
                 )
             self.held[block.block_id] -= 1
 
@@ -196,15 +197,15 @@ def free_queue(pool: Any) -> list[int]:
         if block is None or block.prev_free_block is not before or len(free) > len(pool.blocks):
             raise InvariantBroken(
                 "POOL-2",
-                f"the free queue of the raw pool is broken behind {free[-3:]}: its links do "
-                f"not match. Changing blocks directly changes links; view.touch_blocks(ids) and "
-                f"view.free_blocks(ids) keep them intact",
+                f"the free queue of the raw pool is broken behind {free[-3:]}, because its links "
+                f"do not match. Code that changes blocks directly breaks links; "
+                f"view.touch_blocks(ids) and view.free_blocks(ids) keep them intact",
             )
         free.append(block.block_id)
     if queue.num_free_blocks != len(free):
         raise InvariantBroken(
             "POOL-2",
-            f"the free queue of the raw pool has {len(free)} blocks and counts "
+            f"the free queue of the raw pool has {len(free)} blocks, but its counter is "
             f"{queue.num_free_blocks}",
         )
     return free

@@ -1,4 +1,4 @@
-"""The worker's role of a raw connector, as a model runner drives it, also in another process.
+"""The worker's role of a raw connector, driven like by a model runner, also in another process.
 
 Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
 vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.stand_ins import StandIns
     from kvview_vllm.simulation.raw.watched import Watch
 
-_PATIENCE = 150.0  # longer than a hook may take, which is then named
+_PATIENCE = 150.0  # longer than a hook may take, so that a slow hook is named first
 
 
 @dataclass(frozen=True)
 class RawStep:
-    """The message of a step to a worker; it pickles.
+    """The message of a step to a worker, which can be pickled.
 
     Args:
         output: The scheduler's ``SchedulerOutput``.
@@ -48,12 +48,12 @@ class RawStep:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """The answer of a worker; it pickles.
+    """The result of a worker, which can be pickled.
 
     Args:
-        transfers: The connector's ``KVConnectorOutput``; None without one.
+        transfers: The connector's ``KVConnectorOutput``, or None.
         wrong: The first wrong token that was read, per layer and request.
-        num_loads: Loads that brought bytes which were not there before, and were read.
+        num_loads: Number of loads that wrote new bytes which were then read.
         seen: The replaced parts and the parts that were left out.
     """
 
@@ -67,11 +67,11 @@ class RawWorker:
     """The worker's side: tensors, layers, and the connector's worker role.
 
     Args:
-        vllm_config: Its own ``VllmConfig``.
+        vllm_config: The worker's own ``VllmConfig``.
         cache_config: The ``KVCacheConfig``.
-        kind: Its layers.
+        kind: Layers of the worker.
         groups: The KV-cache groups.
-        connect: Builds the role; None without a connector.
+        connect: Builds the connector's role; None without a connector.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
     """
@@ -105,7 +105,7 @@ class RawWorker:
         self._role: Any = None
         if connect is not None:
             current = vllm("config").set_current_vllm_config(vllm_config)
-            # As a worker's wrapper does it: connectors read the current configuration.
+            # As in a worker's wrapper, because connectors read the current configuration.
             with named("building the worker's side"), current:
                 self._role = connect()
                 self._role.register_kv_caches(self.caches.tensors)
@@ -133,7 +133,7 @@ class RawWorker:
         return {f"left out: {part}" for part in self._watch.left_out} | self._stand_ins.used
 
     def close(self) -> None:
-        """Do nothing: only the role itself outlives the run."""
+        """Do nothing, because only the role itself outlives the run."""
 
     def _execute(self, step: RawStep) -> tuple[Any, list[Wrong]]:
         output = step.output
@@ -179,7 +179,7 @@ class RawWorker:
 
 
 class RemoteRawWorker:
-    """A worker in a forked process, as an executor with several workers has it.
+    """A worker in a forked process, as under an executor with several workers.
 
     Module and class attributes that the roles share are copies from the fork on; messages between
     the roles are pickled.

@@ -1,0 +1,125 @@
+"""Handoffs in ``KVViewConnector``: the setting, and vLLM's parameters of disaggregation.
+
+A router sends ``{"do_remote_decode": true}`` with a prompt to the producer. It copies the
+``kv_transfer_params`` of the answer, in which ``do_remote_prefill`` is true, into the request for
+the consumer. These are the two names that vLLM's own connectors use, so their routers work.
+
+Source: ``kv_transfer_params`` in vllm/distributed/kv_transfer/kv_connector/v1/nixl, 0.11.0 to
+0.33.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview import ConfigError, UnsupportedEngineError
+from kvview.handoff import HandoffScheduler, HandoffWorker, Peer, Wire
+from kvview.targets import load_target
+from kvview_vllm.releases import ConnectorSeam, engine_version
+
+OFFER, ACCEPT = "do_remote_decode", "do_remote_prefill"
+
+
+class HandoffOptions(BaseModel):
+    """The setting ``handoffs``.
+
+    Args:
+        wire: Target of the wire's class, which is called with the address.
+        address: Address at which this engine receives messages, as its peers reach it.
+        lease_seconds: Time that an offer waits for its consumer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    wire: str
+    address: str
+    lease_seconds: float = Field(default=30.0, gt=0)
+
+    def peer(self, engine_id: str, life: str) -> Peer:
+        """Name this life of the engine."""
+        return Peer(engine_id, life, self.address)
+
+    def make_wire(self) -> Wire:
+        """Make the wire of this life."""
+        wire: Wire = load_target(self.wire)(self.address)
+        return wire
+
+
+def require_handoffs(
+    half: object,
+    target: str,
+    options: HandoffOptions | None,
+    num_workers: int,
+    release: ConnectorSeam,
+) -> HandoffOptions | None:
+    """Check the setting of a connector.
+
+    Args:
+        half: One half of the connector.
+        target: Target of the connector.
+        options: The setting.
+        num_workers: Workers of the engine.
+        release: Whether requests wait for their loads between steps.
+
+    Returns:
+        The setting; None for a connector without the hooks for handoffs.
+
+    Raises:
+        ConfigError: The setting is missing or useless, or there are several workers.
+        UnsupportedEngineError: A step waits for its loads, so it would wait for another engine.
+    """
+    if not isinstance(half, HandoffScheduler | HandoffWorker):
+        if options is not None:
+            raise ConfigError(f"connector {target} has no hooks for handoffs; drop 'handoffs'")
+        return None
+    if options is None:
+        raise ConfigError(
+            f"connector {target} hands KV to other engines and needs 'handoffs' in "
+            f"kv_connector_extra_config, with a wire and an address (docs/handoff.md)"
+        )
+    if num_workers > 1:
+        raise ConfigError(
+            f"connector {target}: handoffs need an engine with one worker, got {num_workers}; use "
+            f"tensor and pipeline parallel sizes of 1"
+        )
+    if not release.worker_metadata:
+        raise UnsupportedEngineError(
+            f"connector {target}: a step of vLLM {engine_version()} waits for its loads, so it "
+            f"would wait for another engine; handoffs need 0.18.0 or later"
+        )
+    return options
+
+
+class WorkerWire:
+    """The wire of a worker half.
+
+    Args:
+        half: The half.
+        options: The setting.
+        engine_id: Name of the engine.
+    """
+
+    def __init__(self, half: HandoffWorker, options: HandoffOptions, engine_id: str) -> None:
+        self._half, self._options, self._engine_id = half, options, engine_id
+        self._wire = options.make_wire()
+        self._is_bound = False
+
+    def bind(self, life: str) -> None:
+        """Bind the wire at the first step, which names the life of the engine."""
+        if not self._is_bound:
+            self._is_bound = True
+            me = self._options.peer(self._engine_id, life)
+            self._half.bind_wire(me, self._wire, self._options.lease_seconds)
+
+    def close(self) -> None:
+        """Close the wire."""
+        self._wire.close()
+
+
+def params_with(request: Any, name: str) -> Mapping[str, Any] | None:
+    """Return the parameters of a ``Request`` if an entry is true."""
+    params: Mapping[str, Any] | None = request.kv_transfer_params
+    return params if params and params.get(name) else None

@@ -1,0 +1,137 @@
+"""Handoffs between two schedulers of the installed vLLM."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import engine as lane  # type: ignore[import-not-found]
+from kvview import ConfigError
+from kvview.cli.commands import cli
+from kvview.testing import Mutant
+from kvview.testing.effort import Effort
+from kvview.testing.handoff import HandoffPlayer, PDFactory, pd_factory
+from kvview.testing.search import search
+from kvview_reference.handoff.pull import PullConnector
+from kvview_vllm.releases import installed
+from tests.mutants.handoff import MUTANTS
+
+SEEDS = 10
+TARGET = "kvview_reference.handoff.pull:PullConnector"
+HANDOFFS = {"wire": "kvview_reference.handoff.zmq_wire:ZmqWire", "address": "tcp://127.0.0.1:*"}
+SEEN_EARLY = {
+    "BytesInParameters",
+    "DropsFailedLoads",
+    "NeverConfirms",
+    "NeverOffers",
+    "OffersWithoutHolding",
+    "ReleasesAtTheFirstRead",
+    "ServesConsumed",
+    "SuccessOfCut",
+    "WritesLatePages",
+}
+"""Wrong connectors that a few runs detect."""
+_NAME = attrgetter("name")
+
+needs_loads_between_steps = pytest.mark.skipif(
+    not installed().connector.worker_metadata, reason="a step waits for its loads"
+)
+
+
+@needs_loads_between_steps
+def test_two_schedulers_hand_over() -> None:
+    result = search(HandoffPlayer, pd_factory(PullConnector, "vllm"), Effort(seeds=SEEDS))
+    assert result.failures == {}
+    assert result.compared["HAND-10"] > SEEDS  # handoffs that must be used
+
+
+@needs_loads_between_steps
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if one.name in SEEN_EARLY], ids=_NAME)
+def test_a_wrong_connector_is_detected(mutant: Mutant) -> None:
+    assert isinstance(mutant.factory, PDFactory)
+    factory = PDFactory(mutant.factory.made_of, "vllm")
+    result = search(HandoffPlayer, factory, Effort(seeds=100, is_brief=True))
+    assert set(result.failures) == {mutant.law}
+
+
+def test_a_release_that_waits_for_loads_within_a_step_is_refused() -> None:
+    result = CliRunner().invoke(
+        cli, ["check", TARGET, "--pd", "--engine", "vllm", "--seeds", "1", "--steps", "1"]
+    )
+    if installed().connector.worker_metadata:
+        assert result.exit_code == 0, result.output
+    else:
+        assert result.exit_code == 2
+        assert "handoffs need 0.18.0 or later" in result.output
+
+
+def test_a_connector_of_vllm_is_checked_in_real_engines() -> None:
+    target = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+    result = CliRunner().invoke(cli, ["check", target, "--pd", "--engine", "vllm"])
+    assert result.exit_code == 2
+    assert "MultiConnector is a connector of vLLM" in result.output
+
+
+@needs_loads_between_steps
+@pytest.mark.parametrize(
+    ("target", "handoffs", "message"),
+    [
+        (TARGET, None, "needs 'handoffs' in kv_connector_extra_config"),
+        (TARGET, {**HANDOFFS, "lease_seconds": 0}, "handoffs.lease_seconds"),
+        (lane.EXAMPLE_CONNECTOR, HANDOFFS, "has no hooks for handoffs"),
+    ],
+)
+def test_a_wrong_setting_is_refused(
+    target: str, handoffs: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    config = lane.connector_config(target)
+    if handoffs is not None:
+        config["kv_connector_extra_config"]["handoffs"] = handoffs
+    with pytest.raises(ConfigError, match=message):
+        lane.Engine(tmp_path, config)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[list[Any]]:
+    engines = []
+    for name in ("P", "D"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        config = lane.connector_config(TARGET) | {"engine_id": name}
+        handoffs = {"wire": HANDOFFS["wire"], "address": address, "lease_seconds": 60}
+        config["kv_connector_extra_config"]["handoffs"] = handoffs
+        engines.append(lane.Engine(tmp_path / name, config))
+    yield engines
+    for engine in engines:
+        engine.worker.shutdown()
+        engine.scheduler.shutdown()
+
+
+@needs_loads_between_steps
+def test_two_engines_hand_over_by_tcp(engines: list[Any]) -> None:
+    producer, consumer = engines
+    num_free = producer.num_free_blocks()
+    tokens = range(100, 197)
+
+    producer.add("p", tokens, 1, transfer_params={"do_remote_decode": True})
+    producer.step()
+    params = producer.offered["p"]
+    assert (params["engine_id"], params["num_tokens"]) == ("P", 96)
+    assert params["do_remote_prefill"]
+    assert producer.num_free_blocks() == num_free - 6  # held after the request has ended
+    consumer.add("d", tokens, transfer_params=params)
+    for _ in range(5000):
+        producer.step()
+        consumer.step()
+        if producer.num_free_blocks() == num_free and not consumer.scheduler.requests:
+            break
+        time.sleep(0.001)
+    assert consumer.hits["d"] == 96  # the engine compares the bytes
+    assert producer.num_free_blocks() == num_free
