@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _REPLACED = "LMCache's GPU connector, for packed pages"
 _OWN_DIMENSIONS = 5
-_TOKEN_DIMENSION = 2  # of the packed layouts of FlashAttention and of the CPU backend
 
 
 def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None:
@@ -141,5 +140,11 @@ def _from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **kwargs: A
 
 
 def _pages(connector: Any) -> list[torch.Tensor]:
-    """One tensor per layer: blocks, tokens of a block, and the rest."""
-    return [cache.movedim((0, _TOKEN_DIMENSION), (0, 1)) for cache in connector.kvcaches]
+    """One tensor per layer: blocks, tokens of a block, and the rest.
+
+    LMCache sorts dimensions by their strides, so the heads come before or after the tokens.
+    """
+    shape = connector.kvcaches[0].shape
+    num_heads = 2 * connector.hidden_dim_size // shape[-1]
+    tokens = 2 if shape[1] == num_heads else 1
+    return [cache.movedim((0, tokens), (0, 1)) for cache in connector.kvcaches]
