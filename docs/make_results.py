@@ -74,7 +74,8 @@ class Row:
         only: Limits ``kvview partition`` to keys or layouts; empty for both.
         setup: Lines for a shell that start a server, for example.
         environment: Variables that configure the implementation.
-        commands: The commands that apply.
+        commands: The commands that apply; none if another check is the right one.
+        reason: The reason if no command has run.
         upstream: For each red class, a thread or a report, in Markdown.
     """
 
@@ -87,6 +88,7 @@ class Row:
     setup: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     commands: Sequence[str] = ("partition", "check")
+    reason: str = "not run yet"
     upstream: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -110,7 +110,8 @@ def _play(
 ) -> Cell:
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder, ExitStack() as stack:
         given = in_folder(split_options(options), folder)
-        stack.enter_context(stand_ins.installed(classes_of(connector_class, given)))
+        classes = classes_of(connector_class, given)
+        stack.enter_context(stand_ins.installed(classes))
 
         def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
@@ -130,6 +131,7 @@ def _play(
                 engine.forget_gpu()
             else:
                 engine.shutdown()
+                stand_ins.end_process(classes)
                 engine = start(pair.second_engine)
             # Other tokens have other bytes; other properties need another seed for that.
             num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _REPLACED = "LMCache's GPU connector, for packed pages"
 _OWN_DIMENSIONS = 5
-_TOKEN_DIMENSION = 2  # of the packed layouts of FlashAttention and of the CPU backend
 
 
 def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None:
@@ -41,7 +40,6 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
 
     try:
         connectors = importlib.import_module("lmcache.v1.gpu_connector")
-        builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
     except ImportError:  # because importing LMCache's adapter will report it
         return
     state = vllm("distributed.parallel_state")
@@ -71,7 +69,18 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
     ]
     for owner, name, value in replacements:
         stack.enter_context(patch.object(owner, name, value))
-    # LMCache keeps its engines in a class: the next run must not find the pages of this one.
+    end_engines()
+
+
+def end_engines() -> None:
+    """End the engines that LMCache keeps in a class, so that the next run finds no page of them.
+
+    vLLM's connector does not end them at its shutdown, because its process ends then.
+    """
+    try:
+        builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
+    except ImportError:
+        return
     for name in list(builder._instances):
         builder.destroy(name)
 
@@ -131,5 +140,11 @@ def _from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **kwargs: A
 
 
 def _pages(connector: Any) -> list[torch.Tensor]:
-    """One tensor per layer: blocks, tokens of a block, and the rest."""
-    return [cache.movedim((0, _TOKEN_DIMENSION), (0, 1)) for cache in connector.kvcaches]
+    """One tensor per layer: blocks, tokens of a block, and the rest.
+
+    LMCache sorts dimensions by their strides, so the heads come before or after the tokens.
+    """
+    shape = connector.kvcaches[0].shape
+    num_heads = 2 * connector.hidden_dim_size // shape[-1]
+    tokens = 2 if shape[1] == num_heads else 1
+    return [cache.movedim((0, tokens), (0, 1)) for cache in connector.kvcaches]

@@ -129,6 +129,16 @@ class StandIns:
                     _copies("lmcache_copies").replace_gpu_connector(self.note, stack)
             yield
 
+    @staticmethod
+    def end_process(connector_classes: Sequence[type]) -> None:
+        """Drop the state of these connectors that a process keeps after their shutdown.
+
+        Args:
+            connector_classes: The connectors that ran.
+        """
+        if not _LMCACHE.isdisjoint(_names(connector_classes)):
+            _copies("lmcache_copies").end_engines()
+
 
 def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Replaces ``Tensor.cuda``; returns the tensor itself."""
