@@ -23,7 +23,8 @@ def path(**differences: Any) -> str:
         **{k: differences.get(k, v) for k, v in rest.items()},
     )
     spec: Any = SimpleNamespace(config=config)
-    return FileMapper.from_offloading_spec("/kv", spec).get_file_name(make_offload_key(b"hash", 0))
+    mapper = FileMapper.from_offloading_spec("/kv", spec)
+    return str(mapper.get_file_name(make_offload_key(b"hash", 0)))
 
 
 changes: list[dict[str, Any]] = [
