@@ -151,11 +151,16 @@ def request_preference() -> Any:
 
 
 def _memory_order() -> str | None:
-    """``NHD`` or ``HND``, which up to 0.31 is a setting of the process."""
+    """``NHD`` or ``HND``, which up to 0.28 is a setting of the process."""
     try:
         return str(vllm("v1.attention.backends.utils").get_kv_cache_layout())
     except (ImportError, AttributeError):
         return None
+    except AssertionError:
+        # The process sets no layout, and the scheduler's process has no current configuration, so
+        # the worker uses the layout that the connector of offloading specs requires.
+        connector = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
+        return str(connector.OffloadingConnector.get_required_kvcache_layout(None))
 
 
 def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
