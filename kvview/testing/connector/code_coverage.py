@@ -29,7 +29,7 @@ Otherwise a traced run takes twice the CPU time.
 """
 
 _NORMAL = "KeyError|IndexError|LookupError|AttributeError|StopIteration|FileNotFoundError"
-_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # statements that branch
+_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # in Python, ordinary answers
 _CONSTANT = r"None|True|False|-?[\d.]+|\[\]|\{\}|\(\)|\"[^\"]*\"|'[^']*'"
 _LISTED_ONLY = (
     r"^\s*raise\b",

@@ -226,9 +226,9 @@ class TierKeys:
         self._events: FoldedEvents[OffloadKey] = FoldedEvents()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
-        # Stores that were planned since the last reset By request: the promised keys, and the keys
-        # that were advertised then; None for a tier without events.
-        self._current: set[PlannedJob] = set()
+        self._current: set[PlannedJob] = set()  # stores that were planned since the last reset
+        # By request: the promised keys, and the keys that were advertised then; None for a tier
+        # without events.
         self._promises: dict[str, tuple[list[OffloadKey], set[OffloadKey] | None]] = {}
 
     @property

@@ -138,7 +138,7 @@ def fsck(root: str, json_file: str | None) -> None:
     type=Whole(),
     multiple=True,
     default=(65_536, 262_144, 1_048_576, 4_194_304),
-    help="Size of a page, such as 1MiB. Repeatable. [default: 64 KiB to 4 MiB]",
+    help="Size of a page in bytes. Repeatable. [default: 64 KiB to 4 MiB]",
 )
 @click.option(
     "--pages", type=Whole(), default=32, show_default=True, help=("Number of pages in one job.")
