@@ -24,7 +24,6 @@ from kvview import (
     make_offload_key,
 )
 from kvview.connector.job_tracker import JobTracker
-from kvview.handoff import Peer, Wire
 from kvview.testing.connector.scenario import (
     NUM_LAYERS,
     PAGE_BYTES,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from kvview.testing import ManagerHarness
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.stream import StepStream
-    from kvview.testing.handoff.harness import PDHarness
+    from kvview.testing.handoff.harness import EngineLife, PDHarness
     from kvview_reference.offloading import CachePolicy
 
 
@@ -74,17 +73,10 @@ class ReferenceEngines:
         return scenario
 
     def build_for_handoffs(
-        self,
-        scenario: Scenario,
-        connector: Connector,
-        *,
-        clock: Callable[[], float],
-        me: Peer,
-        wire: Wire,
-        lease_seconds: float,
+        self, scenario: Scenario, connector: Connector, life: EngineLife
     ) -> PDHarness:
         """Build an engine that passes KV to other engines."""
-        return ReferencePDHarness(scenario, connector, clock, me, wire, lease_seconds)
+        return ReferencePDHarness(scenario, connector, life)
 
     def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
         """Make a manager with a cache policy, for the manager's checks."""
@@ -272,6 +264,11 @@ class ReferenceConnectorHarness:
                         return True
         return False
 
+    @property
+    def mismatch(self) -> str:
+        """The latest block with wrong bytes: where it differs, and whose KV is there."""
+        return self._engine.kv_bytes.mismatch
+
     def unfinished(self) -> Mapping[str, str]:
         """Return unfinished requests, ``{request_id: "waiting", "loading" or "running"}``."""
         engine = self._engine
@@ -308,17 +305,9 @@ class ReferencePDHarness(ReferenceConnectorHarness):
     engine_class = PDEngine
     _engine: PDEngine
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        connector: Connector,
-        clock: Callable[[], float],
-        me: Peer,
-        wire: Wire,
-        lease_seconds: float,
-    ) -> None:
-        super().__init__(scenario, connector, type(connector).__name__, clock, None)
-        self._engine.bind_handoffs(me, wire, lease_seconds)
+    def __init__(self, scenario: Scenario, connector: Connector, life: EngineLife) -> None:
+        super().__init__(scenario, connector, type(connector).__name__, life.clock, None)
+        self._engine.bind_handoffs(life.me, life.wire, life.lease_seconds)
 
     def add_prefill(self, add: Add, serial: int) -> None:
         """Queue a request whose KV is offered when it has finished."""

@@ -27,7 +27,6 @@ from kvview import (
     Mamba,
 )
 from kvview.connector.hook_errors import watch_hooks
-from kvview.handoff import Peer, Wire
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS
 from kvview_vllm.releases import engine_version, installed, probe_pool, reading, refusal
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
-    from kvview.testing.handoff.harness import PDHarness
+    from kvview.testing.handoff.harness import EngineLife, PDHarness
     from kvview.testing.handoff.tokens import RealCase
     from kvview.testing.token_runs import TokenCheck
 
@@ -203,20 +202,13 @@ class VLLMEngines:
         return fitted
 
     def build_for_handoffs(
-        self,
-        scenario: Scenario,
-        connector: Connector,
-        *,
-        clock: Callable[[], float],
-        me: Peer,
-        wire: Wire,
-        lease_seconds: float,
+        self, scenario: Scenario, connector: Connector, life: EngineLife
     ) -> PDHarness:
         """Build an engine that hands KV to others."""
         from kvview_vllm.simulation.handoff import VLLMPDHarness  # needs vLLM at import
 
         watch_hooks(connector)  # other exceptions are vLLM's (VSIM-1)
-        return VLLMPDHarness(scenario, connector, clock, me, wire, lease_seconds)
+        return VLLMPDHarness(scenario, connector, life)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """Return the groups that this release serves, and record the reasons against the others."""

@@ -159,7 +159,6 @@ class _Stats:
     preemptions: int = 0
     steps: int = 0
     mismatches: int = 0
-    mismatch: str = ""
     most_in_flight: int = 0
     running_resets: int = 0  # resets that preempt running requests
     running_resets_raised: int = 0  # resets that vLLM gave up
@@ -252,13 +251,14 @@ class VLLMConnectorHarness:
             parallel.pipeline_parallel_size = len(stages)
         else:
             parallel.tensor_parallel_size = len(stages)
+        caches = [configs.kv_cache_of(stage) for stage in stages]
         with named("building the scheduler"):
             self._scheduler = cpu_scheduler.make_scheduler(
                 configs.vllm, configs.kv_cache, self._geometry
             )
             self._workers = [
-                cpu_scheduler.make_worker_connector(configs.vllm, configs.kv_cache_of(stage), rank)
-                for rank, stage in enumerate(stages)
+                cpu_scheduler.make_worker_connector(configs.vllm, cache, rank)
+                for rank, cache in enumerate(caches)
             ]
         self._aggregator = cpu_scheduler.make_aggregator(len(stages))
         for connector in self._connectors():
@@ -271,12 +271,12 @@ class VLLMConnectorHarness:
         )
         pages = iter(self._compute.pages)
         with named("register_kv_caches"):
-            for stage, worker in zip(stages, self._workers, strict=True):
+            for stage, cache, worker in zip(stages, caches, self._workers, strict=True):
                 own = [*islice(pages, len(stage))]
                 worker.register_kv_caches(
                     {
                         name: tensor
-                        for group in configs.kv_cache_of(stage).kv_cache_groups
+                        for group in cache.kv_cache_groups
                         for name, tensor in zip(group.layer_names, own, strict=True)
                     }
                 )
@@ -414,6 +414,11 @@ class VLLMConnectorHarness:
 
     # --- queries ---
 
+    @property
+    def mismatch(self) -> str:
+        """The latest block with wrong bytes: where it differs, and whose KV is there."""
+        return self._compute.kv_bytes.mismatch
+
     def unfinished(self) -> Mapping[str, str]:
         """Requests by status, the oldest first."""
         return {
@@ -544,12 +549,8 @@ class VLLMConnectorHarness:
         self._launched.append(LaunchedStep(output, answer, forward, invalid, chunks))
         self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
         if self._stream is None:
-            self._count_mismatches(forward, invalid)
+            self.stats.mismatches += forward.mismatches(invalid)
         return output
-
-    def _count_mismatches(self, forward: Forward, invalid: Collection[int]) -> None:
-        self.stats.mismatches += forward.mismatches(invalid)
-        self.stats.mismatch = self._compute.mismatch
 
     def _start_transfers(self) -> None:
         for worker in self._workers:
@@ -642,7 +643,7 @@ class VLLMConnectorHarness:
         if self._stream is not None:
             self._compute.run(step.forward)
             self._stream.take()
-            self._count_mismatches(step.forward, step.invalid)
+            self.stats.mismatches += step.forward.mismatches(step.invalid)
 
     def _poison(self) -> None:
         """Overwrite blocks that were allocated for a load, which must write all right bytes."""

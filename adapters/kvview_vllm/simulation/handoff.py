@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -15,27 +15,26 @@ from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import LaunchedStep, VLLMConnectorHarness, reads_vllm
 
 if TYPE_CHECKING:
-    from kvview.testing.handoff.harness import PDHarness
+    from kvview.testing.handoff.harness import EngineLife, PDHarness
 
 
 class _Simulated(HandoffOptions):
     """The setting ``handoffs``, with objects of the simulation.
 
     Args:
-        me: The life of the engine.
-        made_wire: Its wire.
+        simulated: The life of the engine (``EngineLife``).
     """
 
-    me: Peer
-    made_wire: Any
+    simulated: Any
 
     @override
     def peer(self, engine_id: str, life: str) -> Peer:
-        return self.me
+        me: Peer = self.simulated.me
+        return me
 
     @override
     def make_wire(self) -> Wire:
-        wire: Wire = self.made_wire
+        wire: Wire = self.simulated.wire
         return wire
 
 
@@ -46,30 +45,22 @@ class VLLMPDHarness(VLLMConnectorHarness):
     Args:
         scenario: Sizes, as fitted.
         connector: The connector.
-        clock: Seconds, by which leases of the pool's view expire.
-        me: Identity of this life of the engine.
-        wire: Its wire.
-        lease_seconds: Time that an offer waits for its consumer.
+        life: Identity, wire and clock of the engine.
     """
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        connector: Connector,
-        clock: Callable[[], float],
-        me: Peer,
-        wire: Wire,
-        lease_seconds: float,
-    ) -> None:
+    def __init__(self, scenario: Scenario, connector: Connector, life: EngineLife) -> None:
         self._offered: dict[str, tuple[Mapping[str, Any], BlockIds]] = {}
         self._last_tables: Mapping[str, BlockIds] = {}
         self.num_loaded_blocks = 0
         self._more_options = {
             "handoffs": _Simulated(
-                wire="", address=me.address, lease_seconds=lease_seconds, me=me, made_wire=wire
+                wire="",
+                address=life.me.address,
+                lease_seconds=life.lease_seconds,
+                simulated=life,
             )
         }
-        super().__init__(scenario, [connector], clock)
+        super().__init__(scenario, [connector], life.clock)
 
     # --- events ---
 

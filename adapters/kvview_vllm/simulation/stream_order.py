@@ -58,11 +58,6 @@ class Compute:
         self.computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._launched: list[Forward] = []  # and not run
 
-    @property
-    def mismatch(self) -> str:
-        """The latest wrong block, and whose KV is there."""
-        return self.kv_bytes.mismatch
-
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
         """The key of a block of a request."""
         position = self._geometry.block_hash_index(group, number)

@@ -50,10 +50,6 @@ class SimulationStats(Protocol):
     def mismatches(self) -> int:
         """Number of blocks whose bytes were not those of their hashes when a request read them."""
 
-    @property
-    def mismatch(self) -> str:
-        """One of them: where it differs, and whose KV is there; empty if the engine cannot say."""
-
 
 class ConnectorHarness(Protocol):
     """An engine under simulation.
@@ -109,6 +105,10 @@ class ConnectorHarness(Protocol):
         """
 
     # --- queries ---
+
+    @property
+    def mismatch(self) -> str:
+        """The latest block with wrong bytes: where it differs, and whose KV is there."""
 
     def unfinished(self) -> Mapping[str, str]:
         """Unfinished requests, ``{request_id: "waiting", "loading" or "running"}``.

@@ -6,6 +6,7 @@ prefix, the group and the layer, so each byte of a loaded block can be compared.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _POISON = -0x21524112  # even, because every expected word is odd
 _MIX = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing mod 2**64
 _NUM_WORDS = 2**64
 _UNMIX = pow(_MIX, -1, _NUM_WORDS)
+_REMEMBERED_WRITES = 1000  # for the description of wrong bytes
 
 
 class KVBytes:
@@ -74,7 +76,7 @@ class KVBytes:
         ]
         self.mismatch = ""
         """The first difference that the latest comparison found: where, and whose KV is there."""
-        self._keys: dict[int, OffloadKey] = {}  # of all that was written, by their seeds
+        self._written: deque[Sequence[OffloadKey]] = deque(maxlen=_REMEMBERED_WRITES)
         self._device = device
         self._positions = [
             np.arange(size // WORD_BYTES) + index * 0x10001 for index, size in enumerate(pages)
@@ -93,7 +95,7 @@ class KVBytes:
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """Write the KV of blocks that follows from their keys."""
-        self._keys.update((_seed(key), key) for key in keys)
+        self._written.append(keys)
         for rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
                 # layer[rows, :n] = expected would wake all threads of torch, which takes 4 ms
@@ -125,15 +127,22 @@ class KVBytes:
                     differs = (found != expected).any(dim=1)
                     if not num_wrong and wrong is None:
                         row = int(differs.nonzero()[0])
+                        block_id = int(rows[row])
+                        key = keys[list(block_ids).index(block_id)]
                         self.mismatch = self._difference(
-                            int(rows[row]), layer, found[row], expected[row]
+                            block_id, key, layer, found[row], expected[row]
                         )
                     wrong = differs if wrong is None else wrong | differs
             num_wrong += 0 if wrong is None else int(wrong.sum())
         return num_wrong
 
     def _difference(
-        self, block_id: int, layer: torch.Tensor, found: torch.Tensor, expected: torch.Tensor
+        self,
+        block_id: int,
+        key: OffloadKey,
+        layer: torch.Tensor,
+        found: torch.Tensor,
+        expected: torch.Tensor,
     ) -> str:
         """Where a page differs, and whose KV is there."""
         at = (found != expected).nonzero().flatten().tolist()
@@ -142,22 +151,22 @@ class KVBytes:
         end = at[-1] * WORD_BYTES + WORD_BYTES - 1
         return (
             f"bytes {at[0] * WORD_BYTES} to {end} of GPU block {block_id} in tensor {tensor} hold "
-            f"{self._owner(int(found[at[0]]), place)}, not "
-            f"{self._owner(int(expected[at[0]]), place)}"
+            f"{self._owner(int(found[at[0]]), place)}, not the KV of key {short(key)}"
         )
 
     def _owner(self, word: int, place: tuple[int, int]) -> str:
         """The key whose KV a word is; and where in that KV, if it is another place."""
         if word == _POISON:
             return "nothing that was written since the block was given out"
+        keys = {_seed(key): key for written in self._written for key in written}
         for tensor, positions in enumerate(self._positions):
             for number, position in enumerate(positions.tolist()):
                 for mixed in (word, word - 1):  # its last bit was set
-                    key = self._keys.get((mixed * _UNMIX - position) % _NUM_WORDS)
+                    key = keys.get((mixed * _UNMIX - position) % _NUM_WORDS)
                     if key is not None:
                         at = f", from byte {number * WORD_BYTES} of tensor {tensor}"
                         return f"the KV of key {short(key)}{at * ((tensor, number) != place)}"
-        return "bytes of no KV"
+        return "bytes that are no KV of the last steps"
 
     def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)

@@ -93,7 +93,7 @@ class Stage:
         if not (is_huge and self.num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL):
             self._check_blocks(is_step=is_step)
         before, self._num_wrong = self._num_wrong, self.engine.stats.mismatches
-        check_bytes(self._num_wrong, before, self.engine.stats.mismatch)
+        check_bytes(self._num_wrong, before, self.engine.mismatch)
         for part in self.parts:
             part.scheduler.fold_events()
             part.record.keys.check_advertised()

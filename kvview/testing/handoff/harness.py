@@ -41,6 +41,23 @@ class PDHarness(ConnectorHarness, Protocol):
         """Cached and squeezed blocks with other bytes than their owner has written."""
 
 
+@dataclass(frozen=True)
+class EngineLife:
+    """One life of an engine that hands KV to others.
+
+    Args:
+        me: Identity of this life.
+        wire: Its wire.
+        clock: Seconds.
+        lease_seconds: Time that an offer waits for its consumer.
+    """
+
+    me: Peer
+    wire: Wire
+    clock: Callable[[], float]
+    lease_seconds: float
+
+
 @runtime_checkable
 class BuildsPDEngines(Protocol):
     """An engine factory that builds engines for handoffs."""
@@ -49,24 +66,14 @@ class BuildsPDEngines(Protocol):
         """Return the nearest scenario that two engines can play."""
 
     def build_for_handoffs(
-        self,
-        scenario: Scenario,
-        connector: Connector,
-        *,
-        clock: Callable[[], float],
-        me: Peer,
-        wire: Wire,
-        lease_seconds: float,
+        self, scenario: Scenario, connector: Connector, life: EngineLife
     ) -> PDHarness:
-        """Build an engine.
+        """Build an engine that hands KV to others.
 
         Args:
             scenario: Sizes of the engine.
             connector: Its connector.
-            clock: Seconds.
-            me: Identity of this life of the engine.
-            wire: Its wire.
-            lease_seconds: Time that an offer waits for its consumer.
+            life: Its identity, wire and clock.
         """
 
 
@@ -234,14 +241,8 @@ class TwoEngines:
             return worker
 
         connector.make_worker = make_pickling_worker  # type: ignore[method-assign]
-        self.engines[name] = self._factory.build_for_handoffs(
-            scenario,
-            connector,
-            clock=lambda: self.network.now,
-            me=me,
-            wire=wire,
-            lease_seconds=self.lease_seconds,
-        )
+        life = EngineLife(me, wire, lambda: self.network.now, self.lease_seconds)
+        self.engines[name] = self._factory.build_for_handoffs(scenario, connector, life)
 
     def life(self, name: str) -> str:
         """Name of the current life of an engine."""

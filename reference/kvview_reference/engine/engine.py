@@ -682,7 +682,6 @@ class Engine:
         block_ids, keys = [b.block_id for b in blocks], [b.key for b in blocks]
         self.stats.bytes_verified += len(block_ids) * self.kv_bytes.block_bytes
         self.stats.mismatches += self.kv_bytes.count_mismatches(block_ids, keys)
-        self.stats.mismatch = self.kv_bytes.mismatch
 
 
 def _last_info(request: Request) -> RequestInfo:

@@ -27,7 +27,6 @@ class EngineStats:
         first_failure: Job and error of the first failed transfer.
         bytes_verified: Bytes compared with their expected values.
         mismatches: Blocks among them that differed.
-        mismatch: One of them: where it differs, and whose KV is there.
     """
 
     requests: int = 0
@@ -46,7 +45,6 @@ class EngineStats:
     prefill_tokens: int = 0
     bytes_verified: int = 0
     mismatches: int = 0
-    mismatch: str = ""
 
     def count(self, end: EndedJob) -> None:
         """Count the end of a transfer."""
