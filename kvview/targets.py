@@ -111,6 +111,11 @@ def target_of(value: Any) -> str | None:
     return f"{path.removeprefix(os.getcwd() + os.sep)}:{value.__qualname__}"
 
 
+def name_target(kind: type) -> str:
+    """Return a target of a class: that from which it was loaded, or its module and name."""
+    return target_of(kind) or f"{kind.__module__}:{kind.__qualname__}"
+
+
 def _is_connector_class(found: object) -> TypeIs[type[Connector]]:
     return isinstance(found, type) and issubclass(found, Connector)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvview import Connector
-from kvview.targets import target_of
+from kvview.targets import name_target
 from kvview.testing.handoff.tokens import RealCase
 from kvview_vllm.handoff.real_pair import LEASE_SECONDS, RealEngine
 from kvview_vllm.handoff.side_channel import FaultySideChannel, SideChannelFault
@@ -332,10 +332,7 @@ def _config(connector_class: type, options: Mapping[str, Any]) -> dict[str, Any]
 
 def _kvview_config(connector_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the ``kv_transfer_config`` of a connector of kvview, with a wire over TCP."""
-    target = target_of(connector_class) or (
-        f"{connector_class.__module__}:{connector_class.__qualname__}"
-    )
-    config = connector_config(target, **options)
+    config = connector_config(name_target(connector_class), **options)
     config["kv_load_failure_policy"] = "recompute"
     config["kv_connector_extra_config"]["handoffs"] = {
         "wire": _WIRE,

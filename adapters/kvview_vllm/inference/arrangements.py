@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvview import CacheGeometry
-from kvview.targets import is_engine_connector, target_of
+from kvview.targets import is_engine_connector, name_target
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD
@@ -143,8 +143,7 @@ class Configured:
 
         scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=HOST_BLOCKS)
         taken = pickle.loads(configure(connector_class, scenario, self._options)).options
-        name = f"{connector_class.__module__}:{connector_class.__qualname__}"
-        config = cpu_scheduler.connector_config(target_of(connector_class) or name, **taken)
+        config = cpu_scheduler.connector_config(name_target(connector_class), **taken)
         config["kv_load_failure_policy"] = "recompute"
         # Because the check looks for faults.
         config["kv_connector_extra_config"]["contain_faults"] = False

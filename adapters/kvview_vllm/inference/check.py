@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvview import ConfigError
-from kvview.targets import target_of
+from kvview.targets import name_target
 from kvview.testing import watchdog
 from kvview.testing.connector.coverage import Gap, notes_on
 from kvview.testing.connector.result import ConnectorFailure
@@ -287,8 +287,7 @@ class _Check:
         ]
 
     def _script(self, seed: int, message: str) -> str:
-        kind = self._connector_class
-        target = target_of(kind) or f"{kind.__module__}:{kind.__qualname__}"
+        target = name_target(self._connector_class)
         return (
             f"# seed {seed}: {message}\n"
             "from kvview.testing import load_target, run_checks\n\n"
