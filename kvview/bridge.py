@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvview.errors import ConfigError
 from kvview.options import make_with_options
-from kvview.store_connector import StoreConnector, Transform
-from kvview.targets import load_target
+from kvview.targets import is_connector, load_target
 from kvview.tier import GuardedTier, Namespace, is_tier_store
 
 
@@ -86,13 +85,16 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
 def _store_of(target: str) -> Any:
     """Return a class of stores: the target itself, or the store of a connector."""
     found = load_target(target)
-    if isinstance(found, type) and issubclass(found, StoreConnector):
-        if found.transform is not Transform:
-            raise ConfigError(
-                f"connector {target!r} has a transform, which is not applied below the memory of "
-                f"another engine: name its store, and compress in the store"
-            )
-        found = found.store
+    if is_connector(found):
+        from kvview.store_connector import StoreConnector, Transform  # imports torch
+
+        if issubclass(found, StoreConnector):
+            if found.transform is not Transform:
+                raise ConfigError(
+                    f"connector {target!r} has a transform, which is not applied below the memory "
+                    f"of another engine: name its store, and compress in the store"
+                )
+            found = found.store
     if not is_tier_store(found):
         raise ConfigError(
             f"store {target!r} is not a class of tier stores; name a class such as "
