@@ -183,9 +183,12 @@ def _line_of_allocations(connector_class: type) -> str:
     return f"{most[0].traceback[0].filename}:{most[0].traceback[0].lineno}" if most else ""
 
 
-def failure_at_the_end(result: SimulationResult, law: str, message: str) -> Failure:
+def failure_at_the_end(
+    result: SimulationResult, law: str, message: str, hint: str | None = None
+) -> Failure:
     """A failure found after the end of a run."""
-    return Failure(law, message, result.coverage.get("steps", 0), len(result.scenario.events))
+    steps, events = result.coverage.get("steps", 0), len(result.scenario.events)
+    return Failure(law, message, steps, events, hint=hint)
 
 
 def with_rounds_compared(
@@ -199,8 +202,8 @@ def with_rounds_compared(
     try:
         coverage = _compare_rounds(result, play)
     except InvariantBroken as broken:
-        failure = failure_at_the_end(result, broken.law, broken.message)
-        return replace(result, failure=replace(failure, hint=broken.hint))
+        failure = failure_at_the_end(result, broken.law, broken.message, broken.hint)
+        return replace(result, failure=failure)
     return replace(result, coverage={**result.coverage, **coverage})
 
 

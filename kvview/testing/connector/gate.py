@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-# Seconds until the next operation is let in Operations that read shapes, devices and so on. A view
-# moves no bytes, but leads to a copy.
-_LONGEST_COPY = 1.0
+_LONGEST_COPY = 1.0  # seconds until the next operation is let in
+# Operations that read shapes, devices and so on. A view moves no bytes, but leads to a copy.
 _LOOKS = {"__get__", "__len__", "__repr__", "dim", "element_size", "is_contiguous", "numel"}
 _LOOKS |= {"size", "storage_offset", "stride", "untyped_storage", "view"}
 
@@ -99,22 +98,26 @@ class Gate:
                 self.num_moved += has_moved
                 self._changed.notify_all()
 
-    def let_in(self, number: float, *, whole_job: bool) -> None:
+    def let_in(self, number: float, *, whole_job: bool) -> bool:
         """Let the operations of one thread pass up to the first that moves bytes.
 
         Args:
             number: Place of the thread, 0.0 for the first to just below 1.0 for the last.
             whole_job: Whether the following operations of the thread may pass, too.
+
+        Returns:
+            Whether bytes moved.
         """
         num_moved = self.num_moved
         with self._changed:
             if not self._before:
-                return
+                return False
             ticket = self._before[int(number * len(self._before))]
             self._pass(ticket)
         while whole_job or self.num_moved == num_moved:
             if not self._let_in_next(ticket.thread):
-                return
+                break
+        return self.num_moved > num_moved
 
     def _let_in_next(self, thread: int) -> bool:
         """Let an operation of a thread pass if it waits or comes soon; False if none does."""

@@ -110,9 +110,7 @@ class HeldCopies:
         Returns:
             Whether bytes were moved meanwhile.
         """
-        num_moved = self.gate.num_moved
-        self.gate.let_in(self._draw(), whole_job=self._draw() < _SHARE_WHOLE_JOBS)
-        return self.gate.num_moved > num_moved
+        return self.gate.let_in(self._draw(), whole_job=self._draw() < _SHARE_WHOLE_JOBS)
 
     def fail_after(self, num_good: int | None) -> None:
         """Let copies fail after some successes, and perhaps succeed again; None for no failure."""
