@@ -218,13 +218,7 @@ def page() -> str:
         if not each.has_run:
             error = next(each.profiles())["findings"][0]["evidence"]
             lines.append(f"| {each.row.name} | {each.release} | {_short(error)} |")
-    lines += [
-        "",
-        "## Reproduce",
-        "",
-        "In a checkout of kvview, with the packages that vLLM imports",
-    ]
-    lines += ["([requirements](upgrade.md#requirements)); `--report-json FILE` writes the result."]
+    lines += ["", _REPRODUCE.rstrip()]
     for each in found:
         commands = [*each.row.setup, *(line for file in each.files for line in file["reproduce"])]
         lines += ["", f"{each.row.name}, vLLM {each.release}:", "", "```sh"]
