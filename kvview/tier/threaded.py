@@ -159,7 +159,7 @@ class Threaded(ABC):
     def remove_later(self, keys: Sequence[bytes], remove: Callable[[bytes], object], /) -> None:
         """Make keys a miss at once, and remove their pages on a thread: the body of ``delete``.
 
-        1. A later put of a key waits for its removal. A removal does not wait for an earlier put.
+        1. A later job of a key waits for its removal. A removal does not wait for an earlier put.
         2. If ``remove`` raises, the page stays, and may be found again after a second.
         3. ``close`` runs the removals that no thread has started.
 
@@ -190,8 +190,7 @@ class Threaded(ABC):
             if self._is_closed or not keys:
                 self._done.append((job, [False] * len(keys)))
                 return
-            under_way = {} if is_get else self._removals
-            removals = {key: under_way[key] for key in keys if key in under_way}
+            removals = {key: self._removals[key] for key in keys if key in self._removals}
             entry = _Job([*keys], [*pages], is_get, [False] * len(keys), removals)
             self._jobs[job] = entry
             size = -(-len(keys) // len(self._threads))

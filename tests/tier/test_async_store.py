@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 from typing_extensions import override
@@ -65,6 +66,23 @@ def test_a_deleted_page_is_dropped_by_a_coroutine() -> None:
     store.drain(10)
     assert store.poll() == [(1, [True]), (2, [True])]
     assert [*store.pages] == [b"key"]
+    store.close()
+
+
+def test_a_get_after_a_delete_is_a_miss_although_the_removal_takes_long() -> None:
+    store = SlowDictionary()
+    page = memoryview(bytearray(8))
+    store.put(1, [b"key"], [page])
+    store.drain(10)
+
+    def remove(key: bytes) -> None:
+        time.sleep(0.1)
+        del store.pages[key]
+
+    store.remove_later([b"key"], remove)
+    store.get(2, [b"key"], [page])
+    store.drain(10)
+    assert store.poll() == [(1, [True]), (2, [False])]
     store.close()
 
 
