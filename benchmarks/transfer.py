@@ -154,6 +154,8 @@ def cost_of_a_job(rounds: int) -> None:
     times = take_turns(jobs, repeats=200, rounds=rounds, clock=CLOCK)
     figures.ratio("4 pages of 1 KiB, in 1 of 8 groups", times, None)
     figures.show()
+    for bench in (one, eight, small, alone):
+        bench.worker.shutdown()
 
 
 class StoreBench:

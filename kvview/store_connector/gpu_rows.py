@@ -8,13 +8,14 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from kvview.transfer import CanonicalKVCaches, GPULoadStoreSpec
-
-_STAGED_BYTES = 16 << 20  # of pinned memory, and of GPU memory that a job needs besides its pages
+from kvview.store_connector.cuda_rows import CUDABlocks
+from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec
 
 
 class GPURows:
     """Reads and writes the pages of one worker, those of all tensors of a group side by side.
+
+    1. Reads and writes do not wait for the model: call them after :meth:`mark_compute`'s event.
 
     Args:
         kv_caches: KV caches of the worker.
@@ -22,16 +23,31 @@ class GPURows:
 
     def __init__(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         tensors = [cache.tensor for cache in kv_caches.tensors]
+        self._compute_stream = kv_caches.compute_stream
+        on_gpu = (tensor.device for tensor in tensors if tensor.is_cuda)
+        self._device = next(on_gpu, None)  # all tensors of a worker are on one
         self._num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
         self._groups: list[_Blocks] = []
         for refs in kv_caches.group_data_refs:
             parts = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
             is_cuda = any(part.is_cuda for part in parts)
-            self._groups.append(_CUDABlocks(parts) if is_cuda else _HostBlocks(parts))
+            self._groups.append(CUDABlocks(parts) if is_cuda else _HostBlocks(parts))
         self.page_bytes = [group.page_bytes for group in self._groups]
 
+    def mark_compute(self) -> ComputeEvent | None:
+        """Record an event after all work of the model so far; None where none can be in flight."""
+        if self._compute_stream is not None:
+            return self._compute_stream.record_event()
+        event: ComputeEvent | None = None
+        if self._device is not None:
+            event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
     def read(self, gpu: GPULoadStoreSpec) -> Iterator[memoryview]:
-        """Yield the bytes of each block of a job; they are valid until the next is taken."""
+        """Yield the bytes of each block of a job.
+
+        A read-only row may be kept. The others are valid until the next is taken.
+        """
         for group, blocks in self._by_group(gpu):
             yield from group.read(blocks)
 
@@ -84,50 +100,4 @@ class _HostBlocks:
         ]
 
 
-class _CUDABlocks:
-    """Blocks in GPU memory, which are staged in pinned memory, a few at a time.
-
-    Args:
-        parts: Bytes of the blocks in each tensor.
-    """
-
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = parts
-        self._sizes = [part.shape[1] for part in parts]
-        self.page_bytes = sum(self._sizes)
-        self._device = parts[0].device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._num_staged = max(1, _STAGED_BYTES // self.page_bytes)
-        self._host = torch.empty(
-            (self._num_staged, self.page_bytes), dtype=torch.int8, pin_memory=True
-        )
-        self._rows = _HostBlocks([self._host])
-
-    def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
-        for ids, host in self._chunks(blocks):
-            with torch.cuda.stream(self._stream):
-                rows = torch.cat([part.index_select(0, ids) for part in self._parts], dim=1)
-                host.copy_(rows, non_blocking=True)
-            self._stream.synchronize()
-            yield from self._rows.read(range(len(host)))
-
-    def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
-        for ids, host in self._chunks(blocks):
-            self._rows.write(range(len(host)), rows)
-            with torch.cuda.stream(self._stream):
-                on_gpu = host.to(self._device, non_blocking=True)
-                columns = torch.split(on_gpu, self._sizes, dim=1)
-                for part, column in zip(self._parts, columns, strict=True):
-                    part.index_copy_(0, ids, column)
-            self._stream.synchronize()
-
-    def _chunks(self, blocks: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the ids of a few blocks, on the GPU, and the pinned memory for their rows."""
-        for start in range(0, len(blocks), self._num_staged):
-            chunk = blocks[start : start + self._num_staged]
-            with torch.cuda.stream(self._stream):
-                ids = torch.tensor(chunk, device=self._device)
-            yield ids, self._host[: len(chunk)]
-
-
-_Blocks = _HostBlocks | _CUDABlocks
+_Blocks = _HostBlocks | CUDABlocks

@@ -15,9 +15,11 @@ from kvview.tier import GuardedTier
 
 _LENGTH_BYTES = 4  # in a store, before the bytes of a page
 
+PageData = bytes | memoryview
+"""The encoded bytes of a page, which do not change."""
 EndOfSave = Callable[[list[bool]], None]
 """Receives a flag for each page: whether it is kept."""
-EndOfLoad = Callable[[list[bytes | None]], None]
+EndOfLoad = Callable[[list[PageData | None]], None]
 """Receives the bytes that :meth:`Pages.decode` takes of each page; None for a page without any."""
 ItemT = TypeVar("ItemT")
 _EndOfJob = Callable[[Sequence[bool]], None]
@@ -45,7 +47,7 @@ class _Batch(Generic[ItemT]):
 class _Page:
     """A page that memory holds, or that the store reads or writes now."""
 
-    data: bytes | None = None
+    data: PageData | None = None
     in_memory: bool = False
     """Whether memory keeps the data."""
     in_store: bool = False
@@ -83,7 +85,7 @@ class Pages:
         self._suffix = rank.to_bytes(2, "big") if rank else b""
         self._used = 0
         self._pages: dict[bytes, _Page] = {}
-        self._readers: defaultdict[bytes, list[tuple[_Batch[bytes | None], int]]]
+        self._readers: defaultdict[bytes, list[tuple[_Batch[PageData | None], int]]]
         self._readers = defaultdict(list)
         self._writers: defaultdict[bytes, list[tuple[_Batch[bool], int]]] = defaultdict(list)
         self._numbers = count()
@@ -91,7 +93,7 @@ class Pages:
 
     def load(self, names: Sequence[bytes], end: EndOfLoad) -> None:
         """Find pages; ``end`` is called when all of them are found or have failed."""
-        empty: list[bytes | None] = [None] * len(names)
+        empty: list[PageData | None] = [None] * len(names)
         batch = _Batch(empty, end)
         absent: list[bytes] = []
         for index, name in enumerate(names):
@@ -126,7 +128,7 @@ class Pages:
                 batch.end_page(index, True)
         self._settle(spec.names)
 
-    def decode(self, name: bytes, data: bytes) -> memoryview:
+    def decode(self, name: bytes, data: PageData) -> memoryview:
         """Return the row of a page that was loaded.
 
         Raises:
@@ -171,7 +173,7 @@ class Pages:
 
     # --- memory ---
 
-    def _keep(self, page: _Page, data: bytes | None, *, in_memory: bool = False) -> bool:
+    def _keep(self, page: _Page, data: PageData | None, *, in_memory: bool = False) -> bool:
         """Change a page; False, and nothing is changed, if memory has no room for it."""
         used = self._used + (len(data) if data and in_memory else 0)
         used -= len(page.data) if page.data and page.in_memory else 0
@@ -180,11 +182,10 @@ class Pages:
         self._used, page.data, page.in_memory = used, data, in_memory
         return True
 
-    def _encode(self, name: bytes, row: memoryview) -> bytes | None:
+    def _encode(self, name: bytes, row: memoryview) -> PageData | None:
         try:
             encoded = self._transform.encode(name, row)
-            whole = row.obj  # bytes, if the page was in pieces
-            data = whole if encoded is row and isinstance(whole, bytes) else bytes(encoded)
+            data = row if encoded is row and row.readonly else bytes(encoded)
         except Exception:
             return None
         return data if len(data) <= self._transform.max_bytes(len(row)) else None

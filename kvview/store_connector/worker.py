@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from kvview.connector import StepPlan, TransferJob, WorkerConnector
 from kvview.errors import one_line
 from kvview.store_connector.gpu_rows import GPURows
-from kvview.store_connector.page_levels import Pages
+from kvview.store_connector.page_levels import PageData, Pages
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
 
@@ -51,19 +50,13 @@ class StoreWorker(WorkerConnector):
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         self._gpu = GPURows(kv_caches)
-        self._compute = kv_caches.compute_stream
-        self._is_cuda = any(cache.tensor.is_cuda for cache in kv_caches.tensors)
         self._pages = self._make_pages(self._gpu.page_bytes, kv_caches.rank, self._awake.set)
         self._thread = threading.Thread(target=self._run, name="kvview-store", daemon=True)
         self._thread.start()
 
     @override
     def start_plan(self, plan: StepPlan) -> None:
-        mark: ComputeEvent | None = None
-        if self._compute is not None:
-            mark = self._compute.record_event()
-        elif self._is_cuda:
-            mark = torch.cuda.current_stream().record_event()
+        mark = self._gpu.mark_compute()
         with self._changed:
             self._open_jobs.update(job.job_id for job in (*plan.loads, *plan.stores))
         self._plans.append((mark, plan))
@@ -135,7 +128,7 @@ class StoreWorker(WorkerConnector):
         assert isinstance(job.dst, GPULoadStoreSpec)
         names, gpu = job.src.names, job.dst
 
-        def end(pages: list[bytes | None]) -> None:
+        def end(pages: Sequence[PageData | None]) -> None:
             found = [page for page in pages if page is not None]
             error = None
             if len(found) < len(pages):

@@ -51,6 +51,7 @@ ALLOWED_AT_IMPORT = {
         "kvview_sglang",
     ),
     "numpy": ("kvview.testing.connector.kv_bytes", "kvview_reference.transfer"),
+    "triton": ("kvview_reference.transfer.copy_kernel",),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),

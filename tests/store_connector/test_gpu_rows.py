@@ -11,7 +11,7 @@ from kvview import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvview.store_connector import gpu_rows
+from kvview.store_connector import cuda_rows
 from kvview.store_connector.gpu_rows import GPURows
 
 NUM_BLOCKS = 20
@@ -22,7 +22,7 @@ JOB = GPULoadStoreSpec([3, 7, 1, 19, 0, 5], [4, 2], [0, 0])
 def tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    monkeypatch.setattr(gpu_rows, "_STAGED_BYTES", 300)  # of a page of 96 bytes
+    monkeypatch.setattr(cuda_rows, "_SLAB_BYTES", 300)  # of pages of 96 bytes
     wide = torch.randint(-128, 127, (NUM_BLOCKS, 100), dtype=torch.int8, device=request.param)
     narrow = torch.randint(-128, 127, (NUM_BLOCKS, 32), dtype=torch.int8, device=request.param)
     return [wide[:, :64], narrow]  # the first one has gaps between its pages
@@ -59,6 +59,15 @@ def test_rows_are_written_to_the_blocks_of_the_job_alone(
     assert pages(tensors) == new
     others = [block for block in range(NUM_BLOCKS) if block not in JOB.block_ids]
     assert all(torch.equal(a[others], b[others]) for a, b in zip(tensors, before, strict=True))
+
+
+def test_read_only_rows_may_be_kept(rows: GPURows, tensors: list[torch.Tensor]) -> None:
+    kept = [row for row in rows.read(JOB) if row.readonly]
+    expected = list(map(bytes, kept))
+    for tensor in tensors:
+        tensor.zero_()
+    list(rows.read(JOB))
+    assert list(map(bytes, kept)) == expected
 
 
 def test_wrong_jobs_raise(rows: GPURows) -> None:

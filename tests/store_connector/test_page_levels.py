@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvview import Transform, make_offload_key
-from kvview.store_connector.page_levels import Pages
+from kvview.store_connector.page_levels import PageData, Pages
 from kvview.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.store import require_tier_job
@@ -92,7 +92,7 @@ class Levels:
         self.pages.place([(NAME, in_memory, in_store)])
 
     def load(self) -> tuple[list[bool], bytes]:
-        ended: list[bytes | None] = []
+        ended: list[PageData | None] = []
         self.pages.load([NAME], ended.extend)
         self.store.is_held = False
         self.settle()

@@ -254,8 +254,8 @@ def test_threads_that_share_each_job_satisfy_the_contract(
 
 
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("batched", [True, False])
-def test_a_gpu_satisfies_the_contract(batched: bool) -> None:
+@pytest.mark.parametrize("missing", [[], ["_kernel"], ["_kernel", "_batch"]])
+def test_a_gpu_satisfies_the_contract(missing: list[str]) -> None:
     class OnCUDA(Engine):
         capabilities = frozenset({Capability.HOST_BYTES})
 
@@ -267,8 +267,10 @@ def test_a_gpu_satisfies_the_contract(batched: bool) -> None:
                 tensors.append(replace(cache, tensor=flat.cuda().as_strided(*layout)))
             self.kv_caches = replace(self.kv_caches, tensors=tensors, compute_stream=None)
             worker = super().make_worker()
-            if not batched:
-                worker._copier._driver._batch = None  # type: ignore[attr-defined]
+            driver = worker._copier._driver  # type: ignore[attr-defined]
+            assert driver._kernel is not None, "pages of tests are small"
+            for way in missing:
+                setattr(driver, way, None)
             return worker
 
     play(OnCUDA)

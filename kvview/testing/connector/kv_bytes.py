@@ -169,7 +169,7 @@ class KVBytes:
         return "bytes that are no KV of the last steps"
 
     def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
     def _expected(
         self, block_ids: Sequence[int], keys: Sequence[OffloadKey]

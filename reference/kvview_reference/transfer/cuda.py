@@ -10,6 +10,8 @@ and for pinning by registration; vLLM #45704 for the faults without this order.
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +23,12 @@ from kvview import ComputeStream, ConfigError, TransferResult
 from kvview_reference.transfer.pages import Ids, Job, failed
 
 STORE, LOAD = 0, 1
+
+SMALL_PAGE_BYTES = 128 << 10
+"""Smaller pages are copied by a kernel; on an H100, loads of 16 KiB are 6 times as fast so."""
+
+_Copy = Callable[[Any, Ids, Ids, Ids], object]
+"""Queues copies on a stream: destinations, sources and sizes."""
 
 _cuda: Any = torch.cuda  # only partly typed
 
@@ -46,8 +54,11 @@ class Driver(Protocol):
     def wait_event(self, stream: Any, event: Any) -> None:
         """Make later work of a stream wait for an event of another stream."""
 
-    def copy(self, stream: Any, dst: Ids, src: Ids, sizes: Ids) -> None:
+    def copy(self, stream: Any, dst: Ids, src: Ids, sizes: Ids) -> object:
         """Queue copies on a stream; they may run in any order among themselves.
+
+        Returns:
+            An object to keep until the copies have ended.
 
         Raises:
             RuntimeError: Only some of the copies were queued.
@@ -65,12 +76,13 @@ class Driver(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Launched:
-    """A job on its stream; ``copies`` keeps the descriptor arrays alive until its end."""
+    """A job on its stream; ``copies`` and ``kept`` keep the descriptors alive until its end."""
 
     job: Job
     start: Any
     end: Any
     copies: tuple[Ids, Ids, Ids] | None = None
+    kept: object = None
     error: Exception | None = None
 
 
@@ -134,7 +146,7 @@ class StreamCopier:
         launched = _Launched(job, driver.record(stream), None)
         try:
             launched.copies = job.copies()
-            driver.copy(stream, *launched.copies)
+            launched.kept = driver.copy(stream, *launched.copies)
         except Exception as error:
             launched.error = error
         # Also after an error, because some of the copies may be under way.
@@ -205,7 +217,8 @@ class CudaDriver:
 
     1. ``cuMemcpyBatchAsync`` takes all copies of a job in one call. It is tried once on a few
        bytes. If it is missing or does not copy them, each page is copied by one ``cuMemcpyAsync``.
-    2. Host memory is registered instead of allocated as pinned memory, because torch's pinned
+    2. A kernel copies small pages, where Triton is installed. It is tried in the same way.
+    3. Host memory is registered instead of allocated as pinned memory, because torch's pinned
        allocator rounds a tier up to the next power of two.
 
     Args:
@@ -225,20 +238,25 @@ class CudaDriver:
             ) from error
         self._one = self._library.cuMemcpyAsync
         self._one.argtypes = (_Pointer, _Pointer, _Size, _Pointer)
-        self._batch = self._find_batch()
+        self._batch = self._tried(self._find_batch())
+        self._kernel = self._tried(_find_kernel())
 
     def pin(self, host: npt.NDArray[np.uint8]) -> None:
         """Lock host memory, so that the device can copy from and to it by itself."""
-        status = _cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0)
-        if int(status) != 0:
+        status = int(_cuda.cudart().cudaHostRegister(host.ctypes.data, host.nbytes, 0))
+        if status != 0:
             raise ConfigError(
-                f"cuMemHostRegister cannot pin {host.nbytes} bytes of host memory: CUDA error "
+                f"cudaHostRegister cannot pin {host.nbytes} bytes of host memory: CUDA error "
                 f"{status}"
             )
+        # A tier without a shutdown must not leave its addresses pinned, because the next tier may
+        # get them.
+        self._unpin = weakref.finalize(host, _cuda.cudart().cudaHostUnregister, host.ctypes.data)
+        self._unpin.atexit = False
 
     def unpin(self, host: npt.NDArray[np.uint8]) -> None:
         """Undo ``pin``."""
-        _cuda.cudart().cudaHostUnregister(host.ctypes.data)
+        self._unpin()
 
     def stream(self) -> torch.cuda.Stream:
         """Make a stream, whose work runs in order and concurrently with other streams."""
@@ -259,16 +277,20 @@ class CudaDriver:
         """Make later work of a stream wait for an event of another stream."""
         stream.wait_event(event)
 
-    def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> None:
+    def copy(self, stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) -> object:
         """Queue copies on a stream; they may run in any order among themselves."""
         with torch.cuda.device(self._device):
-            if self._batch is not None:
-                batch_copy(self._batch, stream.cuda_stream, dst, src, sizes)
-                return
-            for copy in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
-                status = self._one(*copy, stream.cuda_stream)
+            is_small = (
+                sizes.max(initial=0) < SMALL_PAGE_BYTES and not ((dst | src | sizes) % 8).any()
+            )
+            copy = self._kernel if is_small and self._kernel is not None else self._batch
+            if copy is not None:
+                return copy(stream, dst, src, sizes)
+            for one in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+                status = self._one(*one, stream.cuda_stream)
                 if status != 0:
                     raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {status}")
+            return None
 
     def done(self, event: torch.cuda.Event) -> bool:
         """Whether an event has happened; raises if the device has failed."""
@@ -282,7 +304,7 @@ class CudaDriver:
         """Time between two events that have happened."""
         return float(start.elapsed_time(end)) / 1000
 
-    def _find_batch(self) -> Any:
+    def _find_batch(self) -> _Copy | None:
         pointer = ctypes.c_void_p()
         status = self._library.cuGetProcAddress(
             b"cuMemcpyBatchAsync", ctypes.byref(pointer), _BATCH_SINCE, ctypes.c_uint64(0)
@@ -290,6 +312,12 @@ class CudaDriver:
         if status != 0 or not pointer.value:
             return None
         batch = _BATCH_SIGNATURE(pointer.value)
+        return lambda stream, *copies: batch_copy(batch, stream.cuda_stream, *copies)
+
+    def _tried(self, copy: _Copy | None) -> _Copy | None:
+        """Return a way to copy if it copies a few bytes; a kernel is compiled meanwhile."""
+        if copy is None:
+            return None
         on_device = torch.arange(64, dtype=torch.uint8, device=self._device)
         on_host = torch.zeros(64, dtype=torch.uint8).pin_memory()
         stream = self.stream()
@@ -297,17 +325,21 @@ class CudaDriver:
         offsets = np.array([0, 32])
         try:
             with torch.cuda.device(self._device):
-                batch_copy(
-                    batch,
-                    stream.cuda_stream,
-                    on_host.data_ptr() + offsets,
-                    on_device.data_ptr() + offsets,
-                    np.full(2, 32),
-                )
-        except RuntimeError:
+                dst, src = on_host.data_ptr() + offsets, on_device.data_ptr() + offsets
+                kept = copy(stream, dst, src, np.full(2, 32))
+        except Exception:
             return None
         stream.synchronize()
-        return batch if torch.equal(on_host, torch.arange(64, dtype=torch.uint8)) else None
+        del kept
+        return copy if torch.equal(on_host, torch.arange(64, dtype=torch.uint8)) else None
+
+
+def _find_kernel() -> _Copy | None:
+    try:
+        from kvview_reference.transfer.copy_kernel import copy_small_pages
+    except ImportError:
+        return None
+    return copy_small_pages
 
 
 def batch_copy(function: Any, stream: int, dst: Ids, src: Ids, sizes: Ids) -> None:

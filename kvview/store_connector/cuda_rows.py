@@ -1,0 +1,117 @@
+"""GPU blocks in CUDA memory as rows of bytes in pinned host memory, and back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+
+_SLAB_BYTES = 16 << 20  # of pinned memory, and of GPU memory that a job needs besides its pages
+
+
+class CUDABlocks:
+    """Blocks of one group, which the GPU copies directly from and to pinned rows.
+
+    The taker of a row keeps it as long as it wants, so pages stay in pinned memory without another
+    copy. Rows in other memory are copied to pinned rows first.
+
+    Args:
+        parts: Bytes of the blocks in each tensor.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self._sizes = [part.shape[1] for part in parts]
+        self.page_bytes = sum(self._sizes)
+        self._device = parts[0].device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pinned = _PinnedRows(self.page_bytes)
+
+    def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
+        """Yield the row of each block."""
+        for ids in self._chunks(blocks):
+            rows = [self._pinned.take() for _ in ids]
+            with self._copying():
+                at = torch.tensor(ids, device=self._device)
+                on_gpu = torch.cat([part.index_select(0, at) for part in self._parts], dim=1)
+                for row, page in zip(rows, on_gpu, strict=True):
+                    row.tensor.copy_(page, non_blocking=True)
+            self._stream.synchronize()
+            for row in rows:
+                yield memoryview(row).cast("B").toreadonly()
+
+    def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
+        """Write as many rows as there are blocks."""
+        kept = []  # until the last copy has ended
+        for ids in self._chunks(blocks):
+            pinned = [self._pinned.holding(row) for row in islice(rows, len(ids))]
+            kept.append(pinned)
+            with self._copying():
+                at = torch.tensor(ids, device=self._device)
+                on_gpu = torch.empty(
+                    (len(ids), self.page_bytes), dtype=torch.int8, device=self._device
+                )
+                for page, row in zip(on_gpu, pinned, strict=True):
+                    page.copy_(row.tensor, non_blocking=True)
+                columns = torch.split(on_gpu, self._sizes, dim=1)
+                for part, column in zip(self._parts, columns, strict=True):
+                    part.index_copy_(0, at, column)
+        self._stream.synchronize()
+
+    def _chunks(self, blocks: Sequence[int]) -> Iterator[Sequence[int]]:
+        at_once = max(1, _SLAB_BYTES // self.page_bytes)
+        return (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        # Engines allocate KV caches in inference mode, and other threads may not write them.
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+
+class _PinnedRows:
+    """Rows of pinned memory, which is reused once a row has no view any more.
+
+    Args:
+        row_bytes: Bytes of a row.
+    """
+
+    def __init__(self, row_bytes: int) -> None:
+        self._row_bytes = row_bytes
+        self._free: list[torch.Tensor] = []
+
+        class Row(ctypes.Array[ctypes.c_ubyte]):
+            _type_ = ctypes.c_ubyte
+            _length_ = row_bytes
+            tensor: torch.Tensor
+            give_back = self._free.append
+
+            def __del__(self) -> None:
+                self.give_back(self.tensor)
+
+        self._row_type = Row
+
+    def take(self) -> Any:
+        """Return a row with any bytes; ``tensor`` is its memory."""
+        if not self._free:
+            num_rows = max(1, _SLAB_BYTES // self._row_bytes)
+            slab = torch.empty(num_rows * self._row_bytes, dtype=torch.int8, pin_memory=True)
+            self._free.extend(slab.view(num_rows, -1))
+        tensor = self._free.pop()
+        row = self._row_type.from_address(tensor.data_ptr())
+        row.tensor = tensor
+        return row
+
+    def holding(self, data: memoryview) -> Any:
+        """Return the row that a view belongs to, or a row with a copy of its bytes."""
+        if len(data) != self._row_bytes:
+            raise ValueError(f"a page has {len(data)} bytes, expected {self._row_bytes}")
+        if isinstance(data.obj, self._row_type):
+            return data.obj
+        row = self.take()
+        memoryview(row).cast("B")[:] = data
+        return row
