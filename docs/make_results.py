@@ -49,6 +49,7 @@ Connectors and tiers under the [raw check](raw.md) (life of requests), and under
 - **red**: at least one result is wrong. The section *Findings* has the evidence.
 - *not checked*: nothing is wrong, but a part was not exercised or was replaced.
 - –: it could not run here. The section *Connectors that could not run* has the error.
+- An empty cell: the check does not apply to the implementation, or has not run.
 - *replaced* lists the parts of an implementation that the check replaced. Without such a part it
   ran unmodified.
 """

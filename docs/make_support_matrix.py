@@ -154,7 +154,7 @@ def _spans(features: Sequence[Feature]) -> Iterator[tuple[str, list[bool]]]:
     """Yield ranges of releases with the same features, and whether they have each."""
     for has, releases in groupby(RELEASES, lambda r: [feature.is_in(r) for feature in features]):
         first, *others = releases
-        yield f"{first} – {others[-1]}" if others else first, has
+        yield f"{first}\u00a0– {others[-1]}" if others else first, has
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], marks: int = 0) -> list[str]:

@@ -45,6 +45,15 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name.startswith("docs/api/")])
+def test_a_page_of_the_api_links_to_its_sources(document: str) -> None:
+    """A code host shows no docstrings in the page."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for module in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
+        path = "/".join(module.split("."))
+        assert f"(../../{path}.py)" in text or f"(../../{path}/__init__.py)" in text, module
+
+
 @pytest.mark.parametrize("maker", [make_hooks, make_results, make_support_matrix])
 def test_a_page_that_is_made_from_the_sources_is_up_to_date(maker: Any) -> None:
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"python {maker.__file__}"
