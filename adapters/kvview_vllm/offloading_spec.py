@@ -43,7 +43,12 @@ from kvview_vllm.releases import (
     require_class,
     require_concrete,
 )
-from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, tokens_per_chunk
+from kvview_vllm.releases.calls import (
+    blocks_per_chunk,
+    cache_config_of,
+    make_known,
+    tokens_per_chunk,
+)
 from kvview_vllm.transfer import canonical_kv_caches, check_whole_blocks
 
 if TYPE_CHECKING:
@@ -195,7 +200,8 @@ class WorkerForVLLM(_Worker):
         if not _release.transfer_dataclass:
             return [(result.job_id, result.success) for result in results]
         return [
-            _Result(
+            make_known(
+                _Result,
                 job_id=result.job_id,
                 success=result.success,
                 transfer_size=result.transfer_size,
@@ -245,8 +251,8 @@ def check_spec() -> None:
     check_our_managers()
     with reading(seam, "a worker of kvview, called dry"):
         worker = WorkerForVLLM(_EchoWorker(), 2)  # type: ignore[abstract]
-        one = {"group_sizes": [1], "block_indices": [0]} if _release.block_indices else {}
-        blocks, pages = _GPUSpec([3], **one), PagesSpec(CPULoadStoreSpec([0]))
+        blocks = make_known(_GPUSpec, block_ids=[3], group_sizes=[1], block_indices=[0])
+        pages = PagesSpec(CPULoadStoreSpec([0]))
         if _release.handlers:
             worker.transfer_async(1, (blocks, pages))
             worker.transfer_async(2, (pages, blocks))

@@ -9,6 +9,7 @@ Source: ``SchedulerConfig.scheduler_cls``, vllm/config/scheduler.py, every relea
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 from kvview_vllm.binding import BlockPoolViewMixin, walk_connectors
@@ -26,6 +27,7 @@ check_scheduler()
 class ViewScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's scheduler, which binds the pool to every connector that needs the view."""
 
+    @wraps(Scheduler.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _bind(self)
@@ -34,6 +36,7 @@ class ViewScheduler(Scheduler):  # type: ignore[misc]
 class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc]
     """The same scheduler for ``--async-scheduling``."""
 
+    @wraps(AsyncScheduler.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _bind(self)

@@ -27,6 +27,7 @@ SAMPLE = (
     "get_block_ids_with_load_errors renamed",
     "maybe_convert_block_hash renamed",
     "resolve_kv_cache_block_sizes returns an object",
+    "SlidingWindowSpec requires another field",
     "_reuse_watchers renamed",
     "OffloadingWorker requires another method",
     "TransferResult.transfer_time renamed",

@@ -9,7 +9,8 @@ blocks of a step, and the order of finish and free.
 2. The play leaves nothing behind: no device, process, thread, file, event or log line, and
    the root of vLLM's block hashes is restored.
 3. If the scheduler cannot serve these requests even without a connector, it is not refused, because
-   a server may configure it in another way. The adapter then runs unchecked, with a warning.
+   a server may configure it in another way. The adapter then runs unchecked, with a warning. A
+   vLLM in which an object of the play cannot be made is refused.
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -85,8 +86,10 @@ def _problem_without_connector() -> str:
     try:
         with _alone():
             _Play(None).run()
+    except KVViewError:
+        raise
     except Exception as error:
-        return f"{type(error).__name__}: {one_line(error)}"
+        return one_line(error)
     return ""
 
 

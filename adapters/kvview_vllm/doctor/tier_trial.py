@@ -13,6 +13,7 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.tier import Namespace
+from kvview_vllm.releases.calls import make_known
 from kvview_vllm.releases.tier_specs import PAGE_BYTES, make_tiering_spec
 from kvview_vllm.releases.tiers import lookup_answers, make_tier_job
 from kvview_vllm.releases.versions import vllm
@@ -79,7 +80,7 @@ def _try_page(manager: Any, tier: Any) -> str:
         tier.submit_store(make_tier_job(1, [key], [0], is_load=False))
         if not _success(tier):
             return "a page could not be stored"
-        context = base.ReqContext(req_id="kvview doctor")
+        context = make_known(base.ReqContext, req_id="kvview doctor")
         tier.on_new_request(context)
         flags = {answer: flag for flag, answer in lookup_answers().items()}
         until = time.monotonic() + _SECONDS

@@ -170,7 +170,7 @@ class ManagerForVLLM(_Manager):
         """Notify the manager of a new request."""
         if isinstance(self.manager, SupportsRequestHooks):
             self.manager.on_new_request(_context(req_context))
-        return require_class("RequestOffloadingContext")()
+        return make_known(require_class("RequestOffloadingContext"))
 
     def on_request_finished(self, req_context: Any) -> None:
         """Notify the manager of the end of a request, and touch its keys (VOFF-4)."""

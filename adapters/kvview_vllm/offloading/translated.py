@@ -140,7 +140,8 @@ class TranslatedManager:
     def on_schedule_end(self) -> None:
         """Notify the manager of the end of a step."""
         if self.release.step_context:
-            context = require_class("ScheduleEndContext")(new_req_ids=(), preempted_req_ids=())
+            kind = require_class("ScheduleEndContext")
+            context = make_known(kind, new_req_ids=(), preempted_req_ids=())
             self.manager.on_schedule_end(context)
         elif self.release.request_hooks:
             self.manager.on_schedule_end()

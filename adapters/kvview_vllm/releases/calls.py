@@ -1,7 +1,7 @@
 """Calls of vLLM that differ between releases, and queries of members that a release may lack.
 
-1. Constructors and functions get only the arguments that they have, by name
-   (:func:`make_known`).
+1. Constructors and functions get only the arguments that they have, by name. If they require
+   another one, the release is refused (:func:`make_known`).
 2. Each query has one meaning in every release.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
@@ -20,7 +20,7 @@ from typing import Any
 from kvview import ConfigError, RequestContent
 from kvview_vllm.releases.release import GeometrySeam
 from kvview_vllm.releases.shapes import find_class
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.versions import refusal, vllm
 
 EVENT_FIELDS = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -45,8 +45,26 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(target).parameters
 
 
+@lru_cache(64)
+def _required(target: Callable[..., Any]) -> frozenset[str]:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = _parameters(target).values()
+    return frozenset(one.name for one in found if one.kind in named and one.default is one.empty)
+
+
 def make_known(target: Callable[..., Any], **values: Any) -> Any:
-    """Call with only the arguments that this release has."""
+    """Call with only the arguments that this release has.
+
+    Raises:
+        UnsupportedEngineError: The release requires another argument.
+    """
+    if new := sorted(_required(target) - values.keys()):
+        name = target.__name__
+        raise refusal(
+            name,
+            f"{name} that requires {', '.join(new)}",
+            f"that it requires {', '.join(values)} at most",
+        )
     return target(**known_arguments(target, values))
 
 

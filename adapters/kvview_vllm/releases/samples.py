@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from kvview_vllm.releases.calls import known_arguments, make_known, sampled_tokens
+from kvview_vllm.releases.calls import make_known, sampled_tokens
+from kvview_vllm.releases.shapes import reading
 from kvview_vllm.releases.versions import vllm
 
 BLOCK_SIZE = 16
@@ -70,6 +71,7 @@ def make_unchecked(kind: Any, **values: Any) -> Any:
     return object.__new__(type(kind.__name__, (kind,), defaults | values))
 
 
+@reading("geometry", "a KV-cache configuration, made dry")
 def make_kv_cache_config(num_blocks: int, num_groups: int = 1) -> Any:
     """A ``KVCacheConfig`` of full attention and a sliding window, vllm/v1/kv_cache_interface.py.
 
@@ -80,13 +82,18 @@ def make_kv_cache_config(num_blocks: int, num_groups: int = 1) -> Any:
     interface = vllm("v1.kv_cache_interface")
     kinds = (("FullAttentionSpec", None), ("SlidingWindowSpec", WINDOW))[:num_groups]
     groups = [
-        interface.KVCacheGroupSpec(
-            [layer], make_attention_spec(name, BLOCK_SIZE, 1, 8, sliding_window=window)
+        make_known(
+            interface.KVCacheGroupSpec,
+            layer_names=[layer],
+            kv_cache_spec=make_attention_spec(name, BLOCK_SIZE, 1, 8, sliding_window=window),
         )
         for layer, (name, window) in zip(LAYERS, kinds, strict=False)
     ]
-    return interface.KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+    return make_known(
+        interface.KVCacheConfig,
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
     )
 
 
@@ -174,7 +181,7 @@ def make_scheduler(
         "block_size": BLOCK_SIZE,
         "hash_block_size": BLOCK_SIZE,
     }
-    return kind(**known_arguments(vllm("v1.core.sched.scheduler").Scheduler, values))
+    return make_known(kind, **values)
 
 
 @contextmanager
@@ -199,6 +206,7 @@ def hash_function() -> Any:
         return vllm("utils").sha256
 
 
+@reading("connector", "a request, made dry")
 def make_request(
     request_id: str,
     tokens: Iterable[int],
@@ -230,7 +238,8 @@ def make_request(
     values = {
         "request_id": request_id,
         "prompt_token_ids": list(tokens),
-        "sampling_params": vllm("sampling_params").SamplingParams(
+        "sampling_params": make_known(
+            vllm("sampling_params").SamplingParams,
             max_tokens=max_tokens,
             temperature=0,
             ignore_eos=True,
@@ -240,7 +249,13 @@ def make_request(
         "pooling_params": None,
         "eos_token_id": end_token,
         "cache_salt": cache_salt,
-        "lora_request": lora and vllm("lora.request").LoRARequest(*lora, "/none"),
+        "lora_request": lora
+        and make_known(
+            vllm("lora.request").LoRARequest,
+            lora_name=lora[0],
+            lora_int_id=lora[1],
+            lora_path="/none",
+        ),
         "block_hasher": block_hasher,
     }
     return make_known(vllm("v1.request").Request, **values | more)

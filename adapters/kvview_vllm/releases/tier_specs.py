@@ -76,10 +76,10 @@ def make_tiering_spec(
     spec = make_attention_spec(
         "FullAttentionSpec", _TOKENS, _HEADS, _HEAD_SIZE, dtype=torch.bfloat16
     )
-    caches = interface.KVCacheConfig(
-        num_blocks=4,
-        kv_cache_tensors=[interface.KVCacheTensor(size=PAGE_BYTES * 4, shared_by=[layer])],
-        kv_cache_groups=[interface.KVCacheGroupSpec([layer], spec)],
+    tensor = make_known(interface.KVCacheTensor, size=PAGE_BYTES * 4, shared_by=[layer])
+    group = make_known(interface.KVCacheGroupSpec, layer_names=[layer], kv_cache_spec=spec)
+    caches = make_known(
+        interface.KVCacheConfig, num_blocks=4, kv_cache_tensors=[tensor], kv_cache_groups=[group]
     )
     made = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=dict(extra), engine_id=engine),

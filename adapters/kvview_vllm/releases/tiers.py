@@ -109,7 +109,7 @@ def make_tier_job(job_id: int, keys: Sequence[Any], rows: Sequence[int], is_load
         getattr(base, "TransferJob", None) or base.JobMetadata,
         job_id=job_id,
         keys=[*keys],
-        req_context=find_class("ReqContext")(req_id=str(job_id)),
+        req_context=make_known(find_class("ReqContext"), req_id=str(job_id)),
         chunk_ids=places,
         block_ids=places,
         is_promotion=is_load,
@@ -120,9 +120,9 @@ def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
     """Make a job's result, with the keys that succeeded if the release has partial loads."""
     kind = require_tier_class("JobResult")
     if all(flags) or not tier_seam().partial_loads:
-        return kind(job_id=job_id, success=all(flags))
+        return make_known(kind, job_id=job_id, success=all(flags))
     good = [key for key, flag in zip(keys, flags, strict=True) if flag]
-    return kind(job_id=job_id, success=False, successful_keys=good)
+    return make_known(kind, job_id=job_id, success=False, successful_keys=good)
 
 
 def succeeded_keys(result: Any) -> set[Any]:
@@ -249,7 +249,7 @@ def metric_definitions(
     """Make the series of a tier in vLLM's form, from names and descriptions."""
     kinds = {"OffloadingCounterMetadata": counters, "OffloadingGaugeMetadata": gauges}
     return {
-        name: find_class(kind)(documentation=text, labelnames=labels)
+        name: make_known(find_class(kind), documentation=text, labelnames=labels)
         for kind, texts in kinds.items()
         for name, text in texts.items()
     }
@@ -260,7 +260,7 @@ def metric_stats(
 ) -> Any:
     """Make the changes of such series in the form that vLLM sends to its front end."""
     metrics = vllm("distributed.kv_transfer.kv_connector.v1.offloading.metrics")
-    stats = metrics.OffloadingConnectorStats()
+    stats = make_known(metrics.OffloadingConnectorStats)
     for name, more in counters.items():
         stats.increase_counter(name, more, labels)
     for name, value in gauges.items():

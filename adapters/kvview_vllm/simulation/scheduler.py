@@ -366,7 +366,10 @@ def make_kv_cache_config(
         interface.KVCacheConfig,
         num_blocks=num_blocks,
         kv_cache_tensors=tensors,
-        kv_cache_groups=[*map(interface.KVCacheGroupSpec, names, specs)],
+        kv_cache_groups=[
+            make_known(interface.KVCacheGroupSpec, layer_names=layers, kv_cache_spec=spec)
+            for layers, spec in zip(names, specs, strict=True)
+        ],
     )
 
 
@@ -398,7 +401,7 @@ def make_scheduler(
     if "block_size" in known and "hash_block_size" not in known:
         known["block_size"] = geometry.hash_block_size  # then the only size is that of hashes
     kinds = (sync.Scheduler, ahead.AsyncScheduler) if plain else (ViewScheduler, AsyncViewScheduler)
-    return kinds[vllm_config.scheduler_config.async_scheduling](**known)
+    return make_known(kinds[vllm_config.scheduler_config.async_scheduling], **known)
 
 
 def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
