@@ -26,7 +26,7 @@ class GPURows:
         self._compute_stream = kv_caches.compute_stream
         on_gpu = (tensor.device for tensor in tensors if tensor.is_cuda)
         self._device = next(on_gpu, None)  # all tensors of a worker are on one
-        self._num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
+        self.num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
         self._groups: list[_Blocks] = []
         for refs in kv_caches.group_data_refs:
             parts = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
@@ -46,7 +46,8 @@ class GPURows:
     def read(self, gpu: GPULoadStoreSpec) -> Iterator[memoryview]:
         """Yield the bytes of each block of a job.
 
-        A read-only row may be kept. The others are valid until the next is taken.
+        A read-only row may be kept. Another row is the memory of the block itself, so it is valid
+        until the block changes.
         """
         for group, blocks in self._by_group(gpu):
             yield from group.read(blocks)
@@ -56,9 +57,14 @@ class GPURows:
         for group, blocks in self._by_group(gpu):
             group.write(blocks, rows)
 
+    def sizes(self, gpu: GPULoadStoreSpec) -> list[int]:
+        """Return the bytes of each row of a job."""
+        groups = zip(self.page_bytes, gpu.group_sizes, strict=True)
+        return [page_bytes for page_bytes, size in groups for _ in range(size)]
+
     def _by_group(self, gpu: GPULoadStoreSpec) -> Iterator[tuple[_Blocks, Sequence[int]]]:
-        if any(not 0 <= block < self._num_blocks for block in gpu.block_ids):
-            raise IndexError(f"a job names a block that is not one of {self._num_blocks}")
+        if any(not 0 <= block < self.num_blocks for block in gpu.block_ids):
+            raise IndexError(f"a job names a block that is not one of {self.num_blocks}")
         ends = accumulate(gpu.group_sizes, initial=0)
         for group, (first, end) in zip(self._groups, pairwise(ends), strict=True):
             yield group, gpu.block_ids[first:end]

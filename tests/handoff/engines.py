@@ -14,9 +14,12 @@ from kvview_reference.handoff.zmq_wire import ZmqWire
 GEOMETRY = CacheGeometry.single(4)
 
 
-def make_engine(name: str, lease_seconds: float) -> tuple[PDEngine, ZmqWire]:
+def make_engine(name: str, lease_seconds: float, device: str = "cpu") -> tuple[PDEngine, ZmqWire]:
     wire = ZmqWire(patience=lease_seconds)
-    engine = PDEngine(GEOMETRY, PullConnector(ConnectorConfig(GEOMETRY)), num_gpu_blocks=64)
+    connector = PullConnector(ConnectorConfig(GEOMETRY))
+    engine = PDEngine(
+        GEOMETRY, connector, num_gpu_blocks=64, page_bytes=256, num_layers=2, device=device
+    )
     engine.bind_handoffs(Peer(name, uuid.uuid4().hex, wire.address), wire, lease_seconds)
     return engine, wire
 

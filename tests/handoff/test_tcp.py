@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from kvview_reference.engine.request import Request
 from kvview_reference.handoff.engine import PDEngine
@@ -65,3 +66,35 @@ def test_a_killed_producer_costs_a_lease_and_no_token(
     decode(consumer, prompt(0, 8), params)
     assert consumer.stats.cpu_hit_blocks == 0
     assert (consumer.stats.finished, consumer.stats.mismatches) == (1, 0)
+
+
+GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_both_roles_run_on_each_device(device: str) -> None:
+    engines = [make_engine(name, LEASE, device) for name in "PD"]
+    (producer, _), (consumer, _) = engines
+
+    def step(engine: PDEngine) -> None:
+        if device == "cuda":  # kernels end long after they were launched
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        engine.step()
+
+    for number in range(4):
+        request = prompt(number)
+        producer.add_prefill(request)
+        while request.request_id not in producer.offered:
+            step(producer)
+        params, _ = producer.offered.pop(request.request_id)
+        consumer.add_decode(prompt(number, 8), params)
+        while consumer.has_work():
+            step(consumer)
+            step(producer)
+    assert consumer.stats.cpu_hit_blocks == 120
+    assert consumer.stats.mismatches == 0
+    for engine, wire in engines:
+        assert engine.shutdown() == {}
+        wire.close()

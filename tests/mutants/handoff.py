@@ -80,10 +80,12 @@ class WithOffers(PullWorker):
         self.offers = self.offers_class(me)
 
 
-def write(pages: Sequence[memoryview], frames: Sequence[Any]) -> None:
-    """Write frames into pages, as far as both reach."""
-    for page, frame in zip(pages, frames, strict=False):
-        page[: len(frame)] = frame
+def write(worker: PullWorker, spec: Any, frames: Sequence[Any]) -> None:
+    """Write frames into blocks, as far as both reach."""
+    rows = list(map(bytearray, worker.gpu.read(spec)))
+    for row, frame in zip(rows, frames, strict=False):
+        row[: len(frame)] = frame[: len(row)]
+    worker.gpu.write(spec, map(memoryview, rows))
 
 
 # --- producers ---
@@ -461,7 +463,7 @@ class SuccessOfCut(PullWorker):
 
     def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
-            write(self.pages(self.fetches[reply.reader].job.dst), frames)
+            write(self, self.fetches[reply.reader].job.dst, frames)
             self.end_fetch(reply.reader)
 
 
@@ -489,7 +491,7 @@ class WritesLatePages(PullWorker):
 
     def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if reply.reader in self.past:
-            write(self.pages(self.past[reply.reader].job.dst), frames)
+            write(self, self.past[reply.reader].job.dst, frames)
         super().on_pages(reply, frames)
 
 
@@ -644,9 +646,9 @@ class OneGroupIsEnough(PullWorker):
     def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
             spec: Any = self.fetches[reply.reader].job.dst
-            first = spec.group_sizes[0]
-            group = GPULoadStoreSpec(spec.block_ids[:first], [first], [0])
-            write(self.pages(group), frames)
+            first, *others = spec.group_sizes
+            sizes = [first, *(0 for _ in others)]
+            write(self, replace(spec, block_ids=spec.block_ids[:first], group_sizes=sizes), frames)
             self.end_fetch(reply.reader)
 
 
@@ -658,9 +660,7 @@ class WritesToTheNextBlock(PullWorker):
         if self.is_for(reply):
             fetch = self.fetches[reply.reader]
             spec: Any = fetch.job.dst
-            blocks = [
-                min(block + 1, len(self.caches.tensors[0].tensor) - 1) for block in spec.block_ids
-            ]
+            blocks = [min(block + 1, self.gpu.num_blocks - 1) for block in spec.block_ids]
             fetch.job = replace(fetch.job, dst=replace(spec, block_ids=blocks))
         super().on_pages(reply, frames)
 
@@ -671,9 +671,9 @@ class TrustsBytes(PullWorker):
 
     def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
-            pages = self.pages(self.fetches[reply.reader].job.dst)
-            if [len(page) for page in pages] == [len(frame) for frame in frames]:
-                write(pages, frames)
+            spec: Any = self.fetches[reply.reader].job.dst
+            if self.gpu.sizes(spec) == [len(frame) for frame in frames]:
+                write(self, spec, frames)
                 self.end_fetch(reply.reader)
 
 

@@ -1,9 +1,9 @@
 """A connector that hands KV to another engine, in both roles: the consumer pulls the pages.
 
 The consumer asks for the pages of a handoff until they have arrived, the producer refuses, or the
-time of a lease has passed. The producer sends pages out of its KV cache without a copy, and holds
-their blocks until the wire has read them. The consumer verifies number, sizes and checksum before
-it writes any page, then confirms.
+time of a lease has passed. The producer holds the blocks until the wire has read their pages. It
+sends the pages of one tensor in CPU memory without a copy. The consumer verifies number, sizes and
+checksum before it writes any page, then confirms.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.
@@ -49,6 +49,7 @@ from kvview.handoff import (
     Wire,
     layout_of,
 )
+from kvview.store_connector.gpu_rows import GPURows
 
 _TRIES_PER_LEASE = 8
 
@@ -287,7 +288,7 @@ class PullWorker(HandoffWorker):
 
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
-        self.caches = kv_caches
+        self.gpu = GPURows(kv_caches)
 
     @override
     def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:
@@ -296,11 +297,9 @@ class PullWorker(HandoffWorker):
 
     @override
     def start_plan(self, plan: StepPlan) -> None:
-        stream = self.caches.compute_stream
         for jobs, is_load in ((plan.loads, True), (plan.stores, False)):
             for job in jobs:  # it waits for the steps before it (XFER-6)
-                event = stream.record_event() if stream is not None else None
-                self.queued.append((event, job, is_load))
+                self.queued.append((self.gpu.mark_compute(), job, is_load))
         for handoff in plan.returned if isinstance(plan, HandoffPlan) else ():
             self.close(handoff, self.me.life)
         self.advance()
@@ -399,7 +398,7 @@ class PullWorker(HandoffWorker):
             return
         if job is None:
             return  # the reader asks again
-        pages = self.pages(_part(job.src, read.first_blocks, read.num_blocks))
+        pages = list(self.gpu.read(_part(job.src, read.first_blocks, read.num_blocks)))
         reply = PagesReply(read.handoff, read.reader, _checksum(pages))
         self.sends[self.send(read.reply_to, reply, pages)] = read.handoff
 
@@ -412,12 +411,12 @@ class PullWorker(HandoffWorker):
         """Consumer: write the pages if all of them are complete; otherwise ask again later."""
         if not self.is_for(reply):
             return
-        pages = self.pages(self.fetches[reply.reader].job.dst)
-        sizes = [len(memoryview(frame)) for frame in frames]
-        if sizes != [len(page) for page in pages] or _checksum(frames) != reply.checksum:
+        spec = self.fetches[reply.reader].job.dst
+        assert isinstance(spec, GPULoadStoreSpec), "loads write GPU blocks"
+        pages = [memoryview(frame) for frame in frames]
+        if list(map(len, pages)) != self.gpu.sizes(spec) or _checksum(frames) != reply.checksum:
             return
-        for page, frame in zip(pages, frames, strict=True):
-            page[:] = frame
+        self.gpu.write(spec, iter(pages))
         self.end_fetch(reply.reader)
 
     def end_fetch(self, reader: str, error: str | None = None) -> None:
@@ -425,17 +424,6 @@ class PullWorker(HandoffWorker):
         fetch = self.fetches.pop(reader)
         self.results.append(TransferResult(fetch.job.job_id, error is None, error=error))
         self.close(fetch.handoff, reader)
-
-    def pages(self, spec: Any) -> list[memoryview]:
-        """Return the pages of blocks in the KV cache, group after group."""
-        found, blocks = [], iter(spec.block_ids)
-        for group, size in enumerate(spec.group_sizes):
-            for block in (next(blocks) for _ in range(size)):
-                for ref in self.caches.group_data_refs[group]:
-                    tensor = self.caches.tensors[ref.tensor_idx].tensor
-                    row: Any = tensor[block, : ref.page_size_bytes].numpy()
-                    found.append(memoryview(row).cast("B"))
-        return found
 
 
 def _blocks(block_ids: BlockIds, numbers: Sequence[range]) -> GPULoadStoreSpec:
