@@ -190,7 +190,7 @@ class TransferMoves(Player):
 
     def new_id(self) -> int:
         """Draw an id that is not in flight; an id of a reported job may be used again."""
-        again = self.rng.choice((*range(-3, 4), _LARGE, -_LARGE))
+        again: int = self.rng.choice((*range(-3, 4), _LARGE, -_LARGE))
         if again not in self.model.jobs and self.rng.random() < 0.3:
             return again
         self._next_job += 1
