@@ -33,6 +33,7 @@ from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
 from kvview_vllm.simulation.raw.fit import can_load_in_groups
+from kvview_vllm.simulation.raw.target import classes_of, split_options
 from tests.mutants.edits import Variant
 from tests.vllm.ported import After, Before
 from tests.vllm.raw_connectors import (
@@ -369,6 +370,26 @@ def test_a_wrong_transfer_config_is_refused(engines: VLLMEngines) -> None:
     options = {"kv_transfer_config": {"kv_role": "nobody"}}
     with pytest.raises(ConfigError, match="kv_transfer_config"):
         simulate(HostConnector, scenario, options, engines=engines)
+
+
+@pytest.mark.parametrize(
+    "connectors",
+    ["text", 3, None, {"a": 1}, ["a"], [{"x": 1}], [{"kv_connector": "Nope"}]],
+    ids=str,
+)
+def test_wrong_children_of_a_multi_connector_are_refused(connectors: Any) -> None:
+    multi = import_module(f"{V1}.multi_connector").MultiConnector
+    of_child = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    for config in (
+        {"connectors": connectors},
+        {"connectors": [of_child | {"kv_connector_extra_config": {"connectors": connectors}}]},
+    ):
+        with pytest.raises(ConfigError, match="connectors"):
+            classes_of(multi, split_options(config))
+
+
+def test_an_option_named_connectors_of_another_connector_is_its_own() -> None:
+    assert classes_of(HostConnector, split_options({"connectors": "text"})) == [HostConnector]
 
 
 def test_the_example_connector_loses_a_chunked_prefill(engines: VLLMEngines) -> None:

@@ -178,6 +178,12 @@ class RawHarness(VLLMConnectorHarness):
 
     # --- queries ---
 
+    @property
+    @override
+    def mismatch(self) -> str:
+        """Always empty, because wrong bytes end the run at once."""
+        return ""
+
     def finished_requests(self) -> list[str]:
         """Ended requests whose blocks the connector promised to free later."""
         requests = self._scheduler.requests
