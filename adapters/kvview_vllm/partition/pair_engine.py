@@ -154,10 +154,10 @@ class PartitionEngine(RawHarness):
         self._touched = {NULL_BLOCK_ID}
 
     def check_other_blocks(self) -> None:
-        """Check that no block was written that no request had since :meth:`forget_gpu`.
+        """Check that only blocks of requests were written since :meth:`forget_gpu`.
 
         Raises:
-            InvariantBroken: The connector wrote one (``XFER-2``).
+            InvariantBroken: The connector wrote another block (``XFER-2``).
         """
         others = sorted({*range(NUM_BLOCKS)} - self._touched)
         for layer, before in enumerate(self._before):

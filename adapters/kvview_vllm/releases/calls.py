@@ -1,7 +1,7 @@
 """Calls of vLLM that differ between releases, and queries of members that a release may lack.
 
-1. Constructors and functions get only the arguments that they have, by name. If they require
-   another one, the release is refused (:func:`make_known`).
+1. Constructors and functions receive only the arguments that they accept, by name. If one of them
+   requires another argument, the release is refused (:func:`make_known`).
 2. Each query has one meaning in every release.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
@@ -206,7 +206,8 @@ def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
 
 
 def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """The event fields of each KV-cache group; none up to 0.21, or without groups (0.11.0)."""
+    """Return the event fields of each KV-cache group; an empty list up to 0.21, and for a
+    configuration without groups (0.11.0)."""
     interface = vllm("v1.kv_cache_interface")
     if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
         return []
@@ -340,7 +341,7 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
 
 
 def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
-    """Set the number of tokens of a hash, where it is configured (0.32)."""
+    """Set the number of tokens that a hash covers, where it is configured (0.32)."""
     if hasattr(vllm_config.cache_config, "prefix_match_unit"):
         vllm_config.cache_config.prefix_match_unit = number
 

@@ -138,7 +138,7 @@ class _NoModel:
 def make_scheduler(
     kind: Any, num_blocks: int, num_groups: int, transfer_config: Mapping[str, Any] | None
 ) -> Any:
-    """A scheduler without a model, vllm/v1/core/sched/scheduler.py.
+    """Make a scheduler without a model (vllm/v1/core/sched/scheduler.py).
 
     Args:
         kind: vLLM's ``Scheduler``, or a class derived from it.
@@ -199,7 +199,7 @@ def own_hash_root() -> Iterator[None]:
 
 
 def hash_function() -> Any:
-    """VLLM's default function for block hashes, vllm/utils/hashing.py since 0.11.1."""
+    """vLLM's default function for block hashes, vllm/utils/hashing.py since 0.11.1."""
     try:
         return vllm("utils.hashing").sha256
     except ImportError:

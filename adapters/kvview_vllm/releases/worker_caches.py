@@ -97,7 +97,7 @@ def use_layout(vllm_config: Any, name: str) -> None:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        name: One of :func:`layouts`. Up to 0.31 it holds for the whole process.
+        name: One of :func:`layouts`. Up to 0.31 the choice holds for the whole process.
     """
     if hasattr(vllm_config.cache_config, "get_resolved_kv_cache_layout"):
         vllm_config.cache_config.kv_cache_layout = name
@@ -171,7 +171,8 @@ def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
     config = planner.get_kv_cache_configs(*arguments)[0]
     if config.num_blocks != num_blocks:
         found = f"{config.num_blocks} blocks"
-        raise refusal("configuration", found, f"{num_blocks}, by num_gpu_blocks_override")
+        raise refusal("configuration", found, f"{num_blocks}, blocks, as set by
+        num_gpu_blocks_override")
     return config
 
 

@@ -4,7 +4,7 @@ The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's ow
 layer by layer. Each role is built from its own configuration, in one process or in two; in two,
 the scheduler may be steps ahead of the worker.
 
-- VSIM-3 A connector **must** only get calls that vLLM makes, and a step **must** only write the
+- VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
   slots that it computes. A connector may rely on the fact that blocks are only reused through the
   scheduler.
 

@@ -37,7 +37,7 @@ class RawRun(Run):
     Args:
         connector_class: A ``KVConnectorBase_V1``.
         scenario: The events, fitted or not.
-        options: The ``kv_connector_extra_config``, and under ``kv_transfer_config`` the other
+        options: The ``kv_connector_extra_config``; its key ``kv_transfer_config`` has the other
             fields.
         without: ``"connector"`` or ``"loads"``, for the controls.
     """
