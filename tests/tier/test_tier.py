@@ -58,7 +58,9 @@ FOLDER = Path(__file__).parent
 FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
 
 
-@pytest.mark.parametrize("store", RIGHT)
+@pytest.mark.parametrize(
+    "store", [*RIGHT[:2], *(pytest.param(store, marks=pytest.mark.slow) for store in RIGHT[2:])]
+)
 def test_right_stores_of_authors_are_green(store: Any) -> None:
     report = run_checks(store, options={"root": "{tmp}"}, steps=10, select=FEW)
     assert report.is_clean, report.summary()
