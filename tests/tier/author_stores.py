@@ -124,4 +124,4 @@ class LogStore(Threaded):
         return True
 
 
-RIGHT = (SqliteStore, LogStore, WALStore, FolderStore)
+RIGHT = (SqliteStore, WALStore, LogStore, FolderStore)
