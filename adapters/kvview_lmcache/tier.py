@@ -161,8 +161,7 @@ class KVViewL2Adapter(_Adapter):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Return the store tasks that have ended; in LMCache, a task with a failed key has
-        failed."""
+        """Return the ended store tasks; in LMCache, a task with a failed key has failed."""
         with self._lock:
             stored, self._stored = self._stored, {}
         return stored

@@ -171,8 +171,8 @@ def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
     config = planner.get_kv_cache_configs(*arguments)[0]
     if config.num_blocks != num_blocks:
         found = f"{config.num_blocks} blocks"
-        raise refusal("configuration", found, f"{num_blocks}, blocks, as set by
-        num_gpu_blocks_override")
+        expected = f"{num_blocks} blocks, as set by num_gpu_blocks_override"
+        raise refusal("configuration", found, expected)
     return config
 
 
