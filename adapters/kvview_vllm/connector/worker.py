@@ -162,8 +162,7 @@ class WorkerSide:
         return loaded
 
     def take_failed_requests(self) -> set[str]:
-        """The requests with a failed load since the last call, for an engine that accepts
-        requests."""
+        """Requests whose load failed since the last call, for engines that accept requests."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 

@@ -110,8 +110,7 @@ def _receive(engine: _Engine, silence: float) -> Served | None:
 
 
 def _where_it_hangs(engine: _Engine) -> str:
-    """Return the line of the call that does not return; in the connector's code, if that is on the
-    stack."""
+    """Return the line that hangs, in the connector's code if that is on the stack."""
     with suppress(OSError):
         size = engine.log.stat().st_size
         os.kill(engine.process.pid, signal.SIGUSR1)

@@ -239,8 +239,7 @@ class SeededTraffic(Traffic):
             self.forget()
 
     def _weights(self, talks: Sequence[str]) -> None:
-        """Change the weights and change them back; the KV of either set of weights is wrong for the
-        other set."""
+        """Change the weights and change them back; KV of the one set is wrong for the other."""
         if not self._resets:
             return
         for shift in (1, -1):
@@ -276,8 +275,7 @@ class SeededTraffic(Traffic):
         return self._draw.choices(range(FIRST_TOKEN, VOCABULARY), k=number)
 
     def _length(self, most: int, fewest: int = 1) -> int:
-        """Draw a length; for half of the lengths the prompt or answer ends at or near the end of a
-        block."""
+        """Draw a length; half of the lengths end the prompt or answer at or near a block's end."""
         length = self._draw.randint(fewest, most)
         if self._draw.random() < 0.5:
             length -= (length + self._draw.choice((-1, 0, 1, NUM_TOKENS))) % BLOCK_SIZE

@@ -206,8 +206,7 @@ def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
 
 
 def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return the event fields of each KV-cache group; an empty list up to 0.21, and for a
-    configuration without groups (0.11.0)."""
+    """Return the event fields of each group; an empty list up to 0.21, and without groups."""
     interface = vllm("v1.kv_cache_interface")
     if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
         return []

@@ -70,8 +70,7 @@ class Difference:
         return self.releases.partition("..")[2] or None
 
     def is_in(self, version: str) -> bool:
-        """Whether the table lists the difference for a version; False for a version that names no
-        release."""
+        """Whether the table lists the difference for a version; False if it names no release."""
         return is_between(version, self.first_release, self.last_release)
 
     def is_found_on(self, owner: Any) -> bool:

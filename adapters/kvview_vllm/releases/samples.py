@@ -199,7 +199,7 @@ def own_hash_root() -> Iterator[None]:
 
 
 def hash_function() -> Any:
-    """vLLM's default function for block hashes, vllm/utils/hashing.py since 0.11.1."""
+    """The default function for block hashes in vLLM, vllm/utils/hashing.py since 0.11.1."""
     try:
         return vllm("utils.hashing").sha256
     except ImportError:
