@@ -1,8 +1,7 @@
 """kvview: the contract between an LLM engine's KV cache and a connector.
 
-Importing it needs neither torch nor vLLM. Each contract is one module or package:
-``pool``, ``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``, ``guard``,
-``tier``.
+An import of kvview needs neither torch nor vLLM. Each contract is one module or package: ``pool``,
+``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``, ``guard``, ``tier``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -244,7 +243,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need torch and pydantic, imported on demand."""
+    """Import a name that needs torch and pydantic, at its first use."""
     if name in ("Policy", "StoreConnector", "StoreOptions", "Transform"):
         from kvview import store_connector
 

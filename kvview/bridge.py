@@ -27,8 +27,8 @@ class TierOptions(BaseModel):
         deadline: Seconds until a job without a report counts as failed.
         lookup_deadline: Seconds until a key without a lookup result counts as a miss.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store has its own checksums.
-        trip_after: Number of consecutive failures after which the guard pauses the store.
-        retry_after: Seconds until the store is tried again.
+        trip_after: Number of consecutive failures after which the guard stops using the store.
+        retry_after: Seconds until the guard tries the store again.
         zero_copy: Pass the engine's own pages to the store; see
             :class:`~kvview.tier.GuardedTier`.
     """
@@ -63,7 +63,7 @@ TIER_COUNTERS = {
 
 
 def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
-    """Make the store, and the guard in front of it.
+    """Make the store and its guard.
 
     Raises:
         ConfigError: The store does not exist, or refuses its options.

@@ -22,7 +22,7 @@ _LONGEST_LINE = 1000
 
 
 class KVViewError(Exception):
-    """Base of every error that kvview raises; its traceback names the broken law and its page."""
+    """Base of all errors of kvview; the traceback of an error names the broken law and its page."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -76,19 +76,19 @@ class ConfigError(KVViewError, ValueError):
 
 
 class MissingLibraryError(KVViewError, ImportError):
-    """A library that a connector needs is not installed; the message names it."""
+    """A library that a connector needs is not installed; the message names the library."""
 
 
 class TraceError(KVViewError, ValueError):
-    """A row of a trace cannot be read; the message names the file, the line and the field."""
+    """A row of a request trace is not valid; the message names the file, line and field."""
 
 
 class KeyNotLoadableError(KVViewError, LookupError):
-    """A load was prepared for a key that is not stored, or not ready yet (OFF-2)."""
+    """A load was prepared for a key that is not stored, or whose store has not ended (OFF-2)."""
 
 
 class TransferNotInFlightError(KVViewError, ValueError):
-    """A completion names a key without a transfer in flight in that direction (OFF-9)."""
+    """A load or store was completed for a key that has no such transfer in flight (OFF-9)."""
 
 
 class EventOrderError(KVViewError, ValueError):
@@ -108,7 +108,7 @@ class HookError(ConnectorError):
 
 
 class HandoffError(KVViewError, ValueError):
-    """A handoff of KV cannot be used by this request or this engine (HAND-1, HAND-5, HAND-6)."""
+    """This request or this engine cannot use a handoff of KV (HAND-1, HAND-5, HAND-6)."""
 
 
 class UnsupportedEngineError(KVViewError, RuntimeError):
@@ -140,7 +140,7 @@ class NamespaceMismatchError(KVViewError, ValueError):
 
 
 def split_law(message: str) -> tuple[str, str]:
-    """Split a message into the law at its start, or an empty string, and the rest."""
+    """Split a message into the law at its start (empty without one) and the other text."""
     law, colon, rest = message.partition(": ")
     return (law, rest) if colon and _LAW.fullmatch(law) else ("", message)
 
@@ -161,10 +161,10 @@ def line_of(value: object, convert: Callable[[object], str] = str) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape the characters that a terminal would obey instead of show.
+    """Escape the characters that a terminal would execute instead of display.
 
-    These are control characters, format characters such as a change of direction, and halves
-    of surrogate pairs. So a name from a file cannot move the cursor.
+    These are control characters, format characters such as a change of the writing direction, and
+    halves of surrogate pairs. So a name that was read from a file cannot move the cursor.
     """
     return text if text.isprintable() else "".join(map(_printable, text))
 

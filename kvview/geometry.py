@@ -69,13 +69,15 @@ class CacheGroup:
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: Called with block numbers of this group, with each at most once.
-            alignment: The result is a multiple of this many tokens, and this of the block size.
+            is_cached: Returns whether a block of this group is cached; called at most once for each
+                block number.
+            alignment: The result is a multiple of this number of tokens, which is a multiple of the
+                block size.
         """
         return self.search_prefix(max_tokens, CachedBlocks(is_cached), alignment)
 
     def search_prefix(self, max_tokens: int, cached: CachedBlocks, alignment: int) -> int:
-        """Search like :meth:`longest_prefix`; ``cached`` remembers blocks for a later search."""
+        """Search like :meth:`longest_prefix`; ``cached`` keeps looked-up blocks for later calls."""
         return search_from_right(
             self, max_tokens, cached, alignment, needs_last_block=self._needs_last_block
         )
@@ -92,14 +94,14 @@ class FullAttention(CacheGroup):
 
 @dataclass(frozen=True)
 class SlidingWindow(CacheGroup):
-    """Tokens attend to themselves and the ``sliding_window - 1`` tokens before.
+    """Tokens attend to themselves and to the ``sliding_window - 1`` tokens before them.
 
     Args:
         sliding_window: Window in tokens.
     """
 
     sliding_window: int
-    _needs_last_block = True  # a window of 1 reads nothing: its first candidate is a hit
+    _needs_last_block = True  # with a window of 1 no block is read, so the first candidate is a hit
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
         """Return the number of tokens before the window."""
@@ -128,21 +130,23 @@ class Mamba(CacheGroup):
     _needs_last_block = True
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
-        """Return all tokens but the last one, whose state stands for the others."""
+        """Return the number of all tokens except the last one, whose state includes the others."""
         return max(0, num_tokens - 1)
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """The block sizes and KV-cache groups of one engine, checked once.
+    """The block sizes and KV-cache groups of one engine, which are checked when the object is made.
 
     Args:
-        scheduler_block_size: Tokens; every prefix hit is a multiple of it.
+        scheduler_block_size: A number of tokens; the length of every prefix hit is a multiple of
+            it.
         hash_block_size: Tokens covered by one entry of a request's block hashes.
         groups: The KV-cache groups; a group's index is its position.
 
     Raises:
-        GeometryError: A size is not positive or does not divide (GEO-2).
+        GeometryError: A size is not positive, or is not a multiple of another one as GEO-2
+            requires.
     """
 
     scheduler_block_size: int
@@ -179,7 +183,7 @@ class CacheGeometry:
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: ``is_cached(group_idx, block_number)``; called lazily, once for a block.
+            is_cached: ``is_cached(group_idx, block_number)``; called at most once for each block.
 
         Returns:
             Tokens, a multiple of ``scheduler_block_size``.
@@ -190,8 +194,8 @@ class CacheGeometry:
         )
 
     def search_prefix(self, max_tokens: int, cached: Sequence[CachedBlocks]) -> int:
-        """Search like :meth:`longest_prefix`; the caller's ``cached`` look up the blocks."""
-        # Full attention first: the other groups need no look-up of the blocks that it lacks.
+        """Search like :meth:`longest_prefix`; ``cached`` has one object for each group."""
+        # Full attention is searched first, so that the other groups look up fewer blocks.
         searches = sorted(
             zip(self.groups, cached, strict=True),
             key=lambda search: not isinstance(search[0], FullAttention),
@@ -206,11 +210,12 @@ class CacheGeometry:
 
         Args:
             max_tokens: Upper limit in tokens.
-            is_cached: ``is_cached(group_idx, block_number)``; called lazily.
+            is_cached: ``is_cached(group_idx, block_number)``; called only for the blocks that a
+                search needs.
 
         Returns:
-            Tokens per group, each a multiple of the group's block size. The prefix that
-            all groups hit (:meth:`longest_prefix`) may be shorter than each of them.
+            Tokens per group, each a multiple of the group's block size. The prefix that is a hit
+            for all groups (:meth:`longest_prefix`) may be shorter than any of these.
         """
         return tuple(
             group.longest_prefix(max_tokens, partial(is_cached, index), group.block_size)
@@ -235,7 +240,7 @@ class CacheGeometry:
     def block_keys(
         self, block_hashes: Sequence[BlockHash], group_idx: int, blocks: range
     ) -> list[OffloadKey]:
-        """Return the keys of consecutive blocks, as far as the blocks are full and hashed.
+        """Return the keys of consecutive blocks, up to the first block that is not full and hashed.
 
         Args:
             block_hashes: The block hashes of the request.
@@ -249,8 +254,8 @@ class CacheGeometry:
     def block_hash_index(self, group_idx: int, block: int) -> int:
         """Return the index of a block's hash in the block hashes of its request.
 
-        A hash covers the whole prefix, so a block has the hash at its end: entry
-        ``(block + 1) * block_size / hash_block_size - 1``.
+        A hash covers the whole prefix, so the hash of a block is the one that ends with its last
+        token: entry ``(block + 1) * block_size / hash_block_size - 1``.
         """
         return (block + 1) * self.groups[group_idx].block_size // self.hash_block_size - 1
 

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 64 << 20
 """Largest file that is read as a whole."""
 
 DAMAGED_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Exceptions for compressed data that is cut off or damaged; one of them is an ``OSError``."""
+"""Exceptions of the gzip reader for data that is cut off or damaged; one is an ``OSError``."""
 
 _READ_AT_ONCE = 1 << 17
 _SKIPPED_AT_ONCE = 1 << 20
@@ -39,7 +39,7 @@ class InputFile(io.RawIOBase):
         path: Path of the file.
 
     Attributes:
-        num_bytes: The length.
+        num_bytes: The length of the file in bytes.
 
     Raises:
         OSError: The file cannot be opened, or is not a regular file.
@@ -49,7 +49,7 @@ class InputFile(io.RawIOBase):
         super().__init__()
         try:
             _require_regular(os.stat(path), path)
-            # The path may name another file now; if that is a pipe, opening must not block.
+            # The path may name a pipe by now; opening a pipe must not block.
             self._file = io.FileIO(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)))
         except ValueError as error:  # a null byte, or a surrogate that no file name can hold
             raise OSError(errno.EINVAL, str(error), os.fspath(path)) from None
@@ -70,7 +70,7 @@ class InputFile(io.RawIOBase):
             if not os.fstat(self._file.fileno()).st_size:
                 reason = "the system does not report its length"
                 raise OSError(errno.EINVAL, reason, os.fspath(path))
-            self._file.seek(0)  # it has grown since it was opened
+            self._file.seek(0)  # the file has grown since it was opened
 
     @override
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""The two names of a block's KV: its hash, and the key, which adds the KV-cache group.
+"""The names of a block's KV: the block hash, and the offload key (hash and KV-cache group).
 
 Laws: KEY-1 to KEY-3 in ``kvview/laws.toml``.
 
@@ -22,7 +22,7 @@ OffloadKey = NewType("OffloadKey", bytes)
 """``block_hash + group_idx`` as 4 big-endian bytes (KEY-2)."""
 
 MAX_GROUPS = 1 << 16
-"""Group indices are below this, so that the first two bytes of the index are zero (KEY-3)."""
+"""Group indices are below this number, so that the first two bytes of an index are zero (KEY-3)."""
 
 _GROUP_BYTES = 4
 
@@ -46,7 +46,7 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
 
 def make_offload_keys(block_hashes: Sequence[bytes], group_idx: int) -> list[OffloadKey]:
-    """Pack many block hashes of one KV-cache group; all of them are checked first.
+    """Pack many block hashes of one KV-cache group; all hashes are checked first.
 
     Raises:
         NotAnOffloadKeyError: As for :func:`make_offload_key`.
@@ -58,7 +58,7 @@ def make_offload_keys(block_hashes: Sequence[bytes], group_idx: int) -> list[Off
 
 
 def require_offload_key(key: bytes) -> OffloadKey:
-    """Return the same bytes as a key.
+    """Check that bytes can be a key, and return them with the type of a key.
 
     Raises:
         NotAnOffloadKeyError: The bytes cannot be a key; most likely they are a block hash (KEY-3).

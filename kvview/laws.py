@@ -1,4 +1,4 @@
-"""The laws of the contract, as data: :data:`laws.toml` has their titles and texts."""
+"""The laws of the contract, read from ``laws.toml``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Law:
 
     Args:
         number: ``"POOL-4"`` for example.
-        title: A few words that summarise it.
+        title: Summary of the law in a few words.
         text: The law itself, in Markdown.
         hint: The usual remedy, in Markdown; empty if there is none.
     """
@@ -41,7 +41,7 @@ class Law:
 
     @property
     def family(self) -> str:
-        """The letters of its number, ``"POOL"`` for example."""
+        """The letters of the law's number, ``"POOL"`` for example."""
         return self.number.partition("-")[0]
 
     @property
@@ -51,14 +51,14 @@ class Law:
 
     @property
     def url(self) -> str:
-        """The address of its documentation."""
+        """The address of the law's documentation."""
         return law_url(self.number)
 
 
 @cache
 def laws() -> Mapping[str, Law]:
     """Return all laws by number, family by family."""
-    from tomllib import loads  # on first use, because an import of kvview needs no law
+    from tomllib import loads  # read on first use, because an import of kvview needs no law
 
     found = loads(files("kvview").joinpath("laws.toml").read_text(encoding="utf-8"))
     return {
@@ -71,13 +71,13 @@ def titled(number: str) -> str:
     """Return a law's number with its title: ``"POOL-4 No foreign frees"``.
 
     Args:
-        number: Of a law, or any other name in its place, which is returned unchanged.
+        number: Number of a law; any other text is returned unchanged.
     """
     law = laws().get(number)
     return f"{number} {law.title}" if law else number
 
 
 def hint_of(number: str) -> str:
-    """Return the usual remedy for a broken law as text, empty if there is none."""
+    """Return the usual remedy for a broken law as text; empty if the law has no hint."""
     law = laws().get(number)
     return law.hint.replace("`", "") if law else ""

@@ -1,7 +1,7 @@
 """The offloading contract: the keys that a tier holds, their pages, and their eviction.
 
-The manager belongs to the scheduler half. It moves no bytes. It names pages of its medium, protects
-them while they are read or written, and evicts keys.
+The manager belongs to the scheduler half. It moves no bytes. The manager names pages of its medium,
+protects them while they are read or written, and evicts keys.
 
 Laws: OFF-1 to OFF-12 in ``kvview/laws.toml``.
 
@@ -54,7 +54,7 @@ class PrepareStoreOutput:
         keys_to_store: New keys, in the order given; keys already held or below
             the store threshold are skipped.
         store_spec: A page for each of ``keys_to_store``, in the same order.
-        evicted_keys: Keys evicted to make room, first evicted first.
+        evicted_keys: Keys evicted to make room, in the order of their eviction.
     """
 
     keys_to_store: Sequence[OffloadKey]
@@ -67,7 +67,7 @@ class OffloadingManager(Protocol):
     """Tracks the keys that one tier holds, with calls to look up, prepare and complete."""
 
     def lookup(self, key: OffloadKey, ctx: ReqContext, /) -> LookupResult:
-        """Whether a key is held and loadable now (OFF-6); changes no order."""
+        """Whether a key is held and loadable now (OFF-6); not a use of the key."""
         ...
 
     def prepare_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> LoadStoreSpec:
@@ -85,10 +85,10 @@ class OffloadingManager(Protocol):
         ...
 
     def complete_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> None:
-        """End the load that one ``prepare_load`` of these keys started, successful or not.
+        """End a load that ``prepare_load`` of these keys started, whether it succeeded or failed.
 
         Raises:
-            TransferNotInFlightError: More loads would end than were prepared (OFF-9).
+            TransferNotInFlightError: A key has no load in flight (OFF-9).
         """
         ...
 
@@ -97,7 +97,7 @@ class OffloadingManager(Protocol):
 
         Keys are passed in prefix order, so that a chain is evicted from its tail, because its head
         serves more requests. Keys that are not held are ignored. A touch while a key is being
-        stored belongs to the use that stores it.
+        stored is not a further use of the key.
         """
         ...
 
@@ -107,8 +107,8 @@ class OffloadingManager(Protocol):
         """Make room for new keys and protect them until ``complete_store`` (OFF-3).
 
         Returns:
-            The keys to store and their pages, or None if no room can be made; then
-            nothing has changed: no order, no history, no count.
+            The keys to store and their pages, or None if no room can be made. After None, the
+            order, the history and the counts of keys are unchanged.
         """
         ...
 
@@ -121,8 +121,8 @@ class OffloadingManager(Protocol):
         several calls, some with success and some without.
 
         Raises:
-            TransferNotInFlightError: A key is not being stored, a key that is held
-                already included (OFF-9).
+            TransferNotInFlightError: A key is not being stored; this includes a key that is already
+                held (OFF-9).
         """
         ...
 
@@ -141,35 +141,35 @@ class OffloadingManager(Protocol):
 
 @runtime_checkable
 class SupportsMedia(Protocol):
-    """The manager or connector names its media up front, so that an engine can refuse them."""
+    """The manager or connector names its media at the start, so that an engine can refuse them."""
 
     @property
     def media(self) -> Collection[str]:
-        """Every medium that its events may name."""
+        """Every medium that the events may name."""
         ...
 
 
 @runtime_checkable
 class SupportsRequestHooks(Protocol):
-    """The manager is notified of requests, even of those that do not use the tier."""
+    """The manager is notified of all requests, including requests that do not use the tier."""
 
     def on_new_request(self, ctx: ReqContext, /) -> None:
-        """A request was seen for the first time."""
+        """Receive a request that the engine has seen for the first time."""
         ...
 
     def on_request_finished(self, ctx: ReqContext, /) -> None:
-        """A request ended; completions of its transfers may still come."""
+        """Receive a request that has ended; its transfers may be completed later."""
         ...
 
 
 @runtime_checkable
 class SupportsStepHooks(Protocol):
-    """The manager gathers work over a scheduler step."""
+    """The manager collects the work of a scheduler step."""
 
     def on_schedule_end(self) -> None:
         """Flush the work of a step; this is the last call of each step."""
         ...
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping although nothing is scheduled."""
+        """Whether the engine must continue to step although no request is scheduled."""
         ...

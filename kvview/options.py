@@ -39,14 +39,14 @@ def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT
 
 
 def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]:
-    """Read the options of a command line: ``KEY=VALUE``, with a value in JSON or as text.
+    """Read options of the form ``KEY=VALUE`` from a command line; the value is JSON or text.
 
     Args:
-        given: The options as typed; the last option of a key counts.
+        given: The options as typed; of several options with one key the last one counts.
         flag: Name of the command-line flag, for the error.
 
     Raises:
-        ConfigError: An option does not have this form.
+        ConfigError: An option does not have the form ``KEY=VALUE``.
     """
     options: dict[str, Any] = {}
     for option in given:
@@ -69,7 +69,7 @@ def make_with_options(
         make: The class or factory.
         options: The user's options.
         args: Fixed positional arguments.
-        flag: Name of the flag or setting that has the options, for the error.
+        flag: Name of the flag or setting that contains the options, for the error.
         fixed: Fixed keyword arguments.
 
     Raises:

@@ -1,7 +1,7 @@
 """The search for the longest cached prefix, in one KV-cache group and in several.
 
-Each kind of group (:mod:`kvview.geometry`) chooses one of the two searches in a group. A search
-looks up each block at most once.
+Each kind of group (:mod:`kvview.geometry`) uses ``search_from_left`` or ``search_from_right``. A
+search looks up each block at most once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 IsCached = Callable[[int], bool]
-"""Whether block number i of a request (0-based, in its group's blocks) is cached."""
+"""Returns whether a block of a request is cached, by its number in its group, from 0 on."""
 
 
 class CachedBlocks:
-    """The blocks of one group that are cached, as far as a search has looked them up.
+    """The blocks of one group that searches have found to be cached.
 
-    A caller that can look up many blocks at once overrides the three methods. During one search
-    they are called with falling limits only.
+    A caller that can look up many blocks at once overrides the three methods. One search calls them
+    with decreasing limits only.
 
     Args:
         is_cached: Called with block numbers of the group.
@@ -26,7 +26,7 @@ class CachedBlocks:
     def __init__(self, is_cached: IsCached) -> None:
         self._is_cached = is_cached
         self._num_leading: int | None = None
-        self._run: int | None = None  # from here to the last limit all blocks are cached
+        self._run: int | None = None  # all blocks from this one to the last limit are cached
 
     def first_missing(self, stop: int) -> int:
         """Return the first block that is not cached, at most ``stop``."""
@@ -54,7 +54,7 @@ class CachedBlocks:
 
 
 class SearchedGroup(Protocol):
-    """A KV-cache group, as far as a search needs it."""
+    """The part of a KV-cache group that a search needs."""
 
     @property
     def block_size(self) -> int:
@@ -73,7 +73,7 @@ class SearchedGroup(Protocol):
 def search_from_left(
     group: SearchedGroup, max_tokens: int, cached: CachedBlocks, alignment: int
 ) -> int:
-    """Search a group in which every prefix needs all its blocks, up to the first miss."""
+    """Search a group in which a prefix needs all of its blocks, up to the first miss."""
     num_tokens = cached.first_missing(max(0, max_tokens) // group.block_size) * group.block_size
     return num_tokens - num_tokens % alignment
 
@@ -86,15 +86,16 @@ def search_from_right(
     *,
     needs_last_block: bool,
 ) -> int:
-    """Search a group in which a prefix needs its last blocks only.
+    """Search a group in which a prefix needs only its last blocks.
 
     Args:
         group: The group.
         max_tokens: Upper limit in tokens.
-        cached: Its cached blocks.
-        alignment: The result is a multiple of this many tokens, and this of the block size.
-        needs_last_block: Whether every prefix needs its last block, so that the search may
-            skip ends that are not cached.
+        cached: The cached blocks of the group.
+        alignment: The result is a multiple of this number of tokens, which is a multiple of the
+            block size.
+        needs_last_block: Whether every prefix needs its last block, so that the search may skip
+            each prefix whose last block is not cached.
     """
     step = alignment // group.block_size
     num_blocks = max_tokens // alignment * step
@@ -103,7 +104,7 @@ def search_from_right(
         missing = cached.last_missing(required.start, required.stop)
         if missing is None:
             return num_blocks * group.block_size
-        # Every prefix that still needs the missing block is excluded.
+        # Skip every prefix that needs the missing block.
         num_blocks = missing // step * step
         if needs_last_block:
             num_blocks = cached.last_cached(num_blocks, step)
@@ -119,10 +120,10 @@ def search_common_prefix(
     """Return the longest prefix that is a hit for every group (GEO-4), in tokens.
 
     Args:
-        groups: Searched in this order, so a group with few hits should come first.
+        groups: The groups in the order of the search; a group with few hits should come first.
         max_tokens: Upper limit in tokens.
         cached: The cached blocks of each group.
-        alignment: The result is a multiple of this many tokens.
+        alignment: The result is a multiple of this number of tokens.
     """
     num_tokens = max_tokens
     while True:

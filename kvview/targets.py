@@ -32,7 +32,7 @@ from kvview.connector.hook_errors import where
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, one_line
 
-_ENGINE_BASES = {"KVConnectorBase_V1"}  # by name: no engine is imported here
+_ENGINE_BASES = {"KVConnectorBase_V1"}  # compared by name, so that no engine is imported here
 _log = logging.getLogger(__name__)
 
 
@@ -40,8 +40,8 @@ def load_connector(target: str) -> type[Connector]:
     """Import the connector class that a target names.
 
     Args:
-        target: ``path/to/file.py:Class`` or ``package.module:Class``; ``Outer.Inner`` for
-            a class in a class.
+        target: ``path/to/file.py:Class`` or ``package.module:Class``; a nested class is written
+            ``Outer.Inner``.
 
     Raises:
         ConfigError: The target cannot be imported, or is not a ``Connector`` class that can be
@@ -58,17 +58,17 @@ def require_connector(found: object, name: str) -> type[Connector]:
         name: Its name, for the error.
 
     Raises:
-        ConfigError: As :func:`load_connector`.
+        ConfigError: As for :func:`load_connector`.
     """
     if _is_connector_class(found):
         if problem := _why_not_built(found):
             raise ConfigError(f"{name}: {found.__qualname__} {problem}")
         return found
-    raise ConfigError(f"{name} is {_described(found)}, not a subclass of Connector")
+    raise ConfigError(f"{name} is {_described(found)}, not a subclass of Connector; name the class")
 
 
 def is_connector(found: object) -> bool:
-    """Whether a target is meant as a connector, even if it is one half or an object."""
+    """Whether an object is meant as a connector, although it may be a half or an instance."""
     parts = (Connector, SchedulerConnector, WorkerConnector)
     return isinstance(found, parts) or (isinstance(found, type) and issubclass(found, parts))
 
@@ -79,7 +79,7 @@ def is_engine_connector(found: object) -> bool:
 
 
 def load_target(target: str) -> Any:
-    """Import the class or factory that a target names.
+    """Import the object that a target names, such as a class or factory.
 
     Args:
         target: ``package.module:name`` or ``path/to/file.py:name``; names may have dots.
@@ -112,7 +112,7 @@ def target_of(value: Any) -> str | None:
 
 
 def name_target(kind: type) -> str:
-    """Return a target of a class: that from which it was loaded, or its module and name."""
+    """Return the target from which a class was loaded, or one made from its module and name."""
     return target_of(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -137,9 +137,9 @@ def _names_in(module: ModuleType) -> str:
 
 def _described(found: Any) -> str:
     if isinstance(found, Connector):
-        return f"an object of {type(found).__name__}: name the class"
+        return f"an object of {type(found).__name__}"
     if is_connector(found):
-        return "one half of a connector: name the class that builds both"
+        return "one half of a connector"
     if isinstance(found, type):
         return "a class"
     return f"a {type(found).__name__}"
@@ -147,7 +147,7 @@ def _described(found: Any) -> str:
 
 def _why_not_built(found: type[Connector]) -> str | None:
     if found is Connector:
-        return "is the base class, which does nothing: name a subclass"
+        return "is the base class, which has no code; name a subclass"
     if inspect.isabstract(found):
         lacks: frozenset[str] = vars(found)["__abstractmethods__"]
         return f"is abstract: it lacks {', '.join(sorted(lacks))}"
@@ -165,8 +165,8 @@ def _why_not_built(found: type[Connector]) -> str | None:
 class _Files:
     """A finder of the import system for modules that are loaded from files.
 
-    The import system locks, cleans up after a failure, and lets pickle, dataclasses and
-    ``importlib.reload`` find the modules.
+    The import system provides the locks and the clean-up after a failure, and pickle, dataclasses
+    and ``importlib.reload`` find the modules.
     """
 
     paths: dict[str, str] = {}  # noqa: RUF012 - one table per process, as sys.modules is
@@ -175,7 +175,7 @@ class _Files:
 
     @classmethod
     def add(cls, location: str) -> str:
-        """Make the module of a file importable; returns its name."""
+        """Make the module of a file importable, and return the module's name."""
         path = os.path.realpath(location)
         if os.path.isfile(path):
             cls._locations[location] = path
@@ -207,7 +207,7 @@ class _Files:
     def _stat(path: str) -> tuple[int, int]:
         try:
             found = os.stat(path)
-        except OSError:  # deleted since
+        except OSError:  # the file was deleted after it was loaded
             return (0, 0)
         return found.st_mtime_ns, found.st_size
 

@@ -3,10 +3,10 @@
 Laws: XFER-1 to XFER-7 in ``kvview/laws.toml``.
 
 Pages: a KV cache is a list of tensors, each ``(num_blocks, page_size_bytes)`` of
-int8; a group refers to one or more of them, and moving one block of a group
-moves one page of each tensor referred to. An offloaded block may hold k GPU blocks of its group;
-``block_indices`` gives the position of the first one in it. An offloaded block belongs to the group
-that stored it, and no other group loads it.
+int8; a group refers to one or more tensors, and a transfer of one block of a group moves one page
+of each of these tensors. An offloaded block may hold k GPU blocks of its group; ``block_indices``
+gives the position of the first of these GPU blocks in the offloaded block. An offloaded block
+belongs to the group that stored it, and no other group loads it.
 
 Source: vLLM PR #38453; ``vllm/v1/kv_offload/base.py`` (0.33.0).
 """
@@ -27,9 +27,8 @@ TensorT = TypeVar("TensorT")
 class LoadStoreSpec(Protocol):
     """Names pages of one medium, in a form that the medium defines.
 
-    Any string is a medium. A spec may list block ids, keys, offsets or anything else
-    that pickles; only the two halves of one connector, or a manager and its worker, read
-    it.
+    Any string is a medium. A spec may list block ids, keys, offsets or any other objects that can
+    be pickled; only the two halves of one connector, or a manager and its worker, read a spec.
     """
 
     medium: ClassVar[str]
@@ -95,12 +94,12 @@ class CPULoadStoreSpec:
 
 
 TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
-"""``(source, destination)``; the media give the direction."""
+"""``(source, destination)``; the media of both specs show the direction."""
 
 
 @dataclass(frozen=True)
 class CanonicalKVCacheTensor(Generic[TensorT]):
-    """One KV-cache tensor, seen as pages.
+    """One KV-cache tensor as rows of pages.
 
     Args:
         tensor: Shape ``(num_blocks, page_size_bytes)``, int8, rows contiguous.
@@ -132,7 +131,7 @@ class ComputeEvent(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block until that work is done; never called on the thread that runs the model."""
+        """Block until the work before the mark is done; not called on the model's thread."""
         ...
 
 
@@ -151,10 +150,10 @@ class CanonicalKVCaches(Generic[TensorT]):
     Args:
         tensors: Unique tensors; groups may share one (same pages, other blocks).
         group_data_refs: For each KV-cache group, the tensors that it uses.
-        compute_stream: Stream after whose work jobs run (XFER-6). If it is None, jobs on a GPU
-            run after the current stream of the submitting thread; without a GPU, compute has
-            ended when a plan is started.
-        rank: Rank of this worker in its engine; each rank has other bytes under the same key.
+        compute_stream: Stream of the model; a job runs after the work that was in this stream
+            (XFER-6). With None, jobs on a GPU run after the current stream of the submitting
+            thread; without a GPU, compute has ended when a plan is started.
+        rank: Rank of this worker in its engine; the ranks have different bytes under the same key.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor[TensorT]]
@@ -194,12 +193,14 @@ class TransferWorker(Protocol):
         """Start one job.
 
         Args:
-            job_id: Any int that is not in flight. A job is in flight until it is reported.
+            job_id: Any int that is not the id of a job in flight. A job is in flight until it is
+                reported.
             spec: ``(source, destination)``, one of them a :class:`GPULoadStoreSpec`.
 
         Returns:
             True if the worker accepts the job, which ``get_finished`` then reports once. False if
-            it cannot, after ``shutdown`` for example; such a job is not reported.
+            the worker cannot accept the job, after ``shutdown`` for example; such a job is not
+            reported.
 
         Raises:
             TransferSpecError: The spec names pages that do not exist or do not
@@ -208,13 +209,13 @@ class TransferWorker(Protocol):
         ...
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, in that order, without blocking."""
+        """Return the jobs that ended since the last call, in order of ending; never blocks."""
         ...
 
     def wait(self, job_ids: Collection[int], /) -> None:
         """Block until each named job has ended; unknown ids are ignored.
 
-        The results are still reported by the next ``get_finished``.
+        The next ``get_finished`` still reports their results.
         """
         ...
 

@@ -16,7 +16,7 @@ def law_url(law: str) -> str:
 
     Args:
         law: A law, ``"POOL-4"`` for example, or a family, ``"POOL-*"``. Reports also use
-            ``"ENGINE"`` and ``"coverage"``, which the page about symptoms explains.
+            ``"ENGINE"`` and ``"coverage"``, which the page on troubleshooting explains.
 
     Returns:
         An absolute URL; empty for any other text.

@@ -13,7 +13,7 @@ from kvview.errors import UnsupportedContractError
 __version__ = "1.0.0"
 
 CONTRACT_VERSION = "1.0"
-"""Major and minor version. A minor release adds optional features; a major release may break."""
+"""Major and minor version. A minor release adds optional features; a major one may break code."""
 
 _NAMED = ("hypothesis", "lmcache", "nixl", "torch", "vllm")
 _VERSION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
@@ -68,7 +68,7 @@ def versions_of(target: object = None) -> dict[str, str]:
     for name in sorted(names - {"kvview"}):
         try:
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # run from its sources
+        except metadata.PackageNotFoundError:  # kvview is run from its sources
             if version := getattr(sys.modules.get(name), "__version__", None):
                 found[name] = str(version)
     return found

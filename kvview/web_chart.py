@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page, which can be read without colour."""
+"""SVG charts for an HTML page, which can be read without colour."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, RIGHT, TOP = 900, 72, 34, 14
-_HATCHED = "held"  # so that areas differ not only by colour; the page's style has the colours
+_HATCHED = "held"  # areas must differ by more than colour
 _HATCH = 7  # pixels from one line to the next
 
 Point = tuple[float, float]
@@ -18,7 +18,7 @@ class Area:
     """One of several stacked areas.
 
     Args:
-        kind: Its class in the page's style: ``engine``, ``held`` (hatched) or ``free``.
+        kind: The area's class in the page's style: ``engine``, ``held`` (hatched) or ``free``.
         label: The label, as text.
         heights: The height between each two edges.
     """
@@ -76,7 +76,7 @@ class Chart:
         return f'{line}<text x="{at}" y="{y}" text-anchor="middle">{escape(label)}</text>'
 
     def stack(self, edges: Sequence[float], areas: Sequence[Area]) -> list[str]:
-        """Draw stacked areas, as stairs."""
+        """Draw stacked areas, each as a staircase."""
         parts = []
         base = [0.0] * (len(edges) - 1)
         for area in areas:
@@ -140,7 +140,7 @@ def points_of(points: Iterable[Point]) -> str:
 
 
 def round_ticks(first: int, last: int, limit: int) -> list[int]:
-    """Return both ends of an axis and round numbers between them that keep a distance."""
+    """Return both ends of an axis and round numbers between them, with a minimum distance."""
     sizes = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
     every = next(size for size in sizes if (last - first) / size < limit)
     inner = [tick for tick in range(first, last) if tick % every == 0]

@@ -55,7 +55,7 @@ def share_bar(share: float) -> str:
 
 
 def made_by(versions: Mapping[str, str]) -> list[str]:
-    """Make the end of a page, with the versions of the software that made its figures."""
+    """Make the end of a page, with the versions of the software that produced its figures."""
     return ["<h2>Made with</h2>", facts(versions.items())]
 
 

@@ -1,7 +1,7 @@
-"""The command line of all packages; only modules named ``command`` import it.
+"""The command line of all packages, imported only by modules named ``command``.
 
-A command belongs to the package that does the work, which names it among the entry
-points ``kvview.commands``; it is imported when it is called.
+Each command belongs to the package that does the work. This package declares the command as an
+entry point ``kvview.commands``, which is imported when the command is called.
 
 Exit codes: see :class:`~kvview.cli.exit_codes.ExitCode`.
 """
@@ -35,9 +35,9 @@ def main() -> None:
 
 
 class _Outlasting(io.FileIO):
-    """A stream whose reader may leave: ``kvview replay | head`` runs to its end.
+    """A stream whose reader may close it early, so that ``kvview replay | head`` runs to its end.
 
-    Any other error, such as a full disk, is kept until the end of the run.
+    Any other error, such as a full disk, is raised at the end of the run.
     """
 
     refusal: OSError | None = None
@@ -53,12 +53,12 @@ class _Outlasting(io.FileIO):
 
 
 def _outlasting(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # closed, or replaced by the caller
+    if not isinstance(stream, io.TextIOWrapper):  # closed or replaced
         return stream
     return io.TextIOWrapper(
         io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
-        errors="backslashreplace",  # a file's name need not be text
+        errors="backslashreplace",  # because the name of a file may not be valid text
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -1,4 +1,4 @@
-"""The commands of ``kvview``, found among the entry points and imported when called."""
+"""The commands of ``kvview``, which are entry points and are imported when they are called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUMMARIES = {
     "size": "Compute the hits and costs of a host tier at every size.",
     "tier": "Check and measure tiers below the host.",
 }
-"""Summaries of kvview's own commands, so that the help imports none of them."""
+"""Summaries of kvview's own commands, so that the help does not import the commands."""
 
 _QUIET = "kvview.quiet"
 _COMMON_OPTIONS = (
@@ -39,11 +39,11 @@ _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothes
 
 
 class EntryPointGroup(click.Group):
-    """A group whose commands are the entry points :data:`GROUP`.
+    """A click group whose commands are the entry points of the group :data:`GROUP`.
 
-    1. Each command, and each command of a group, gets ``--quiet`` and ``--verbose``, the exit
-       codes in its help, and errors in one line.
-    2. A command that does not import is named in the help and does not affect the others.
+    1. Each command, also in a subgroup, has the options ``--quiet`` and ``--verbose``, lists the
+       exit codes in its help, and reports an error in one line.
+    2. A command that cannot be imported is named in the help and does not affect other commands.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -65,7 +65,7 @@ class EntryPointGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write names and summaries; only commands of other packages are imported for it."""
+        """Write names and summaries of commands; only commands of other packages are imported."""
         rows = []
         for name, point in sorted(self._points().items()):
             text = SUMMARIES.get(name, "") if _is_own(point) else ""
@@ -98,7 +98,7 @@ class EntryPointGroup(click.Group):
         sys.exit(code if isinstance(code, int) else ExitCode.CLEAN)
 
     def _points(self) -> dict[str, EntryPoint]:
-        # Own entry points last, so that no other package replaces a command of kvview.
+        # kvview's entry points come last, so that no other package replaces a command of kvview.
         points = sorted(entry_points(group=GROUP), key=_is_own)
         return {point.name: point for point in points}
 
@@ -106,7 +106,7 @@ class EntryPointGroup(click.Group):
 def _report_usage(error: click.ClickException) -> None:
     text = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None
-    if ctx is not None and text == ctx.get_help():  # of a group without a command
+    if ctx is not None and text == ctx.get_help():  # a group without a command
         error.show()
         return
     hint = f" See '{ctx.command_path} --help'." if ctx is not None else ""
@@ -122,7 +122,7 @@ def _is_own(point: EntryPoint) -> bool:
 
 
 def _complete(command: click.Command) -> None:
-    """Give a command, and those below it, the common options and exit codes, once."""
+    """Add the common options and exit codes to a command and its subcommands, once."""
     if any(isinstance(option, _CommonOption) for option in command.params):
         return
     taken = {name for option in command.params for name in option.opts}
@@ -141,7 +141,7 @@ def _complete(command: click.Command) -> None:
 class _CommonOption(click.Option):
     def __init__(self, names: list[str], key: str, text: str) -> None:
         def note(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-            if value:  # the option may be before the command, or after it
+            if value:  # the option may come before or after the command
                 ctx.meta[key] = True
 
         super().__init__(names, is_flag=True, expose_value=False, help=text, callback=note)
@@ -173,10 +173,10 @@ def _versions() -> str:
 
 
 def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:
-    """Make the replacement for a command that cannot be imported."""
+    """Make a command that reports why the real one cannot be imported."""
     why = (
         missing_extra(error)
-        or f"{point.value} of {_package(point)} does not import: {one_line(error)}"
+        or f"{point.value} of {_package(point)} cannot be imported: {one_line(error)}"
     )
 
     def fail() -> None:

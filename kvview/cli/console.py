@@ -1,4 +1,4 @@
-"""Tables, colours and progress on the terminal: rich, made safe for untrusted text."""
+"""Tables, colours and progress on the terminal, by rich, with untrusted text escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvview.errors import printable
 
 
 class Console(rich_console.Console):
-    """A console that prints text as text (see :mod:`kvview.cli.echo`).
+    """A console that escapes control characters in text (see :mod:`kvview.cli.echo`).
 
     Args:
         stderr: Whether to print to stderr, unless ``file`` is given.
@@ -38,7 +38,7 @@ class Console(rich_console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render, with escapes in place of the characters that a terminal would obey."""
+        """Render, and replace characters that a terminal would execute by escapes."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.isprintable():
@@ -52,9 +52,9 @@ class Console(rich_console.Console):
 def progress(title: str) -> Iterator[Callable[[str], None]]:
     """Show a title, followed by the latest text that was passed to the yielded function."""
     console = Console(stderr=True)
-    if not console.is_terminal:  # a file or a pipe would receive empty lines
+    if not console.is_terminal:  # no progress, because a file or a pipe would receive empty lines
         yield lambda text: None
         return
-    # No refresh by a thread, because kvview check forks the processes that play.
+    # No thread refreshes the line, because kvview check forks processes.
     with Live(Text(title), console=console, auto_refresh=False, transient=True) as live:
         yield lambda text: live.update(Text(f"{title}: {text}"), refresh=True)

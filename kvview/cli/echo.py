@@ -1,7 +1,7 @@
-"""The only functions with which a command prints text to the terminal.
+"""The functions with which every command prints text to the terminal.
 
-A text may come from a file, a socket or an exception, and a terminal obeys control characters
-in it. :func:`echo` and :class:`~kvview.cli.console.Console` write them as escapes;
+A text may come from a file, a socket or an exception, and a terminal executes control characters in
+the text. :func:`echo` and :class:`~kvview.cli.console.Console` write these characters as escapes;
 ``tests/house`` refuses other ways to print. Reports are data, so
 :func:`~kvview.cli.output.write_json` writes them unchanged.
 """
@@ -12,7 +12,7 @@ import click
 
 from kvview.errors import printable
 
-_LONGEST_LINE = 4000  # characters, which is more than a path has and less than a screen shows
+_LONGEST_LINE = 4000  # characters: more than a path has, and less than a screen shows
 
 
 def echo(line: str, *, err: bool = False) -> None:

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The number with which a command ends.
+    """The exit code of a command.
 
     Attributes:
         meaning: The text of the help and of the README.
@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> ExitCode:
-        """Make a member from its number and its meaning."""
+        """Make a member from a number and its meaning."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
@@ -31,4 +31,4 @@ class ExitCode(IntEnum):
 
 
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
-"""The end of the help of every command."""
+"""The last paragraph of the help of every command."""

@@ -1,9 +1,10 @@
 """``kvview new``: a complete connector, its test, and a CI job, which pass unchanged.
 
-1. The connector is an example under a new name: ``host_memory.py``, with ``--hooks``
-   ``host_cache.py``, with ``--raw`` ``raw_host_cache.py``. The package contains all three.
-2. Nothing is overwritten: if one of the files exists, even as a dangling link, none is written.
-3. The name of a module that can be imported is refused, because FILE would hide that module.
+1. The connector is a copy of an example under a new name: of ``host_memory.py``, with ``--hooks``
+   of ``host_cache.py``, with ``--raw`` of ``raw_host_cache.py``. The package contains all three
+   examples.
+2. If one of the files exists, even as a dangling link, no file is written.
+3. FILE may not have the name of a module that can be imported, because it would hide that module.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from kvview.version import __version__
 
 _HERE = Path(__file__).resolve().parent
 _TEMPLATES = (
-    _HERE / "templates",  # in a wheel
-    _HERE.parents[1] / "examples",  # in a checkout
+    _HERE / "templates",  # the place in a wheel
+    _HERE.parents[1] / "examples",  # the place in a checkout
 )
 _TEST = '''\
 """Check the connector in simulated runs: pytest {test}"""
@@ -69,19 +70,19 @@ class _Kind:
     """The differences between the kinds of connectors."""
 
     template: str
-    class_prefix: str  # in the template
-    arguments: str  # of the test
+    class_prefix: str  # NAME of the class NAMEConnector in the template
+    arguments: str  # arguments of the check in the test
     install: str
-    needs: str  # to run the commands here
+    needs: str  # note on the packages that the commands need
     commands: tuple[str, ...]
-    taken: tuple[str, ...]  # names NAME whose class NAMEConnector the template imports
+    taken: tuple[str, ...]  # values of NAME that the template's imports use
 
 
 _TORCH = (
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "torch comes with kvview[reference], pytest with kvview[testing]",
 )
-# A small GPU cache, because a large one has every block that is used again.
+# A small GPU cache, because a large one would still have every reused block.
 _REPLAY = "kvview replay --connector {target} --gpu-blocks 500 "
 _STORE = _Kind(
     "host_memory",
@@ -111,7 +112,7 @@ _RAW = _Kind(
     ("kvview check {target} --engine vllm",),
     (),
 )
-_TOOLS = {  # that read a file of this name
+_TOOLS = {  # tools that read a file of this name
     **dict.fromkeys(("conftest", "test_conftest"), "pytest"),
     **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
     "setup": "pip",
@@ -143,7 +144,9 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
         raise ConfigError("--hooks and --raw are two kinds of connector; drop one of them")
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
-        raise ConfigError(f"{file}: the name is not that of a Python module; try my_connector.py")
+        raise ConfigError(
+            f"{file}: the file name is not the name of a Python module; try my_connector.py"
+        )
     for module in (stem, f"test_{stem}"):
         if place := _place_of(module, file.parent):
             raise ConfigError(
@@ -175,7 +178,7 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
 
 
 def _place_of(module: str, folder: Path) -> str:
-    """Describe the module of a name outside a folder; empty if there is none."""
+    """Describe the module of a name outside a folder; empty if no such module exists."""
     if module in _TOOLS:
         return f"a file that {_TOOLS[module]} reads"
     if module in sys.stdlib_module_names:
@@ -188,7 +191,7 @@ def _place_of(module: str, folder: Path) -> str:
 
 
 def _write_all(texts: Mapping[Path, str]) -> None:
-    """Write new files, all of them or none.
+    """Write new files; if one cannot be written, no file is left.
 
     Raises:
         ConfigError: A file cannot be written.
@@ -199,7 +202,7 @@ def _write_all(texts: Mapping[Path, str]) -> None:
             missing = [folder for folder in path.parents if not folder.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
             made += reversed(missing)
-            with path.open("x", encoding="utf-8") as file:  # "x" follows no link
+            with path.open("x", encoding="utf-8") as file:  # mode "x" does not follow links
                 made.append(path)
                 file.write(text)
     except OSError as error:

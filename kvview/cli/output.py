@@ -21,7 +21,7 @@ from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
 
 VERBOSE = "kvview.verbose"
-"""In ``meta`` of a command's context: whether --verbose is given."""
+"""Key in ``meta`` of a command's context: whether --verbose is given."""
 
 _STDOUT: ContextVar[TextIO | None] = ContextVar("the stream for '-'; None: sys.stdout")
 _MOST = 2**63 - 1
@@ -40,11 +40,11 @@ _EXTRAS = {
 
 
 def report_error(error: Exception, is_verbose: bool) -> ExitCode:
-    """Print the error of a command to stderr, in one line; for a bug of kvview with its traceback.
+    """Print the error of a command to stderr in one line; a bug of kvview with its traceback.
 
     Args:
         error: The exception that the command raised.
-        is_verbose: Whether the traceback is wanted.
+        is_verbose: Whether to print the traceback of every error.
     """
     known = missing_extra(error) or refused_by_the_system(error)
     text = known or line_of(error)
@@ -75,7 +75,7 @@ def naming(target: str) -> Iterator[None]:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """Return the extra to install for a missing package; None for any other error."""
+    """Return the extra of kvview that has a missing package; None for any other error."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"this needs {error.name}: pip install 'kvview[{_EXTRAS[error.name]}]'"
     return None
@@ -117,7 +117,7 @@ class Rate(click.types.FloatParamType):
 
 
 class Seconds(click.types.FloatParamType):
-    """A waiting time in seconds, which is not negative and short enough to end."""
+    """A waiting time from 0 to 100,000,000 seconds."""
 
     name = "seconds"
 
@@ -133,7 +133,7 @@ class Whole(click.types.IntParamType):
     """A whole number of at most 64 bits.
 
     Args:
-        least: The smallest one.
+        least: The smallest allowed number.
     """
 
     def __init__(self, least: int = -_MOST) -> None:
@@ -148,7 +148,7 @@ class Whole(click.types.IntParamType):
 
 
 class OutputFile(click.ParamType[str]):
-    """A file that a command writes at its end; refused before the run if it is not writable.
+    """A file that a command writes at its end; a file that is not writable is refused at the start.
 
     Args:
         may_be_stdout: Whether "-" stands for stdout.
@@ -172,7 +172,7 @@ class OutputFile(click.ParamType[str]):
 
 
 class JSONOption(click.Option):
-    """An option for a file that has a JSON Schema; see :func:`report_option`."""
+    """An option for a JSON file with a published schema; see :func:`report_option`."""
 
     def __init__(self, names: list[str], *, schemas: dict[str, str], help: str) -> None:
         super().__init__(names, type=OutputFile(), metavar="FILE", help=help)
@@ -183,30 +183,30 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def report_option(option: str, name: str, schemas: dict[str, str], text: str) -> Decorator:
-    """An option for a file that the command writes as JSON.
+    """Make an option for a JSON file that the command writes.
 
     Args:
-        option: The option.
-        name: Its parameter.
+        option: Name of the option, such as ``--json``.
+        name: Name of the option's parameter.
         schemas: Dataclasses or pydantic models of the reports that the command may write, as
             targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
-        text: The help.
+        text: The help text.
     """
     return click.option(option, name, cls=JSONOption, schemas=schemas, help=text)
 
 
 def json_option(schemas: dict[str, str]) -> Decorator:
-    """``--json FILE``: the report of a command; see :func:`report_option`."""
+    """Make ``--json FILE``, for the report of a command; see :func:`report_option`."""
     text = "Write the report to FILE ('-' for stdout)."
     return report_option("--json", "json_file", schemas, text)
 
 
 def arguments_of(context: click.Context, ignored: Collection[str]) -> list[str]:
-    """Return the arguments that the user set, for another call of the command.
+    """Return the arguments that the user gave, to repeat the call of the command.
 
     Args:
-        context: Of the call.
-        ignored: Names of parameters that are left out.
+        context: Context of the call.
+        ignored: Names of parameters to exclude.
     """
     arguments = []
     for parameter in given_parameters(context):
@@ -234,12 +234,12 @@ def given_parameters(context: click.Context) -> Iterator[click.Parameter]:
 
 
 def target_options(text: str) -> Decorator:
-    """``--option KEY=VALUE``, repeatable: options of the target; ``text`` is the help."""
+    """Make ``--option KEY=VALUE``, repeatable, for options of the target; ``text`` is the help."""
     return click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help=text)
 
 
 def _require_writable(option: str, path: str) -> None:
-    """Open a path in the same way as the report, without changing the file."""
+    """Open a path in the same way as for the report, without a change of the file."""
     problem = ""
     try:
         if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
@@ -252,17 +252,17 @@ def _require_writable(option: str, path: str) -> None:
         # A pipe is not opened, because its reader would see it closed.
         elif not os.access(path, os.W_OK):
             problem = "not writable"
-    except (OSError, ValueError) as error:  # a name that is too long, a circle of links
+    except (OSError, ValueError) as error:  # the name is too long, or links form a circle
         problem = getattr(error, "strerror", None) or str(error)
     if problem:
         raise ConfigError(f"{option} {path!r}: {problem}")
 
 
 def write_json(path: str | None, report: dict[str, Any], option: str = "--json") -> None:
-    """Write a report to a file, or to stdout for "-"; None writes nothing.
+    """Write a report to a file, or to stdout if the path is "-".
 
     Args:
-        path: The value of the option.
+        path: The value of the option; None writes nothing.
         report: The report.
         option: The option, for the error.
 
@@ -276,7 +276,7 @@ def write_json(path: str | None, report: dict[str, Any], option: str = "--json")
         click.echo(text, nl=False, file=_STDOUT.get(None))
         return
     try:
-        # A lone surrogate, which a message may quote, must not prevent the report.
+        # Escape lone surrogates, which a message may quote, so that the report can be written.
         Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"{option} {path!r}: {error.strerror}") from error

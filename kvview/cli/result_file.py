@@ -1,7 +1,7 @@
 """The result of one command for one implementation: ``--report-json``.
 
-The form follows the conformance reports of the Gateway API: one file for each implementation and
-version, which states the replaced parts and how to reproduce the result. ``docs/results.md`` is
+As for the conformance reports of the Gateway API, each implementation and version has one file,
+which states the replaced parts and the commands that reproduce the result. ``docs/results.md`` is
 made from such files.
 """
 
@@ -34,17 +34,17 @@ _FOLDERS = (
 
 
 Colour = Literal["red", "not checked", ""]
-"""The effect of an outcome on a verdict; empty: it is listed and no failure."""
+"""The effect of an outcome on a verdict; empty if the outcome is listed but is not a failure."""
 
 
 @dataclass(frozen=True)
 class ResultFinding:
-    """One result that is not as it must be.
+    """One result that is not a success.
 
     Args:
         subject: The law, the pair of requests, or the kind of layers and the memory layout.
-        outcome: Outcome of the result, named as in the report of the command.
-        evidence: The first wrong thing, or the reason; one line.
+        outcome: Outcome of the result, as the report of the command names it.
+        evidence: The first fault, or the reason, in one line.
     """
 
     subject: str
@@ -57,10 +57,10 @@ class Profile:
     """The verdict on one class of behaviour.
 
     Args:
-        name: The contract, such as connector (the life of requests); keys, layouts or inference.
-        verdict: Red with one failure; not checked if nothing failed and a part was not exercised.
+        name: A contract (such as ``connector``), or ``keys``, ``layouts`` or ``inference``.
+        verdict: Red after a failure; not checked if no result failed but a part was not exercised.
         counts: Results by outcome.
-        findings: Every result that is red, refused or not checked.
+        findings: The results that are red, refused or not checked.
     """
 
     name: str
@@ -77,11 +77,12 @@ class ResultFile:
         target: The connector or store.
         engine: Name and version.
         date: Day of the run, in UTC.
-        versions: Of kvview, Python, the machine and the libraries used.
+        versions: Versions of kvview, Python, the machine and the libraries used.
         replaced: Parts of the implementation that the check replaced; empty if it is unmodified.
         profiles: One for each class of behaviour that the command checks.
         reproduce: Lines for a shell in a checkout of kvview that repeat the run.
-        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
+        schema_version: Version of the JSON; increased when a field is removed or changes its
+            meaning.
     """
 
     target: str
@@ -111,8 +112,8 @@ def make_profile(
 
     Args:
         name: The class.
-        outcomes: The colour of each outcome that is a finding.
-        results: All of them; those with another outcome are counted only.
+        outcomes: The effect on the verdict of each outcome that is a finding.
+        results: All results; results with another outcome are only counted.
     """
     findings = [each for each in results if each.outcome in outcomes]
     colours = {outcomes[each.outcome] for each in findings}
@@ -132,19 +133,19 @@ def write_result(
     replaced: Sequence[str] = (),
     engine: str = "",
 ) -> None:
-    """Write the file of the running command; None writes nothing.
+    """Write the result file of the running command.
 
     Args:
-        path: The file.
+        path: The file; None writes nothing.
         target: The connector or store.
         profiles: The verdicts.
-        versions: By name.
+        versions: Versions by name.
         replaced: Parts of the implementation that were replaced.
         engine: Name and version; empty for the installed vLLM.
     """
     if path is None:
         return
-    vllm = versions.get("vllm", "").partition("+")[0]  # without the build
+    vllm = versions.get("vllm", "").partition("+")[0]  # without the build suffix
     result = ResultFile(
         target,
         engine or f"vllm {vllm}".strip(),
@@ -172,12 +173,12 @@ def write_result(
 
 @contextmanager
 def or_could_not_run(path: str | None, target: str, *names: str) -> Iterator[None]:
-    """Write a file with the error if the block raises one that is not the implementation's.
+    """Write a file with the error if the block raises an error that the target did not cause.
 
     Args:
         path: The file; None writes nothing.
         target: The connector or store.
-        *names: The classes that have no verdict then.
+        *names: The classes of behaviour that then have no verdict.
     """
     try:
         yield
@@ -191,13 +192,13 @@ def or_could_not_run(path: str | None, target: str, *names: str) -> Iterator[Non
 
 
 def command_line(context: click.Context) -> str:
-    """Return the command with the arguments that the user set, without files that it writes."""
+    """Return the command with the user's arguments, except for files that the command writes."""
     written = [each.name or "" for each in context.command.params if "file" in each.type.name]
     return shlex.join(["kvview", context.info_name or "", *arguments_of(context, written)])
 
 
 def _without_folders(profile: Profile) -> Profile:
-    """Shorten paths: those of this machine mean nothing to a reader."""
+    """Shorten paths in a profile, because folders of this machine mean nothing to a reader."""
     findings = []
     for finding in profile.findings:
         evidence = finding.evidence

@@ -1,4 +1,4 @@
-"""The connector contract: two halves, one file, any engine."""
+"""The connector contract: a connector has two halves, is one file, and works with any engine."""
 
 from kvview.connector.halves import (
     Connector,

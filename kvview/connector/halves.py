@@ -1,4 +1,4 @@
-"""The connector contract: two halves, one file, any engine.
+"""The connector contract: a connector has two halves, is one file, and works with any engine.
 
 The scheduler half runs next to the engine's scheduler. It has the pool view, promises
 prefixes that it can load, and plans transfers. The worker half runs next to the KV bytes and
@@ -9,10 +9,11 @@ Laws: CONN-1 to CONN-13 in ``kvview/laws.toml``.
 
 The engine promises the following. It calls the scheduler half from one thread. It runs the
 loads of a request before it computes the tokens behind them. It never gives a block of an
-unfinished load to another request. It treats a failed load as not computed. It calls
-``match_prefix`` again if another call came between the promise and the blocks (CONN-2).
+unfinished load to another request. It computes the tokens of a failed load. It calls
+``match_prefix`` again if it has called another hook between the promise and the allocation
+(CONN-2).
 
-``docs/life-of-a-request.md`` draws the calls for one request.
+``docs/life-of-a-request.md`` shows the calls for one request.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (0.33.0), and
 vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).
@@ -82,12 +83,12 @@ class SchedulerConnector(Hooked):
         """
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        """Receive the facts of the started engine, right after the view."""
+        """Receive the facts of the started engine, in the call that follows the view's."""
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         """Promise the number of tokens that can be loaded beyond the GPU's own hit.
 
-        The engine may call it again, in this step or a later one, before it allocates blocks.
+        The engine may repeat the call, in this step or a later one, before it allocates blocks.
 
         Args:
             request: The request to be scheduled; it has no blocks yet.
@@ -114,9 +115,9 @@ class SchedulerConnector(Hooked):
             request: The request.
             block_ids: The whole block table of the request, per group.
             num_computed_tokens: Tokens that the GPU prefix cache hit.
-            num_external_tokens: Tokens to load right behind those, at most the number that
+            num_external_tokens: Tokens to load directly after the GPU hit, at most the number that
                 ``match_prefix`` promised; 0 for no load. In each group, only the blocks that
-                ``required_blocks`` returns for the sum must be loaded.
+                ``required_blocks`` returns for the sum of both numbers must be loaded.
         """
 
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -131,7 +132,7 @@ class SchedulerConnector(Hooked):
         """Receive the results of jobs, in order of completion (CONN-3)."""
 
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        """Handle a request that loses its blocks, or has just lost them; it starts again later.
+        """Handle a request that loses its blocks or has just lost them, and is restarted later.
 
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens.
@@ -147,10 +148,10 @@ class SchedulerConnector(Hooked):
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
                 which is less than ``num_tokens`` if a token was sampled.
-            block_ids: Block table of the request, per group. If it never had blocks, each group has
-                an empty table, as in ``((),)``, which is true as a condition: test
-                ``any(block_ids)``.
-            reason: Whether the request finished or was aborted.
+            block_ids: Block table of the request, per group. If the request never had blocks, each
+                group has an empty table, as in ``((),)``. This tuple is true as a condition, so
+                test ``any(block_ids)``.
+            reason: The reason why the request ended.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -162,7 +163,7 @@ class SchedulerConnector(Hooked):
         return False
 
     def reset_cache(self) -> bool:
-        """Forget all offloaded KV; returns False if that is not possible now (CONN-11)."""
+        """Forget all offloaded KV; returns False if the KV cannot be forgotten now (CONN-11)."""
         return True
 
     def shutdown(self) -> None:
@@ -199,10 +200,10 @@ class WorkerConnector(Hooked):
 
 
 class Connector(Hooked):
-    """A connector: the class that builds the two halves, and that a target names.
+    """A connector: the class that builds both halves. A target such as ``my.py:Mine`` names it.
 
-    The halves may be in two processes. Each process makes its own instance with an equal
-    configuration, and builds its half with it.
+    The halves may run in two processes. Each process makes its own instance of this class from an
+    equal configuration, and builds its half from this instance.
 
     Args:
         config: Geometry and the user's options.

@@ -1,8 +1,8 @@
 """Hook calls. An exception or a wrong return value of a hook becomes a ``HookError``.
 
 An engine calls hooks in the middle of its own work, so a plain exception could come from the engine
-or from the hook. A :class:`~kvview.HookError` is one line with the hook and the connector's own
-line of source.
+or from the hook. A :class:`~kvview.HookError` is one line that names the hook and the line of the
+connector's source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TYPED = frozenset(
     {"make_scheduler", "make_worker", "match_prefix", "plan_step", "get_finished", "take_events"}
 )
 _BOOLEAN = frozenset({"has_pending_work", "reset_cache"})
-# The usual types first, because isinstance of an abstract class costs ten times as much.
+# The usual types come first, because isinstance of an abstract class costs ten times as much.
 _COLLECTIONS = (list, tuple, Collection)
 _STR_OR_NONE = (str, NoneType)
 _NOT_THEIRS = {"kvview", "kvview_reference", "kvview_vllm", *sys.stdlib_module_names}
@@ -90,9 +90,9 @@ def watch_hooks(part: PartT) -> PartT:
 
 
 def wrong_type(hook: str, value: object) -> str | None:
-    """Return the expected type of a hook's return value, or None if an engine can use it."""
+    """Return the type that the hook should have returned; None if an engine can use the value."""
     expected = _expected(hook, value)
-    # Last, because isawaitable costs more than all other checks of a call.
+    # This check is last, because isawaitable costs more than all other checks of a call.
     if (expected is not None or hook not in _TYPED) and inspect.isawaitable(value):
         return "a value, not an awaitable"
     return expected
@@ -141,7 +141,7 @@ def place_in(frames: Iterable[tuple[FrameType, int]], *packages: str) -> str | N
     lines = [
         (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename, number)
         for frame, number in frames
-        # Generated code, such as that of a dataclass.
+        # Generated code, such as a method of a dataclass, is skipped.
         if not frame.f_code.co_filename.startswith("<")
     ]
     theirs = [package for package, _, _ in lines if package not in _NOT_THEIRS]
@@ -185,13 +185,13 @@ def _watched(part: Any, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
-        # It runs around every hook of every step, so it has no context manager.
+        # This code runs around every hook of every step, so it uses no context manager.
         try:
             value = method(*args)
             if value is None and may_be_none:
                 return None
             if name == "take_events" and type(value) is not list and isinstance(value, Iterable):
-                value = list(value)  # a generator raises here, not in the engine
+                value = list(value)  # so that a generator raises here, not in the engine
             elif name in _BOOLEAN:
                 value = value if inspect.isawaitable(value) else bool(value)
             expected = wrong_type(name, value)
@@ -241,12 +241,12 @@ def _wrong_plan(value: object) -> str | None:
 
 
 def _is_all(values: object, kind: type) -> bool:
-    # A generator is refused, because an engine reads a plan more than once.
+    # A generator is refused, because an engine iterates over a plan more than once.
     return isinstance(values, _COLLECTIONS) and all(isinstance(value, kind) for value in values)
 
 
 def _innermost(error: BaseException) -> str | None:
-    """Return the last line outside this module, for a connector that is part of kvview."""
+    """Return the innermost line outside this module, for a connector that is part of kvview."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") != __name__:
             return _place(frame.f_code.co_filename, number)

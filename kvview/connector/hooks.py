@@ -15,7 +15,7 @@ from typing import Any
 
 from kvview.errors import ConnectorDefinitionError
 
-# Other engines' names for the hooks, and names from kvview's drafts; no helper has such a name.
+# Names of the hooks in other engines and in kvview's drafts; no helper method may have one.
 OTHER_NAMES = {
     "bind_gpu_block_pool": "bind_gpu_block_pool_view",
     "bind_kv_cache_manager": "bind_gpu_block_pool_view",
@@ -45,7 +45,7 @@ _AFTER_ON = dict.fromkeys(("aborted", "complete", "completed", "done", "end", "e
 # Hooks of one half whose names may be used in the other half.
 _ANYONES = {"shutdown", "wait"}
 _SAME_STEM = 5  # letters
-_SAME_WORD, _SAME_NAME = 0.73, 0.9  # difflib's ratio from which a word is a misspelling
+_SAME_WORD, _SAME_NAME = 0.73, 0.9  # difflib's ratio from which on a word counts as a misspelling
 
 TARGET_PREFIX = "kvview_target_"
 """Prefix of the names of modules that are loaded from a file (:mod:`kvview.targets`)."""
@@ -115,7 +115,7 @@ def _check_hooks(cls: type) -> None:
 
 
 def _name_of(owner: type, name: str, value: object) -> str:
-    """Name a method with its module, or with its line if it was loaded from a file."""
+    """Format a method's name with its module, or with its line if it was loaded from a file."""
     if not owner.__module__.startswith(TARGET_PREFIX):
         return f"{owner.__module__}.{owner.__qualname__}.{name}"
     line = f"line {value.__code__.co_firstlineno}: " if inspect.isfunction(value) else ""
@@ -148,9 +148,10 @@ def _words(name: str) -> list[str]:
 
 
 def _are_alike(words: list[str], hook: list[str]) -> bool:
-    """Whether two names have the same words in any order, or each a misspelling of the other's.
+    """Whether two names consist of the same words, in any order, perhaps misspelled.
 
-    A helper differs in a whole word: ``plan_loads``, ``has_pending_jobs``, ``make_worker_pool``.
+    The name of a helper differs in a whole word: ``plan_loads``, ``has_pending_jobs``,
+    ``make_worker_pool``.
     """
     if sorted(words) == sorted(hook):
         return True
@@ -178,14 +179,14 @@ def _why_not_called(value: Any, hook: Callable[..., Any]) -> str | None:
         return f"is a {type(value).__name__}, not a method"
     try:
         method = value.__get__(object(), object) if is_bound else value
-        # The engine calls the wrapper, so its own signature counts.
+        # The engine calls the wrapper, so the signature of the wrapper counts.
         signature = inspect.signature(method, follow_wrapped=False)
     except Exception:  # an unusual descriptor or builtin
         return None
     try:
         signature.bind(*([None] * (len(inspect.signature(hook).parameters) - 1)))
     except TypeError as error:
-        return f"cannot be called: {error}, it takes {signature}"
+        return f"cannot be called: {error}; it takes {signature}"
     if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         return "is async, but no engine awaits it"
     if inspect.isgeneratorfunction(method) and hook.__name__ != "take_events":

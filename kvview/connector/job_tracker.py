@@ -1,4 +1,4 @@
-"""The jobs in flight of one connector, from the plan to the last report, for any engine.
+"""The jobs in flight of one connector, from the plan to the report of the last worker.
 
 Laws: CONN-2, CONN-3 and CONN-5.
 """
@@ -40,9 +40,9 @@ class EndedJob(NamedTuple):
     job: TransferJob
     is_load: bool
     result: TransferResult
-    """A failed result, with the blocks that all workers have moved, or otherwise the last one."""
+    """The last result, or a failed one with the blocks that all workers moved, if one failed."""
     is_last_load: bool
-    """Whether the request of the job waits for no other load."""
+    """Whether no other load of the job's request is in flight."""
     load_failed: bool
     """Whether a load of the job's request failed."""
 
@@ -64,7 +64,7 @@ class _Loads:
 class JobTracker:
     """Tracks the promises and jobs in flight, and the workers that have reported each job.
 
-    1. A plan is checked before it starts; a check that raises has changed nothing.
+    1. A plan is checked before its jobs are tracked; a check that raises has changed nothing.
     2. A job ends with the report of its last worker.
 
     Args:
@@ -98,7 +98,7 @@ class JobTracker:
 
         Raises:
             ConnectorError: A job id is in flight or is used twice (CONN-5), a load is for a
-                request that does not wait for one, or a promise has no load (CONN-2).
+                request that does not wait for a load, or a promise has no load (CONN-2).
         """
         planned: set[int] = set()
         for job in (*plan.loads, *plan.stores):
@@ -115,8 +115,8 @@ class JobTracker:
                 planner = f" of {job.owner}" if job.owner else ""
                 raise ConnectorError(
                     f"CONN-2: load job {job.job_id}{planner} names request {job.request_id!r}, "
-                    f"which waits for no load; plan all loads of a request in the step in which "
-                    f"its blocks were allocated"
+                    f"which does not wait for a load; plan all loads of a request in the step in "
+                    f"which its blocks were allocated"
                 )
         for request_id, num_tokens in broken.items():
             raise ConnectorError(
@@ -125,7 +125,7 @@ class JobTracker:
             )
 
     def begin(self, plan: StepPlan) -> None:
-        """Start to track the jobs of a checked plan, whose loads fulfil all promises."""
+        """Start to track the jobs of a checked plan; its loads fulfil all promises."""
         self._promised.clear()
         for job in plan.loads:
             self._in_flight[job.job_id] = _InFlight(job, is_load=True)
@@ -134,7 +134,7 @@ class JobTracker:
             self._in_flight[job.job_id] = _InFlight(job, is_load=False)
 
     def awaits(self, job_id: int, rank: int = 0) -> bool:
-        """Return whether a worker has yet to report a job."""
+        """Return whether a worker has not reported a job in flight yet."""
         job = self._in_flight.get(job_id)
         return job is not None and rank not in job.ranks
 
@@ -142,7 +142,7 @@ class JobTracker:
         """Record a worker's report.
 
         Returns:
-            The job if this was its last worker, else None.
+            The job if this is the report of its last worker, else None.
 
         Raises:
             ConnectorError: The worker has already reported the job, or the job is not in
@@ -173,7 +173,7 @@ class JobTracker:
 
 
 def _joined(before: TransferResult | None, result: TransferResult) -> TransferResult:
-    """Merge failed results: a block is moved only if every worker has moved it."""
+    """Merge the failed results of a job; a block counts as moved only if every worker moved it."""
     if before is None or result.moved is None or before.moved is None:
         return result if before is None else replace(before, moved=None)
     moved = [a and b for a, b in zip(before.moved, result.moved, strict=False)]

@@ -18,7 +18,8 @@ class TransferJob:
         dst: Destination of the bytes.
         request_id: The request that waits for the job; None for stores. If a job that
             belongs to a request fails, the engine recomputes that request's blocks.
-        owner: Name of the child that planned the job, if the connector has children; for reports.
+        owner: Name of the child connector that planned the job, for reports; empty without
+            children.
     """
 
     job_id: int
@@ -32,12 +33,12 @@ class TransferJob:
 class StepPlan:
     """The jobs that the worker half starts in one step; must be picklable.
 
-    A subclass may have further fields for its own worker half, for example keys to drop. A
-    plan of a subclass reaches the worker half in every step, even without jobs.
+    A subclass may have further fields for its own worker half, for example keys to drop. The worker
+    half receives a plan of a subclass in every step, even without jobs.
 
     Args:
         loads: Loads, which start before the step's compute reads their destination.
-        stores: Stores, which read blocks whose compute was launched before (XFER-6).
+        stores: Stores, which read blocks whose compute was launched before this step (XFER-6).
     """
 
     loads: Sequence[TransferJob] = ()

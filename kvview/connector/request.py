@@ -14,10 +14,10 @@ from kvview.geometry import CacheGeometry
 from kvview.keys import BlockHash, OffloadKey
 
 BlockIds = tuple[Sequence[int], ...]
-"""Block ids per KV-cache group, in block order; the null block stands for skipped KV."""
+"""Block ids per KV-cache group, in block order; the null block replaces blocks without KV."""
 
 ExtraKeys = tuple[Any, ...] | None
-"""The values besides tokens that a block's hash covers (LoRA, salt, images)."""
+"""The values that a block's hash covers besides its tokens (LoRA, salt, images)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class RequestContent:
     """The input of a request: one object for its whole life.
 
     Args:
-        token_ids: Prompt and generated tokens. The sequence grows with the request, is not a
-            copy, and may compute its items on access. It has at least ``num_tokens`` items,
+        token_ids: Prompt and generated tokens. The sequence is the engine's own: it grows with the
+            request, and it may compute its items on access. It has at least ``num_tokens`` items,
             or none if the engine has no tokens (a trace of hashes).
         lora_name: Name of the LoRA, or None.
         lora_id: The LoRA's number in the engine, or None.
-        cache_salt: Separates the prefix caches of tenants, or None.
+        cache_salt: Text that separates the prefix caches of tenants, or None.
         extra_keys: For each entry of ``block_hashes``, the values besides tokens that the hash
-            covers; it grows too. Empty if no hash covers such values.
-        transfer_params: Its ``kv_transfer_params``, as the client sent them, so they may be
-            wrong in every way; None without any. KV does not depend on them.
+            covers; the sequence grows with the request, and is empty if no hash covers such values.
+        transfer_params: The request's ``kv_transfer_params``, as the client sent them, so they may
+            be wrong in every way; None if there are none. KV does not depend on them.
     """
 
     token_ids: Sequence[int] = ()
@@ -54,12 +54,12 @@ class RequestInfo:
         num_tokens: Tokens known now: the prompt and the generated tokens received so far. A
             step in flight may add tokens (CONN-7).
         block_hashes: One hash for each full ``hash_block_size`` tokens, each
-            covering the whole prefix, without group index; it grows with the request.
+            covering the whole prefix, without group index; the sequence grows with the request.
         num_computed_tokens: Leading tokens whose KV is in the request's blocks: hit in
             the prefix cache, loaded, or computed, launched steps included (CONN-7). Draft
             tokens of a launched step are included until they are rejected; the last sampled
-            token is not, because the next step computes it. While the request has no
-            blocks, it is 0, except in ``match_prefix``, where it is the hit.
+            token is not, because the next step computes it. While the request has no blocks, the
+            number is 0; in ``match_prefix`` it is the number of tokens that the GPU hits.
         content: The input of the request; the same object at every call.
     """
 
@@ -80,8 +80,8 @@ class RequestStep:
             have more blocks than ``num_tokens`` fill (CONN-7).
         num_computed_tokens: Tokens whose KV exists before the step, in stream order; the
             same as ``request.num_computed_tokens``.
-        num_scheduled_tokens: Tokens computed in the step. They may reach past
-            ``request.num_tokens`` and past ``request.block_hashes`` (CONN-7).
+        num_scheduled_tokens: Tokens computed in the step. They may go beyond ``request.num_tokens``
+            and ``request.block_hashes`` (CONN-7).
     """
 
     request: RequestInfo
@@ -103,7 +103,7 @@ class StepInfo:
     preempted: Sequence[str] = ()
 
     def filling(self) -> Sequence[RequestStep]:
-        """Return the requests that may have new full blocks since the last step.
+        """Return the requests whose blocks may have become full since the last step.
 
         1. They include every request with a block that becomes full in this step or whose
            hash became known since the last step (CONN-7), and every request whose number of
@@ -140,7 +140,7 @@ def full_blocks(
     """Yield the blocks of a request that may be stored: full, hashed and in its table.
 
     Blocks are skipped if their KV is incomplete, if their hash does not exist yet, or if a
-    window has freed them, whatever the counts of a step in flight are (CONN-7). The blocks come
+    window has freed them, even if the counts include a step in flight (CONN-7). The blocks come
     group after group, in the order that :class:`~kvview.GPULoadStoreSpec` requires.
 
     Args:

@@ -1,10 +1,10 @@
-"""The event contract, and the wire format in which engines publish it.
+"""The event contract, and the wire formats in which engines publish events.
 
 :mod:`kvview.events.tier` defines the events of a tier. :mod:`kvview.events.fold` computes the
-contents of a tier from them, and :mod:`kvview.events.block_sizes` joins them with the GPU's events.
-:mod:`kvview.events.formats` has the wire formats of every producer. :mod:`kvview.events.wire` and
-:mod:`kvview.events.channel` read and write bytes. They need the extra ``events``, so this package
-does not import them.
+contents of a tier from events, and :mod:`kvview.events.block_sizes` joins tier events with the
+events of the GPU. :mod:`kvview.events.formats` has the wire formats of all producers.
+:mod:`kvview.events.wire` and :mod:`kvview.events.channel` read and write bytes. These two need the
+extra ``events``, so this package does not import them.
 """
 
 from kvview.events.block_sizes import (

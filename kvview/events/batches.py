@@ -11,11 +11,11 @@ import msgspec
 from kvview.events.formats import WireFormat
 
 Hash = int | bytes
-"""The hash of a block: its last 64 bits as a number, or all its bytes."""
+"""The hash of a block: the last 64 bits of the hash as a number, or all its bytes."""
 
 
 class StoredEvent(msgspec.Struct):
-    """``BlockStored``: blocks were stored in a medium. The format defines the fields."""
+    """``BlockStored``: blocks were stored in a medium. The wire format defines the fields."""
 
     if TYPE_CHECKING:
         block_hashes: list[Hash]
@@ -69,10 +69,10 @@ class Batch:
     """The events of one message.
 
     Args:
-        ts: Seconds since 1970, by the publisher's clock.
+        ts: Seconds since 1970 on the publisher's clock.
         events: The events, in order.
         data_parallel_rank: Rank of the publisher, or None.
-        wire_format: The format in which the batch was read, or is to be written.
+        wire_format: The format in which the batch was read or will be written.
         problems: One line for each event that a lenient reader could not fully decode.
         source: The bytes of a batch with problems.
     """

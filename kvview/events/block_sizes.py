@@ -1,4 +1,4 @@
-"""The events of the GPU prefix cache, and the join of block sizes from them."""
+"""The events of the GPU prefix cache, and an index of block sizes from these events."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ GPUEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class BlockSizeIndex:
     """Finds the block size of an offloaded key from the GPU events of its block.
 
-    1. A size is known while the GPU or any offloading medium holds the key, in any order of their
-       events. A GPU block may be evicted before the event of its offloading arrives, because vLLM
-       publishes the offloading events of a step last (#57159).
-    2. So the size of a key that no medium holds is remembered for a while, but not returned. It is
-       dropped after further releases of other keys: as many as the most keys that were ever held at
-       once, at least 1,024. So memory is proportional to the number of cached keys.
+    1. A size is known while the GPU or any offloading medium holds the key, whichever event arrives
+       first. A GPU block may be evicted before its offloading event arrives, because vLLM publishes
+       the offloading events of a step last (#57159).
+    2. So the index remembers the size of a key that no medium holds for a while, but does not
+       return the size. The size is dropped after N other keys were released, where N is the largest
+       number of keys that were held at once, at least 1,024. So memory is proportional to the
+       number of cached keys.
 
     Apply every GPU event and every offloading event, each stream in order. The two streams may
     be mixed in any order within a batch and, within the limit of 2., across batches.
@@ -72,11 +73,11 @@ class BlockSizeIndex:
         self._most_held = 0
 
     def block_size(self, key: OffloadKey) -> int | None:
-        """Return the tokens in a key's block; None if it is unknown, or no medium holds it."""
+        """Return the tokens in a key's block; None if the size is unknown or no medium holds it."""
         return None if key in self._released else self._sizes.get(key)
 
     def learn(self, key: OffloadKey, block_size: int) -> None:
-        """Record the size of a held key, from an offloading event that has a size."""
+        """Record the size of a held key from an offloading event that contains the size."""
         if self._fold.is_held(key):
             self._sizes[key] = block_size
             self._hold((key,))

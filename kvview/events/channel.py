@@ -3,12 +3,12 @@
 1. A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers rise by one.
 2. A listener that has missed messages sends the first missing number to the replay endpoint. It
    receives every batch that the publisher still has, and then a message with the number -1.
-3. A listener reports other frames and skips them. It also reports a publisher that is absent,
-   disconnects, reconnects or uses another protocol, and continues.
-4. A lower number than the last one means that the publisher has restarted, because numbers are
-   never reused.
+3. A listener skips frames that are not a message, and reports them. It also reports a publisher
+   that is absent, disconnects, reconnects or uses another protocol.
+4. A number below the last one means that the publisher has restarted, because a publisher never
+   reuses a number.
 
-Source: ``ZmqEventPublisher``, vllm/distributed/kv_events.py; no topic in replays up to 0.25.
+Source: ``ZmqEventPublisher``, vllm/distributed/kv_events.py; replays have no topic up to 0.25.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
     if len(number) != 8:
         sizes = ", ".join(str(len(frame)) for frame in frames[:5])
         raise WireFormatError(
-            f"not a message of KV events: {len(frames)} frames of {sizes} bytes, "
-            f"expected a topic, 8 bytes for the number, and the batch"
+            f"not a KV event message: {len(frames)} frames of {sizes} bytes, "
+            f"expected a topic, an 8-byte sequence number, and the batch"
         )
     if number == _END and not payload:
         return None
     sequence = int.from_bytes(number, "big", signed=True)
     if sequence < 0:
         raise WireFormatError(
-            f"not a message of KV events: its number is {sequence}, expected 0 or more"
+            f"not a KV event message: its sequence number is {sequence}, expected 0 or more"
         )
     try:
         require_size(payload)
     except ValueError as error:
-        raise WireFormatError(f"not a message of KV events: {error}") from None
+        raise WireFormatError(f"not a KV event message: {error}") from None
     return Message(sequence, payload, topic.decode(errors="backslashreplace"), time.time())
 
 
 class Publisher:
-    """Publishes batches, and replays them from its own thread; a context manager.
+    """Publishes batches, and replays old batches from its own thread; a context manager.
 
     Args:
         endpoint: Endpoint to bind, ``tcp://127.0.0.1:5557`` for example.
         replay_endpoint: Endpoint to bind for replays; None for no replay.
         topic: Topic of every message.
-        replay_topic: Whether replayed batches have a frame for the topic, as in vLLM since 0.26.
+        replay_topic: Whether replayed batches have a topic frame, as in vLLM since 0.26.
         buffer_steps: Batches that are kept for replays.
 
     Raises:
@@ -116,7 +116,7 @@ class Publisher:
         return number
 
     def close(self) -> None:
-        """Send the queued messages, for at most a second, and end."""
+        """Send the queued messages, for at most a second, and stop the thread."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -152,11 +152,11 @@ class Publisher:
 
 
 class Listener:
-    """Subscribes to a publisher; a context manager. After its end, calls raise ``ConfigError``.
+    """Subscribes to a publisher; a context manager. After ``close``, calls raise ``ConfigError``.
 
     Args:
         endpoint: Endpoint of the publisher.
-        replay_endpoint: Endpoint for requests for missed messages, or None.
+        replay_endpoint: Endpoint from which missed messages can be requested, or None.
         topic: Prefix of the topics to receive.
         replay_seconds: Maximum of seconds to wait for each message of a replay.
 
@@ -178,7 +178,7 @@ class Listener:
         self._context = zmq.Context()
         self._replay_endpoint, self._replay_seconds = replay_endpoint, replay_seconds
         self._expected = self.num_replayed = 0
-        self._next: Message | None = None  # comes after the missed messages
+        self._next: Message | None = None  # to be yielded after the missed messages
         try:
             self._socket = self._connect(zmq.SUB, endpoint)
             if replay_endpoint is not None:  # so that a wrong endpoint is reported now
@@ -194,13 +194,14 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self._link.close()
-        self._context.destroy(linger=0)  # closes the socket of an unfinished replay too
+        self._context.destroy(linger=0)  # also closes the socket of an unfinished replay
 
     def receive(self, seconds: float) -> Message | None:
         """Return the next message, or None if no message arrives in time.
 
         Raises:
-            WireFormatError: The frames are not a message (3.); the next call continues.
+            WireFormatError: The frames are not a message (3.); later messages can still be
+                received.
         """
         self._check_open()
         if not self._socket.poll(int(seconds * 1000)):
@@ -208,14 +209,13 @@ class Listener:
         return read_frames(self._socket.recv_multipart())
 
     def follow(self, seconds: float, report: Callable[[str], None]) -> Iterator[Message]:
-        """Yield the missed messages that a replay still has, and then the next message.
+        """Yield the missed messages that the publisher can still replay, and then the next message.
 
-        If the caller stops, the next call continues there.
+        If the caller stops the iteration, the next call continues at the same message.
 
         Args:
             seconds: Maximum of seconds to wait for the next message.
-            report: Called with a line about frames that are not a message, or about a replay
-                that failed (3.).
+            report: Called with one line for each wrong message or failed replay (3.).
         """
         first = self._expected
         try:
@@ -243,10 +243,10 @@ class Listener:
         yield message
 
     def replay(self, first: int) -> Iterator[Message]:
-        """Yield the messages that the publisher still has, from a number on.
+        """Yield the messages that the publisher still has, starting at a number.
 
         Raises:
-            ConfigError: There is no replay endpoint, or it does not respond.
+            ConfigError: The listener has no replay endpoint, or the endpoint does not respond.
             WireFormatError: The frames are not a message, or its number is not higher.
         """
         if self._replay_endpoint is None:
@@ -277,7 +277,7 @@ class Listener:
             socket.close(linger=0)
 
     def link_news(self) -> list[str]:
-        """Return the changes of the connection since the last call, one line each (3.)."""
+        """Return the changes of the connection since the last call, each as a line of text (3.)."""
         self._check_open()
         return self._link.news()
 

@@ -1,4 +1,4 @@
-"""The fold of events, which computes the blocks that each medium advertises after a stream."""
+"""The fold of a stream of events into the blocks that each medium advertises at its end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class FoldedEvents(Generic[KeyT]):
-    """The blocks of each medium after the events so far.
+    """The blocks that each medium advertises after the events so far.
 
-    Keys are of any kind, because an engine names a block by hash and group, and a tier by
-    offload key.
+    Keys may have any type, because an engine names a block by hash and group, and a tier by offload
+    key.
     """
 
     def __init__(self) -> None:
         self.held: dict[str, Counter[KeyT]] = {}
-        """Blocks by medium and key; a medium stays once an event named it."""
+        """Number of blocks by medium and key; a medium that an event has named is never removed."""
 
     def change(self, medium: str, key: KeyT, *, removed: bool) -> bool:
         """Apply one change; returns whether EVENT-1 allows it.
@@ -47,11 +47,11 @@ class FoldedEvents(Generic[KeyT]):
         return self.held.pop(MEDIUM_GPU, Counter())
 
     def is_held(self, key: KeyT) -> bool:
-        """Return whether some medium advertises a key."""
+        """Return whether any medium advertises a key."""
         return any(key in held for held in self.held.values())
 
     def advertised(self) -> set[KeyT]:
-        """Return the keys that some medium advertises (EVENT-2)."""
+        """Return the keys that at least one medium advertises (EVENT-2)."""
         return set().union(*self.held.values())
 
 
@@ -65,7 +65,7 @@ def fold_events(events: Iterable[OffloadingEvent]) -> dict[str, set[OffloadKey]]
         ``{medium: loadable keys}`` (EVENT-2), with every medium that an event named.
 
     Raises:
-        EventOrderError: A key is removed that was not stored (EVENT-1).
+        EventOrderError: An event removes a key that was not stored (EVENT-1).
     """
     fold: FoldedEvents[OffloadKey] = FoldedEvents()
     for number, event in enumerate(events):

@@ -9,8 +9,8 @@ are written in one of two ways:
 2. As a map: ``"type"``, then fields by name. Fields marked ``omitted`` are written only if they
    have a value. Fields are only ever appended, so a newer reader reads older maps.
 
-A reader of arrays cannot read maps, nor the reverse. Frames of a replay have two layouts
-(:attr:`WireFormat.replay_topic`).
+A reader of arrays cannot read maps, and a reader of maps cannot read arrays. Replays have two
+layouts of frames (:attr:`WireFormat.replay_topic`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Field:
     """One field of an event.
 
     Args:
-        name: Its name in maps; arrays have no names.
-        kind: Its type.
-        since: First release that writes it.
-        is_nullable: Whether nil stands for no value.
-        is_omitted: Whether maps omit it if it has no value. Every other field is required.
+        name: Name of the field in maps; arrays have no names.
+        kind: Type of the field.
+        since: First release that writes the field.
+        is_nullable: Whether nil means that the field has no value.
+        is_omitted: Whether maps omit the field if it has no value. Every other field is required.
     """
 
     name: str
@@ -73,8 +73,8 @@ class WireFormat:
         stored: Fields of ``BlockStored``, in order.
         removed: Fields of ``BlockRemoved``, in order. ``AllBlocksCleared`` has no fields.
         has_rank: Whether a batch ends with the data-parallel rank, which may be nil.
-        replay_topic: Whether a replayed batch has a frame for the topic.
-        is_cut: Whether arrays omit optional fields without a value at their end.
+        replay_topic: Whether a replayed batch has a topic frame.
+        is_cut: Whether arrays end before trailing optional fields that have no value.
     """
 
     name: str
@@ -90,7 +90,7 @@ class WireFormat:
 
 
 def version(release: str) -> tuple[int, ...]:
-    """Parse a release into numbers, without a suffix after them.
+    """Parse the numbers of a release; a suffix is ignored.
 
     Raises:
         ConfigError: The release does not start with a number.
@@ -162,7 +162,7 @@ def _sglang_formats() -> Iterator[WireFormat]:
 
 
 WIRE_FORMATS: tuple[WireFormat, ...] = (*_vllm_formats(), *_sglang_formats())
-"""All formats; those of each producer from the oldest to the newest."""
+"""All formats; the formats of each producer are sorted from the oldest to the newest."""
 
 
 @cache

@@ -14,7 +14,7 @@ _FOREIGN = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
     zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.DISCONNECTED,  # before a handshake succeeded
+    zmq.Event.DISCONNECTED,  # counts only before a handshake succeeded
 )
 _LINK = (
     *_FOREIGN,
@@ -42,10 +42,10 @@ class Link:
         self._monitor.close(linger=0)
 
     def news(self) -> list[str]:
-        """Return the changes since the last call, one line each."""
+        """Return the changes since the last call, each as a line of text."""
         lines = []
         if self._try_again_at and time.monotonic() > self._try_again_at:
-            self._try_again_at = 0.0  # because zmq does not reconnect to a foreign socket
+            self._try_again_at = 0.0  # zmq itself does not reconnect to a peer of another protocol
             with suppress(zmq.ZMQError):
                 self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)

@@ -1,7 +1,7 @@
 """Recordings of a stream of KV events: JSON lines, one per message.
 
-A row is ``{"at": seconds, "topic": text, "sequence": number, "payload": base64}``, with ``at``
-by the receiver's clock. The file may be compressed by gzip (``.gz``).
+A row is ``{"at": seconds, "topic": text, "sequence": number, "payload": base64}``, with ``at`` on
+the receiver's clock. The file may be compressed by gzip (``.gz``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvview.input_files import DAMAGED_GZIP, open_rows, read_rows
 MAX_PAYLOAD_BYTES = 16 << 20
 """Bytes of the largest batch; a prompt of a million tokens takes five million bytes."""
 
-_LONGEST = 24 << 20  # bytes of a line: base64, the topic and the numbers
+_LONGEST = 24 << 20  # maximum of bytes of a line: base64, the topic and the numbers
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class Recording:
         self._file.close()
 
     def write(self, message: Message) -> None:
-        """Add a message, and write it to the file before this returns.
+        """Append a message; it is in the file when this call returns.
 
         Raises:
             ConfigError: The file cannot be written.

@@ -3,11 +3,11 @@
 Laws: EVENT-1 to EVENT-5 in ``kvview/laws.toml``.
 
 An offloading event has no block size, because one event may name keys of groups with different
-block sizes. A reader that needs the size joins it from the GPU events of the same blocks with
+block sizes. A reader that needs the size finds it in the GPU events of the same blocks, with
 :class:`BlockSizeIndex`.
 
-Source: vLLM PR #36644 (the block size leaves the event), issue #43468 (a router
-that drops every event without one), ``vllm/distributed/kv_events.py``.
+Source: vLLM PR #36644 (removes the block size from the event), issue #43468 (a router drops every
+event without a block size), ``vllm/distributed/kv_events.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OffloadingEvent:
     Args:
         keys: The keys, in the order of the changes.
         medium: Name of the tier, ``"CPU"`` for example.
-        removed: True if the keys can no longer be loaded, False if they can be loaded now.
+        removed: Whether the keys can no longer be loaded; if False, they can be loaded now.
     """
 
     keys: Sequence[OffloadKey]
@@ -43,7 +43,7 @@ class SupportsSilentTiers(Protocol):
     """A scheduler half over several tiers, some of which emit no events."""
 
     def comes_from_silent_tier(self, request_id: str) -> bool:
-        """Return whether a tier without events made the last promise to a request (EVENT-2).
+        """Return whether the last promise to a request came from a tier without events (EVENT-2).
 
         Args:
             request_id: A request that has just received a promise from ``match_prefix``.

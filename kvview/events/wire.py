@@ -1,8 +1,8 @@
 """Encoding and decoding of batches of KV events, in every format of the table.
 
-1. Strict: a batch has one format, and a decoded batch is encoded to the same bytes.
-2. Lenient: an event of no known format does not invalidate the batch. It is decoded as far as
-   possible, :attr:`Batch.problems` describes it, and the batch is encoded to the same bytes.
+1. Strict: all events of a batch have one format, and the batch encodes to the same bytes.
+2. A lenient decoder accepts a batch with an event of unknown format. It decodes the fields that it
+   can read and describes the event in :attr:`Batch.problems`; the batch encodes to the same bytes.
 3. For any bytes, the result is a batch or :class:`~kvview.WireFormatError`.
 4. A field that a format does not have is None in its events.
 """
@@ -60,7 +60,7 @@ _ALL_FIELDS = {field.name for wire_format in WIRE_FORMATS for field in wire_form
 
 
 class _Shell(msgspec.Struct, array_like=True):
-    """A batch with undecoded events, whose number is limited because decoding takes memory."""
+    """A batch with undecoded events; their number is limited, because decoding takes memory."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=2**17)]
@@ -71,7 +71,7 @@ class Codec:
     """Encodes and decodes one format; :func:`codec` makes one object per format.
 
     Args:
-        wire_format: A row of the table.
+        wire_format: A format of :mod:`kvview.events.formats`.
     """
 
     def __init__(self, wire_format: WireFormat) -> None:
@@ -106,7 +106,7 @@ class Codec:
         """Decode a batch of this format (1.).
 
         Raises:
-            WireFormatError: The bytes are not such a batch, or would be encoded to other bytes.
+            WireFormatError: The bytes are not such a batch, or would encode to other bytes.
         """
         try:
             return self.decode_or_raise(payload)
@@ -115,11 +115,11 @@ class Codec:
             raise WireFormatError(f"not a batch of {name}: {why}") from None
 
     def decode_or_raise(self, payload: bytes) -> Batch:
-        """Decode like :meth:`decode`, but raise the original exception, which costs less."""
+        """Decode like :meth:`decode`, but raise the exception of msgspec, which costs less."""
         read: Any = self._read(payload)
         batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
         if self.encode(batch) != payload:
-            raise ValueError("the decoded batch would be encoded to other bytes")
+            raise ValueError("the decoded batch would encode to other bytes")
         return batch
 
     def decode_event(self, source: bytes) -> WireEvent | None:
@@ -195,7 +195,7 @@ def codec(wire_format: WireFormat) -> Codec:
 
 @cache
 def _loose_readers() -> dict[bool, Any]:
-    """Return decoders for events of no format, by whether they are maps, with all known fields."""
+    """Return decoders that accept all known fields: one for arrays, one for maps."""
     readers = {}
     for is_map in (True, False):
         known: dict[str, dict[str, Field]] = {"stored": {}, "removed": {}}
@@ -244,7 +244,7 @@ class EventDecoder:
                 self._codecs.insert(0, self._codecs.pop(number))
             return batch
         if self._strict:
-            return self._codecs[0].decode(payload)  # raises with the reason
+            return self._codecs[0].decode(payload)  # raises the reason
         return self._decode_leniently(payload)
 
     def _decode_leniently(self, payload: bytes) -> Batch:

@@ -1,4 +1,4 @@
-"""The guard, which is the view that a connector gets by default instead of an unguarded one."""
+"""The guard: the view that a connector gets by default, which checks every call."""
 
 from kvview.guard.lease import GuardedLease, Leak
 from kvview.guard.ledger import GuardStats

@@ -1,7 +1,7 @@
 """The checks before every call of a guard: the right thread, the right process, an open guard.
 
-GUARD-4, GUARD-6 and POOL-10. The ident of a thread or process is reused after it has ended, so
-each thread of each process has its own :class:`Home` object here.
+Laws: GUARD-4, GUARD-6 and POOL-10. A system reuses the idents of threads and processes that have
+ended, so a :class:`Home` object identifies each thread of each process instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Home:
     """One thread of one process."""
 
     process: ClassVar[object] = object()
-    """This process; another object in a forked child."""
+    """An object that identifies this process; a forked child has another one."""
 
     def __init__(self) -> None:
         self.made_in = Home.process
@@ -34,11 +34,11 @@ class _Here(local):
 
 
 here = _Here()
-"""The :class:`Home` of the calling thread, as ``here.home``."""
+"""Thread-local storage: ``here.home`` is the :class:`Home` of the calling thread."""
 
 
 def _begin_child() -> None:
-    """Make a new process object, and a new home for the first thread, in a forked child."""
+    """Make a new process object and a new home for the only thread of a forked child."""
     Home.process = object()
     here.home = Home()
 

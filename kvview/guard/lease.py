@@ -1,6 +1,6 @@
-"""Leases, which are references that are released exactly once and may expire.
+"""Leases: references that are released exactly once and may expire.
 
-``GuardedView.lease`` takes them. They satisfy GUARD-2, 3 and 7 to 9.
+``GuardedView.lease`` makes a lease. Leases satisfy GUARD-2, 3 and 7 to 9.
 
 Source: vLLM issues #41383 and #46289.
 """
@@ -30,15 +30,15 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Leak:
-    """Blocks that are held, as a leak report lists them.
+    """An entry of a leak report: blocks that are held.
 
     Args:
         owner: Owner of the guard.
         job: The lease's job, or None for plain touches.
         block_ids: The blocks, one entry per reference.
-        age: Seconds for which they have been held without a break.
+        age: Seconds for which the blocks have been held without a break.
         taken_at: ``file:line in function`` of the first caller if the guard traces, else None.
-        request_id: The request that the engine named when they were taken, or None.
+        request_id: The request that the engine named when the blocks were taken, or None.
     """
 
     owner: str
@@ -49,7 +49,7 @@ class Leak:
     request_id: str | None = None
 
     def __str__(self) -> str:
-        where = self.taken_at or "an unknown line, which trace=True records"
+        where = self.taken_at or "an unknown line; trace=True records it"
         return (
             f"{self.owner!r} holds {len(self.block_ids)} references for {self.age:.1f} s "
             f"(request {self.request_id!r}, job {self.job!r}, blocks {list(self.block_ids[:8])}, "
@@ -66,7 +66,7 @@ class Hold:
         job: Name of the job, for reports.
         stamp: Time, request and caller of the lease.
         deadline: Seconds on the guard's clock; infinite for no deadline.
-        is_active: False once the lease was released or has expired.
+        is_active: Whether the lease was not released and has not expired.
     """
 
     block_ids: tuple[int, ...]
@@ -79,7 +79,7 @@ class Hold:
 class GuardedLease(NotCopyable):
     """References that are released exactly once (GUARD-2): a :class:`kvview.Lease`.
 
-    It ends with its ``with`` block, by ``release``, or at its deadline.
+    A lease ends with its ``with`` block, by ``release``, or at its deadline.
     """
 
     def __init__(self, guard: GuardedLeases, hold: Hold) -> None:
@@ -103,7 +103,7 @@ class GuardedLease(NotCopyable):
 
     @property
     def is_active(self) -> bool:
-        """False once it was released, expired, or the view was closed."""
+        """Whether the lease still holds its blocks: not released, not expired, view not closed."""
         return self._hold.is_active and self._guard.is_open
 
     def renew(self, ttl: float) -> None:
@@ -116,7 +116,7 @@ class GuardedLease(NotCopyable):
         self._guard._renew(self, ttl)
 
     def release(self) -> bool:
-        """Release the references; returns False if the lease had already ended."""
+        """Release the references; returns False if the lease has already ended."""
         return self._guard._release(self)
 
     def __enter__(self) -> Self:
@@ -146,11 +146,11 @@ class GuardedLease(NotCopyable):
 
 
 class GuardedLeases(AtHome):
-    """The leases of a guard: it takes, renews, releases and expires them.
+    """Makes, renews, releases and expires the leases of a guard.
 
     Args:
         owner: Name of the owner, for errors and reports.
-        view: The guard's ledger view; leases have a ledger view under it.
+        view: The guard's ledger view; the leases have a ledger view that is opened from it.
         clock: Returns monotonic seconds.
     """
 
@@ -158,15 +158,15 @@ class GuardedLeases(AtHome):
         super().__init__(owner, view)
         self.now = clock
         self._lease_view: LedgerView | None = None
-        # The records of leases whose blocks are not released yet, in the order in which they were
-        # taken or renewed.
+        # The records of leases whose blocks are not released yet, in the order of their last
+        # renewal.
         self._holds: dict[Hold, None] = {}
         self.next_deadline = NEVER
-        """Time before which no lease expires; the lease with this deadline may have ended."""
+        """Time before which no lease expires; the lease that set this time may have ended."""
 
     @property
     def now(self) -> Callable[[], float]:
-        """The clock; tests and simulations may set another one."""
+        """The clock of the deadlines; tests and simulations may set another one."""
         return self._clock
 
     @now.setter
@@ -198,7 +198,7 @@ class GuardedLeases(AtHome):
         return GuardedLease(self, hold)
 
     def release_expired(self) -> list[Leak]:
-        """Release the leases whose deadline has passed; every other call does this, too.
+        """Release the leases whose deadline has passed; every other call of the guard also does so.
 
         Returns:
             The leases that ended, earliest deadline first.
@@ -224,7 +224,7 @@ class GuardedLeases(AtHome):
             try:
                 self._end(hold)
             except Exception:
-                # The current call did not cause this, so it must not fail (GUARD-8).
+                # The current call did not cause the error, so the call must not fail (GUARD-8).
                 if is_first:
                     _logger.exception("GUARD-8: the engine refused an expired lease: %s", leak)
                 hold.deadline = now + _RETRY_SECONDS
@@ -255,7 +255,7 @@ class GuardedLeases(AtHome):
         if lease.is_active:
             self._enter()
         if not lease.is_active:
-            return False  # close() or expiry was first
+            return False  # close() or expiry came first
         self._end(lease._hold)
         lease._hold.is_active = False
         return True

@@ -1,12 +1,12 @@
 """The ledger, which checks ids, counts references and undoes calls that fail.
 
-A pool has one :class:`Ledger`, and each owner of references a :class:`LedgerView`. The ledger
-views form a tree: the views of the guards are below the view that they guard, and the view of
-its leases is below each guard. A reference is counted in one of them only, so no owner can free
-another owner's reference, and no reference is counted twice.
+A pool has one :class:`Ledger`, and each owner of references a :class:`LedgerView`. The ledger views
+form a tree: the view of a guard is a child of the view that it guards, and the view of a guard's
+leases is a child of the guard's view. A reference is counted in one ledger view only, so no owner
+can free another owner's reference, and no reference is counted twice.
 
-The views of the reference and of the vLLM adapter are ledger views; :class:`CheckedView` makes
-one from a view that does not check.
+The views of the reference and of the vLLM adapter are ledger views; :class:`CheckedView` makes a
+ledger view from a view that does not check.
 
 Source: vLLM issue #42571 (a block that one call names twice was queued twice), #42085.
 """
@@ -31,11 +31,11 @@ from kvview.guard.not_copyable import NotCopyable
 from kvview.pool import GPUBlockPoolView
 
 Move = Callable[[list[Any]], object]
-"""A call of the engine; takes the entries of the ledger's ``blocks``."""
+"""A call of the engine, with entries of the ledger's ``blocks`` as arguments."""
 
 
 Stamp = tuple[float, str | None, str | None]
-"""The origin of a reference: time in seconds, request, and the caller's line if it is traced."""
+"""The origin of a reference: time in seconds, request, and the caller's line (with a trace)."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ def check_block_ids(block_ids: Iterable[Any], num_blocks: int | None) -> None:
 
 
 class _AnyId:
-    """The blocks of a pool of unknown size, in which each id stands for its block."""
+    """The blocks of a pool of unknown size: each id is used as its block."""
 
     def __getitem__(self, block_id: int) -> int:
         return block_id
@@ -98,18 +98,18 @@ class Ledger:
         self.num_blocks = None if blocks is None else len(blocks)
         self.null_block_id = null_block_id
         self.views: WeakSet[LedgerView] = WeakSet()
-        # Open walks of all views: called before a view takes blocks out of the queue,
+        # Callbacks of open walks of all views: called before a view takes blocks out of the queue,
         self.before_touch: list[Move] = []
-        self.before_free: list[Move] = []  # and before blocks join it.
+        self.before_free: list[Move] = []  # and before blocks join the queue.
         self.resumed_walks: WeakSet[Any] = WeakSet()
         # The number of views that hold each block; kept only if a view has a budget.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
-        self.request_id: str | None = None  # named by the engine, for reports
+        self.request_id: str | None = None  # the request that the engine named, for reports
         self._token: int | None = None
 
     def remember(self, pool: object) -> None:
-        """Become the ledger of this pool.
+        """Register this ledger as that of a pool.
 
         Raises:
             TypeError: The pool cannot be weakly referenced or hashed.
@@ -140,20 +140,20 @@ class Ledger:
 
 
 _LEDGERS: WeakKeyDictionary[object, ref[Ledger]] = WeakKeyDictionary()
-# Module level, because the collector also clears the weak references of collected objects.
+# At module level, because the collector also clears the weak references of collected objects.
 _POOLS: WeakValueDictionary[int, object] = WeakValueDictionary()
 _tokens = count()
 
 
 def ledger_of(pool: object, make: Callable[[], Ledger]) -> Ledger:
-    """Return the ledger that all views of a pool share; ``make`` it if the pool has none."""
+    """Return the ledger that all views of a pool share; ``make`` builds it for the first view."""
     try:
         known = _LEDGERS.get(pool)
         ledger = None if known is None else known()
         if ledger is None:
             ledger = make()
             ledger.remember(pool)
-    except TypeError:  # no weak references or no hash, so each view has its own ledger
+    except TypeError:  # the pool has no weak references or no hash, so each view has its own ledger
         ledger = make()
     return ledger
 
@@ -163,9 +163,9 @@ class LedgerView(NotCopyable):
 
     1. A call that raises has changed nothing, even if the engine raised (POOL-3).
     2. The engine receives checked blocks only, without the null block.
-    3. If one call frees a block several times, the engine receives its last mention in a
-       separate call, because vLLM up to 0.23 queues every mention (POOL-2).
-    4. A subclass adds walks and queries, which call :meth:`check_open`.
+    3. If one call names a block several times, the engine receives the last mention in a separate
+       call, because vLLM up to 0.23 queues the block at every mention (POOL-2).
+    4. A subclass adds walks and queries, each of which calls :meth:`check_open`.
 
     Args:
         ledger: The ledger of the pool.
@@ -178,7 +178,7 @@ class LedgerView(NotCopyable):
         self.ledger = ledger
         self.max_blocks: int | None = None
         self.clock: Callable[[], float] | None = None  # of stamps; None: no stamps
-        self.caller: Callable[[], str] | None = None  # returns the caller's line, for a trace
+        self.caller: Callable[[], str] | None = None  # gets the caller's line, if traced
         self.stats: GuardStats | None = None
         self.leases: Collection[Any] | None = None  # the records of a guard's lease view
         self.before_touch = ledger.before_touch
@@ -190,9 +190,9 @@ class LedgerView(NotCopyable):
         self.is_open = True
         self._parent = parent
         self._children: list[LedgerView] = []
-        # By block id: references, and the stamp of the first. Lists if the size is known,
-        # because dicts cost a third more. The null block has -1, which the loops test
-        # last, because most blocks are not null (benchmarks/guard.py).
+        # By block id: the number of references, and the stamp of the first one. Lists if the pool's
+        # size is known, because dicts cost a third more. The count of the null block is -1, which
+        # the loops test last, because most blocks are not null (benchmarks/guard.py).
         size, null = self.ledger.num_blocks, self.ledger.null_block_id
         self._held: list[int] | dict[int, int]
         self._since: list[Stamp | None] | dict[int, Stamp | None]
@@ -204,17 +204,17 @@ class LedgerView(NotCopyable):
         self.ledger.views.add(self)
 
     def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
-        """Open a view for another owner, with its own references; it is closed with this one.
+        """Open a view for another owner, with its own references; closing this view also closes it.
 
         Args:
             owner: Name of the owner, for errors and reports.
-            max_blocks: Blocks of the pool that any views may hold after a touch through
-                the new view; the smallest limit of the views under it counts.
+            max_blocks: Maximum of blocks of the pool that all views together may hold after a touch
+                through the new view. The smallest limit among the view and its ancestors counts.
         """
         self.check_open()
         view = object.__new__(type(self))
         for name, value in vars(self).items():
-            setattr(view, name, value)  # a __dict__ update makes every later call 7 % slower
+            setattr(view, name, value)  # with a __dict__ update every later call is 7 % slower
         view._open_account(owner, self)
         self._children.append(view)
         if max_blocks is not None:
@@ -343,7 +343,7 @@ class LedgerView(NotCopyable):
             self.stats.freed += len(found)
 
     def _free_repeated(self, move: Move, block_ids: list[int]) -> None:
-        """Free all mentions of each block except its last one, then the last ones (POOL-11)."""
+        """Free each block once per mention, the last mentions in a separate call (POOL-11)."""
         blocks, null = self.ledger.blocks, self.ledger.null_block_id
         last = dict.fromkeys(reversed(block_ids))
         last.pop(null, None)
@@ -361,7 +361,7 @@ class LedgerView(NotCopyable):
             raise
 
     def _undo(self, block_ids: list[int], num_done: int, step: int) -> None:
-        """Add ``step`` to the counts of the first ``num_done`` blocks that are not null."""
+        """Add ``step`` to the counts of the first ``num_done`` blocks; skip the null block."""
         null, held = self.ledger.null_block_id, self._held
         for block_id in islice((b for b in block_ids if b != null), num_done):
             held[block_id] += step
@@ -379,7 +379,7 @@ class LedgerView(NotCopyable):
             )
 
     def _refusal(self, block_ids: list[int]) -> KVViewError:
-        """Return the error for a call that was refused."""
+        """Return the error of a call that was refused."""
         try:
             self.check_open()
             self.count_refused()
@@ -459,7 +459,7 @@ class LedgerView(NotCopyable):
             self.ledger.add_holder(block_id, -1)
         self.ledger.views.discard(self)
         self.is_open = False
-        self._held = []  # so no id passes any more
+        self._held = []  # so that no id is valid any more
         self._touch = self._free = _closed
 
 
@@ -468,10 +468,10 @@ def _closed(blocks: list[Any]) -> None:
 
 
 class CheckedView(LedgerView):
-    """A view with a ledger over a view that need not check or count.
+    """A view with a ledger, over a view that may not check or count.
 
     Args:
-        view: The view below; two checked views of it share one ledger.
+        view: The view below; all checked views of this view share one ledger.
         owner: Name of the owner, for errors and reports.
     """
 
@@ -484,12 +484,12 @@ class CheckedView(LedgerView):
         self._view: Any = view
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release to the head of the queue, if the view below can (POOL-12)."""
+        """Release to the head of the queue, if the view below supports it (POOL-12)."""
         self.free_with(self._view.give_back_blocks, block_ids)
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Release with one notice per block, if the view below can (POOL-14)."""
+        """Release with one notice per block, if the view below supports it (POOL-14)."""
         free = self._view.free_blocks_with_notice
         self.free_with(lambda blocks: free(blocks, on_reuse), block_ids)

@@ -8,7 +8,7 @@ from kvview.errors import NotCopyableError
 
 
 class NotCopyable:
-    """Refuses copy and pickle, because a copy would release the same references again."""
+    """Base of objects that cannot be copied, because a copy would release references twice."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotCopyableError(

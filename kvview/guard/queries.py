@@ -1,4 +1,4 @@
-"""The optional queries of a guard, which has the same ones as the view under it."""
+"""The optional queries of a guard: those that the view under the guard has."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _FREES = ("give_back_blocks", "free_blocks_with_notice")
 class GuardedQueries(GuardedLeases):
     """The queries of :class:`~kvview.GuardedView` beyond the core.
 
-    A type checker knows every query of a guard. At run time, ``isinstance(guard, Supports...)``
-    is True only for the queries of the view below.
+    For a type checker, a guard has all queries. At run time, ``isinstance(guard, Supports...)`` is
+    True only for the queries of the view below.
     """
 
     num_blocks: int
@@ -51,7 +51,7 @@ class GuardedQueries(GuardedLeases):
         def num_pinnable_blocks(self) -> int: ...
 
     def _offer_queries(self) -> None:
-        # Set on the instance, because isinstance finds methods of the class too.
+        # Set on the instance, because isinstance also finds methods of the class.
         names = [name for name in (*_QUERIES, *_FREES) if hasattr(self._below, name)]
         if self._view.max_blocks is not None or hasattr(self._below, "num_pinnable_blocks"):
             names.append("num_pinnable_blocks")
@@ -71,7 +71,7 @@ class GuardedQueries(GuardedLeases):
             raise
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """Check the ids, because the view below may not (POOL-4), and query that view."""
+        """Check the ids (POOL-4), because the view below may not do so, and query that view."""
         below = self._below
         if isinstance(below, GuardedQueries):
             below._enter()
@@ -110,7 +110,7 @@ class GuardedQueries(GuardedLeases):
 
 
 class _GuardedWalk:
-    """A walk of the view below, which checks the thread and that the guard is open (POOL-13)."""
+    """A walk of the view below, which first checks the thread and the guard (POOL-13)."""
 
     def __init__(self, walk: FreeBlockWalk, guard: GuardedQueries) -> None:
         self._walk = walk

@@ -1,8 +1,8 @@
-"""The guard, which is the view that a connector gets by default instead of an unguarded one.
+"""The guard: the view that a connector gets by default, which checks every call.
 
-If an engine does not check, a connector can free a block twice, free a block that another
-connector holds, or pin the whole pool. The damage appears hours later, as in vLLM #42571 and
-vLLM #42085. ``GuardedView`` counts references in the pool's ledger and refuses such a call.
+If an engine does not check calls, a connector can free a block twice, free a block that another
+connector holds, or pin the whole pool. The damage appears hours later (vLLM #42571 and #42085).
+``GuardedView`` counts references in the pool's ledger and refuses such a call.
 
 Laws: GUARD-1 to GUARD-11 in ``kvview/laws.toml``.
 
@@ -43,14 +43,14 @@ def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> Le
 
 
 class GuardedView(GuardedQueries):
-    """A view that checks every call first, with leases, a budget and a leak report.
+    """A view that checks every call before it acts, with leases, a budget and a leak report.
 
     1. It satisfies POOL-2 to POOL-5 and POOL-10 over a view that does not check. If the view
        below has a ledger, nothing is checked or counted twice.
-    2. It has exactly the optional queries of the view below, which
-       ``isinstance(guard, Supports...)`` shows, and ``num_pinnable_blocks`` if it has a budget.
+    2. It has exactly the optional queries of the view below (test with ``isinstance(guard,
+       Supports...)``), and ``num_pinnable_blocks`` if it has a budget.
     3. A reference is either plain (``touch_blocks``, ``free_blocks``) or belongs to a lease.
-       ``free_blocks`` cannot free a lease's reference, nor a lease a plain one.
+       ``free_blocks`` cannot free a lease's reference, and a lease cannot free a plain one.
 
     Args:
         view: The view to guard.
@@ -161,7 +161,7 @@ class GuardedView(GuardedQueries):
         return [guard for guard in _guards if guard._view in views]
 
     def held_blocks(self) -> Mapping[int, int]:
-        """Return all references by block, including those of leases and of guards over this one."""
+        """Return all references by block, with references of leases and of guards over this one."""
         self._enter()
         return self._view.held_blocks()
 
@@ -183,11 +183,11 @@ class GuardedView(GuardedQueries):
         return sorted(leaks, key=lambda leak: -leak.age)
 
     def speak_of(self, request_id: str | None) -> None:
-        """Name the request for which references are taken from now on; for the engine."""
+        """Set the request for which references are taken from now on; called by the engine."""
         self._view.ledger.request_id = request_id
 
     def accounts(self) -> dict[str, list[GuardStats]]:
-        """Return the counters of this guard, then of those over it, by owner."""
+        """Return the counters of this guard and then of the guards over it, by owner."""
         found: dict[str, list[GuardStats]] = {}
         for view in self._view.tree():
             counters = found.setdefault(view.owner, [])
@@ -196,10 +196,10 @@ class GuardedView(GuardedQueries):
         return found
 
     def free_all(self) -> None:
-        """Free every block that is held through this guard, and close it; for the engine.
+        """Free every block that is held through this guard, and close it; called by the engine.
 
-        References of a guard that was closed earlier stay, because the engine releases
-        them (POOL-10).
+        References of a guard over this one that was closed earlier stay, because the engine
+        releases those references (POOL-10).
         """
         for view in self._view.tree():
             if view.is_open:
@@ -228,7 +228,7 @@ class GuardedView(GuardedQueries):
                 return
             if not (still_held := self._view.held_blocks()):
                 self._view.close()
-            elif self._view.ledger.has_pool:  # otherwise the pool is collected with the guard
+            elif self._view.ledger.has_pool:  # otherwise the pool is gone too
                 _logger.warning(
                     "GUARD-9: the guard of %r was garbage-collected while it held %d blocks, which "
                     "can no longer be freed: %s; close the guard first",
@@ -257,7 +257,7 @@ class GuardedView(GuardedQueries):
 
 def _caller() -> str:
     """Return the line that called a guard."""
-    import traceback  # here, because it is a third of kvview's import time
+    import traceback  # imported here, because traceback takes a third of kvview's import time
 
     near = traceback.extract_stack(limit=_NEAR_FRAMES)
     first_own = next(i for i, frame in enumerate(near) if frame.filename == __file__)

@@ -1,4 +1,4 @@
-"""Handoffs of KV from one engine to another: prefill here, decode there."""
+"""Handoffs of KV from an engine that prefills to an engine that decodes."""
 
 from kvview.handoff.offers import Offers
 from kvview.handoff.params import Handoff, Peer, layout_of

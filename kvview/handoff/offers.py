@@ -1,4 +1,4 @@
-"""The offers of one life of an engine, from the offer to the end, for any connector.
+"""The offers of KV that one life of an engine makes, for any connector.
 
 Laws: HAND-3, HAND-4, HAND-5 and HAND-6.
 """
@@ -28,13 +28,13 @@ class Offers(Generic[ItemT]):
     """Tracks the reader and the end of each offer.
 
     1. The first reader is the only one (HAND-5).
-    2. An offer ends when its reader has confirmed it, when it was returned unread, or at its
-       deadline, but never during a read (HAND-4). It ends once.
-    3. Handoffs are numbered upwards. The consumer may be faster than the plan that adds an offer,
-       so a number above all others is not an error.
+    2. An offer ends once: when its reader has confirmed it, when it was returned unread, or at its
+       deadline, but never during a read (HAND-4).
+    3. Numbers of handoffs increase. A consumer may ask for an offer before the plan has added it,
+       so a number above all known ones is not an error.
 
     Args:
-        me: The engine that offers.
+        me: The engine that makes the offers.
     """
 
     def __init__(self, me: Peer) -> None:
@@ -49,7 +49,7 @@ class Offers(Generic[ItemT]):
         Args:
             handoff: The handoff.
             item: Returned by :meth:`begin_read` and :meth:`take_ended`.
-            deadline: Time at which it ends if no consumer has confirmed it.
+            deadline: Time at which the offer ends if no consumer has confirmed it.
         """
         number = self._latest = handoff.handoff_id
         is_closed = handoff in self._closed_early
@@ -60,10 +60,10 @@ class Offers(Generic[ItemT]):
         """Start a read; the offer does not end before :meth:`end_read`.
 
         Returns:
-            The item; None if the offer was not added yet, and the reader may ask again.
+            The item; None if the offer was not added yet, so the reader may try again later.
 
         Raises:
-            HandoffError: The handoff is of another engine, life or prompt (HAND-6), or has
+            HandoffError: The handoff belongs to another engine, life or prompt (HAND-6), or it has
                 ended or has another reader (HAND-5).
         """
         offer = self._find(handoff)
@@ -87,7 +87,7 @@ class Offers(Generic[ItemT]):
         self._offers[handoff.handoff_id].num_reads -= 1
 
     def close(self, handoff: Handoff, reader: str) -> None:
-        """End an offer that its reader has consumed, or that was returned before any read.
+        """End an offer that its reader has consumed, or that was returned unread.
 
         Unknown, ended and foreign handoffs are ignored, because messages may be repeated.
         """
@@ -104,7 +104,7 @@ class Offers(Generic[ItemT]):
         """Remove the offers that have ended.
 
         Returns:
-            Their items, each with whether the consumer confirmed or returned it.
+            The item of each offer, and whether the consumer confirmed or returned the offer.
         """
         ended = [
             number
@@ -117,10 +117,11 @@ class Offers(Generic[ItemT]):
     def _find(self, handoff: Handoff) -> _Offer[ItemT] | None:
         if (handoff.engine_id, handoff.life) != (self._me.engine_id, self._me.life):
             raise HandoffError(
-                f"HAND-6: handoff {handoff.handoff_id} is of engine {handoff.engine_id!r}, life "
-                f"{handoff.life!r}; this is engine {self._me.engine_id!r}, life {self._me.life!r}"
+                f"HAND-6: handoff {handoff.handoff_id} belongs to engine "
+                f"{handoff.engine_id!r}, life {handoff.life!r}; this is engine "
+                f"{self._me.engine_id!r}, life {self._me.life!r}"
             )
         offer = self._offers.get(handoff.handoff_id)
         if offer is not None and offer.handoff != handoff:
-            raise HandoffError(f"HAND-6: handoff {handoff.handoff_id} is of another prompt")
+            raise HandoffError(f"HAND-6: handoff {handoff.handoff_id} belongs to another prompt")
         return offer

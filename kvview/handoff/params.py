@@ -1,8 +1,8 @@
-"""The parameters of a handoff: the identity of KV that one engine keeps for another.
+"""The parameters of a handoff, which identify KV that one engine keeps for another.
 
-A router copies them from the answer of the producer into the request for the consumer. They may
-pass several routers, arrive twice, late, or at the wrong engine, so they name everything that a
-consumer must compare before it uses the KV.
+A router copies the parameters from the response of the producer into the request for the consumer.
+Parameters may pass several routers, and arrive twice, late, or at the wrong engine. So they name
+everything that a consumer must compare before it uses the KV.
 
 Laws: HAND-1 and HAND-6 in ``kvview/laws.toml``.
 
@@ -64,7 +64,7 @@ class Handoff:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Handoff:
-        """Read parameters that a router delivered; entries of the router are ignored.
+        """Read parameters that a router delivered; entries that the router added are ignored.
 
         Raises:
             HandoffError: An entry is missing or has another type (HAND-1).
@@ -80,10 +80,10 @@ class Handoff:
         return cls(**values)
 
     def require_for(self, request: RequestInfo, geometry: CacheGeometry, layout: str) -> None:
-        """Check that this is the KV of a request, in the layout of this engine.
+        """Check that the handoff is for a request, and has the layout of this engine.
 
         Raises:
-            HandoffError: Tokens or pages differ (HAND-6).
+            HandoffError: The tokens or the layout of the pages differ (HAND-6).
         """
         if self.layout != layout:
             raise HandoffError(

@@ -1,9 +1,9 @@
 """The halves of a connector that hands KV from one engine to another, in both roles.
 
-The producer computes a prompt, offers its blocks and holds them. The consumer accepts the
+The producer computes a prompt, offers its blocks and holds them. The consumer receives the
 parameters with a request, promises their tokens in ``match_prefix`` and loads the pages like any
-connector. An offer is a store job: it is in flight until the handoff ends, and its report lets the
-scheduler half free the blocks. A fetch is a load job.
+connector. An offer is a store job, which is in flight until the handoff ends; after its report the
+scheduler half frees the blocks. A fetch is a load job.
 
 All messages between two engines go through the wire, which the engine provides, so a connector
 opens no socket. A wire may lose, delay, repeat, reorder and cut messages.
@@ -27,23 +27,23 @@ class Wire(Protocol):
     """Messages between engines. No call waits."""
 
     def now(self) -> float:
-        """Return the seconds by which leases and timeouts are counted."""
+        """Return the time in seconds, for leases and timeouts."""
         ...
 
     def send(self, address: str, message: Sequence[Frame]) -> int:
         """Send a message of several frames.
 
-        1. The wire may read the frames until ``sent`` has returned the ticket, so they must not
-           change before (HAND-4).
-        2. Nothing is promised about the arrival.
+        1. The wire may read the frames until ``sent`` has returned the ticket, so the frames must
+           not change until then (HAND-4).
+        2. The message may not arrive.
 
         Returns:
-            A ticket, used once.
+            A ticket, which no other message has.
         """
         ...
 
     def sent(self) -> Collection[int]:
-        """Return the tickets since the last call whose frames are no longer read."""
+        """Return the tickets of messages whose frames are no longer read, since the last call."""
         ...
 
     def receive(self) -> Sequence[Sequence[Frame]]:
@@ -63,11 +63,11 @@ class HandoffScheduler(SchedulerConnector, Hooked):
 
         Args:
             me: This engine.
-            lease_seconds: Time that an offer waits for its consumer.
+            lease_seconds: Seconds for which an offer waits for its consumer.
         """
 
     def offer_blocks(self, request: RequestInfo, block_ids: BlockIds) -> Mapping[str, Any] | None:
-        """Producer: hold the blocks of a finished prompt for a consumer.
+        """In the producer: hold the blocks of a finished prompt for a consumer.
 
         Called just before ``on_request_finished``, if the router wants a handoff and the request
         was not aborted.
@@ -84,7 +84,7 @@ class HandoffScheduler(SchedulerConnector, Hooked):
         return None
 
     def accept_params(self, request: RequestInfo, params: Mapping[str, Any]) -> None:
-        """Consumer: receive the parameters of a request, before its first ``match_prefix``.
+        """In the consumer: receive a request's parameters, before its first ``match_prefix``.
 
         Args:
             request: The request; it has no blocks.
@@ -95,7 +95,7 @@ class HandoffScheduler(SchedulerConnector, Hooked):
 class HandoffWorker(WorkerConnector, Hooked):
     """The worker half. Every method has a default that does nothing.
 
-    ``wait`` returns at once, because offers and fetches end by messages and time alone.
+    ``wait`` returns at once, because only messages and time end offers and fetches.
     """
 
     def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:

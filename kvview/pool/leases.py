@@ -1,4 +1,4 @@
-"""The interface of leases and budgets for connectors; :mod:`kvview.guard` implements it.
+"""The interface of leases and budgets for connectors, which :mod:`kvview.guard` implements.
 
 Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps).
 """
@@ -17,7 +17,7 @@ class SupportsPinBudget(Protocol):
     """The view limits the number of blocks that may be held."""
 
     def num_pinnable_blocks(self) -> int:
-        """Return the number of further blocks that may be held; a touch of more blocks raises."""
+        """Return the number of additional blocks that may be held; to touch more raises."""
         ...
 
 
@@ -32,7 +32,7 @@ class Lease(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """False once the lease was released or has expired, or the view was closed."""
+        """Whether the lease still holds its blocks: not released, not expired, view not closed."""
         ...
 
     def renew(self, ttl: float) -> None:
@@ -44,7 +44,7 @@ class Lease(Protocol):
         ...
 
     def release(self) -> bool:
-        """Release the references; returns False if the lease had already ended."""
+        """Release the references; returns False if the lease has already ended."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -59,7 +59,7 @@ class Lease(Protocol):
 
 @runtime_checkable
 class SupportsLeases(Protocol):
-    """The view has leases; the view that a connector gets by default has them."""
+    """The view has leases, like the view that a connector gets by default."""
 
     def lease(
         self,
@@ -69,7 +69,7 @@ class SupportsLeases(Protocol):
         ttl: float | None = None,
         expected_keys: Sequence[OffloadKey] | None = None,
     ) -> Lease:
-        """Hold blocks until released, at most ``ttl`` seconds.
+        """Hold blocks until the lease is released, for at most ``ttl`` seconds.
 
         Args:
             block_ids: The blocks to hold; the null block is skipped.

@@ -1,6 +1,6 @@
-"""The optional methods of a view; a connector tests for each with ``isinstance``.
+"""The optional methods of a view, each in a protocol that a connector tests with ``isinstance``.
 
-They follow the laws of :mod:`kvview.pool.view`.
+The laws of :mod:`kvview.pool.view` apply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SupportsFreeCount(Protocol):
     """The view counts the free blocks."""
 
     def num_free_blocks(self) -> int:
-        """Return the number of blocks that could be allocated now, with a hash or without."""
+        """Return the number of blocks that could be allocated now, with or without a hash."""
         ...
 
 
@@ -68,7 +68,7 @@ class SupportsBlockKeys(Protocol):
         ...
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """Return the first key of each block; for connectors that read thousands per step.
+        """Return the first key of each block, for connectors that read thousands of keys per step.
 
         :meth:`block_keys` makes a tuple for each block. This method costs about as much as a
         read of the engine's own objects.
@@ -100,10 +100,10 @@ class SupportsFindCachedBlock(Protocol):
 
 @runtime_checkable
 class SupportsFreeOrder(Protocol):
-    """The view walks the whole free queue, which shows the eviction rank of every block."""
+    """The view walks the whole free queue, so that the eviction rank of every block is known."""
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """Walk all free blocks, with or without a hash, next victim first, and lazily (POOL-6)."""
+        """Walk all free blocks lazily, with or without a hash, next victim first (POOL-6)."""
         ...
 
 
@@ -111,11 +111,11 @@ class FreeBlockWalk(Protocol):
     """A walk over the free blocks with keys, which continues in later steps (POOL-13)."""
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """Return the next items, of at most ``max_blocks`` blocks; empty at the queue's end.
+        """Return the next items of at most ``max_blocks`` blocks; empty at the end of the queue.
 
         1. An empty list does not end the walk, because blocks may join the queue later.
-        2. Items are true when they are returned, so touch a block at once to keep it.
-        3. A call costs O(``max_blocks``) amortised, however many steps are between two calls.
+        2. Items are true at the time of the call, so touch a block at once to keep it.
+        3. A call costs O(``max_blocks``) amortised, even if many steps are between two calls.
 
         Args:
             max_blocks: Number of blocks, 0 or more. A block with several keys counts once.
@@ -161,10 +161,10 @@ class SupportsResumableWalk(Protocol):
 
 @runtime_checkable
 class SupportsGiveBack(Protocol):
-    """The view can free blocks without making them more recent."""
+    """The view can free blocks without making them recently used."""
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release like ``free_blocks``, to the head of the queue (POOL-12).
+        """Release like ``free_blocks``, but to the head of the free queue (POOL-12).
 
         Args:
             block_ids: Blocks in eviction order: the first is evicted first.
@@ -189,8 +189,8 @@ class SupportsReuseNotice(Protocol):
 
         1. A block that another owner still holds is watched until it is free and reused.
         2. A view watches a block once: a later call replaces the ``on_reuse`` of an earlier
-           one. Views of several owners are each notified.
-        3. A closed view gets no notice.
+           one. If several owners watch a block, each is notified.
+        3. A closed view is not notified.
 
         Args:
             block_ids: Blocks in eviction order: the first is evicted first.

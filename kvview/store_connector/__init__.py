@@ -1,7 +1,7 @@
-"""A connector from a store of pages by key. It does all the bookkeeping.
+"""A connector that is built from a store of pages by key, and does all the bookkeeping.
 
-``connector`` has the base class, and ``scheduler`` and ``worker`` its halves. ``page_index`` knows
-the place of each page, and ``page_levels`` has the bytes. Authors may replace ``page_policy`` and
+``connector`` has the base class, and ``scheduler`` and ``worker`` its halves. ``page_index`` tracks
+the place of each page, and ``page_levels`` keeps the bytes. Authors may replace ``page_policy`` and
 ``transform``. The package needs pydantic and torch, so ``import kvview`` imports it on demand.
 """
 

@@ -38,13 +38,15 @@ class StoreOptions(BaseModel):
     """Settings of :class:`StoreConnector`; all others are passed to the store.
 
     Attributes:
-        store: Target of the store, instead of the class's own.
-        cpu_blocks: Blocks in host memory; 0 for none. 10,000 without a store, else 0.
+        store: Target of the store; replaces the store of the class.
+        cpu_blocks: Blocks in host memory; 0 for none. The default is 10,000 without a store, else
+            0.
         cpu_bytes: The same budget in bytes, counted after the transform.
-        store_blocks: Blocks in the store; more are deleted, the least recently used first.
+        store_blocks: Maximum of blocks in the store; the least recently used blocks are deleted
+            first.
         weights: Model and revision of its weights. If given, pages are kept for later runs and
-            shared with other engines; if not, a store starts empty in each run. Change the text
-            when the type of the KV cache or the parallelism changes, too.
+            shared with other engines; if not, a store starts empty in each run. Also change the
+            text when the type of the KV cache or the parallelism changes.
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
         enable_events: Whether KV events are recorded.
@@ -67,17 +69,18 @@ class StoreOptions(BaseModel):
 
 
 class StoreConnector(Connector):
-    """Keeps KV in host memory, in a store of pages by key, or in one in front of the other.
+    """Keeps KV in host memory, in a store of pages by key, or in both.
 
-    1. A subclass names its parts. Without any it keeps blocks in host memory.
+    1. A subclass names its store, transform and policy. Without a store, blocks are kept in host
+       memory.
     2. The options are those of :class:`StoreOptions`; all others are passed to the store.
     3. ``mode`` is the moment of a store. ``"victim"``: a block is stored when the GPU is about to
-       evict it, and a page moves from memory to the store when memory is full. ``"exclusive"``: the
-       same, and a page leaves memory once it is loaded. ``"eager"``: a block is stored in memory
-       and in the store while its request runs. ``"finish"``: the same, when its request ends. Where
-       the pool does not support :class:`~kvview.SupportsGiveBack`, the first two store at the end
-       of the request, too.
-    4. A page that is missing or damaged fails its load, and the engine computes the blocks.
+       evict it, and a page moves from memory to the store when memory is full. ``"exclusive"``: as
+       ``"victim"``, and a page leaves memory once it is loaded. ``"eager"``: a block is stored in
+       memory and in the store while its request runs. ``"finish"``: as ``"eager"``, but when the
+       request ends. If the pool does not support :class:`~kvview.SupportsGiveBack`, the modes
+       ``"victim"`` and ``"exclusive"`` also store at the end of the request.
+    4. If a page is missing or damaged, its load fails, and the engine computes the blocks.
 
     Raises:
         ConfigError: An option is wrong, or the store has no such option.
@@ -88,9 +91,9 @@ class StoreConnector(Connector):
     store: ClassVar[Callable[..., TierStore] | None] = None
     """Class of the store, called with a :class:`~kvview.tier.Namespace` and options."""
     transform: ClassVar[type[Transform]] = Transform
-    """Class of the transform that pages go through."""
+    """Class of the transform that is applied to pages."""
     policy: ClassVar[type[Policy]] = Policy
-    """Class of the policy that each level has."""
+    """Class of the policy; each level has its own instance."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Options that differ from the defaults of :class:`StoreOptions`."""
 
@@ -101,13 +104,13 @@ class StoreConnector(Connector):
         extra = options.model_extra or {}
         if make is None and extra:
             raise ConfigError(
-                f"unknown options {sorted(extra)}: there is no store to pass them to. Known "
+                f"unknown options {sorted(extra)}: the connector has no store. Known "
                 f"options: {', '.join(StoreOptions.model_fields)}"
             )
         if make is not None and not is_tier_store(make):
             raise ConfigError(f"store {options.store or make!r} is not a class of tier stores")
         if options.cpu_blocks is not None and options.cpu_bytes is not None:
-            raise ConfigError("cpu_blocks and cpu_bytes are one budget: give one of them")
+            raise ConfigError("cpu_blocks and cpu_bytes set the same budget; give one of them")
         has_budget, can_delete = options.store_blocks is not None, hasattr(make, "delete")
         if has_budget and not can_delete:
             raise ConfigError("store_blocks needs a store with the method delete(keys)")

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-_SLAB_BYTES = 16 << 20  # of pinned memory, and of GPU memory that a job needs besides its pages
+_SLAB_BYTES = 16 << 20  # of a pinned chunk, and of a job's temporary GPU memory
 
 
 class CUDABlocks:
-    """Blocks of one group, which the GPU copies directly from and to pinned rows.
+    """Blocks of one group in CUDA memory, copied directly from and to rows of pinned memory.
 
-    The taker of a row keeps it as long as it wants, so pages stay in pinned memory without another
-    copy. Rows in other memory are copied to pinned rows first.
+    A caller may keep a row as long as needed, so pages stay in pinned memory without another copy.
+    Rows in other memory are copied to pinned rows first.
 
     Args:
         parts: Bytes of the blocks in each tensor.
@@ -45,8 +45,8 @@ class CUDABlocks:
                 yield memoryview(row).cast("B").toreadonly()
 
     def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
-        """Write as many rows as there are blocks."""
-        kept = []  # until the last copy has ended
+        """Write one row to each block."""
+        kept = []  # referenced until the last copy has ended
         for ids in self._chunks(blocks):
             pinned = [self._pinned.holding(row) for row in islice(rows, len(ids))]
             kept.append(pinned)
@@ -74,7 +74,7 @@ class CUDABlocks:
 
 
 class _PinnedRows:
-    """Rows of pinned memory, which is reused once a row has no view any more.
+    """Rows of pinned memory; the memory of a row is reused once no view refers to the row.
 
     Args:
         row_bytes: Bytes of a row.
@@ -96,7 +96,7 @@ class _PinnedRows:
         self._row_type = Row
 
     def take(self) -> Any:
-        """Return a row with any bytes; ``tensor`` is its memory."""
+        """Return a row with arbitrary bytes, whose memory is its ``tensor``."""
         if not self._free:
             num_rows = max(1, _SLAB_BYTES // self._row_bytes)
             slab = torch.empty(num_rows * self._row_bytes, dtype=torch.int8, pin_memory=True)

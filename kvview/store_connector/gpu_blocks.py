@@ -1,4 +1,4 @@
-"""The GPU blocks that are stored now, and those that the GPU evicts next."""
+"""The GPU blocks that are being stored, and the computed blocks that the GPU evicts next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvview.pool import (
     SupportsPoolSize,
 )
 
-_LOOKAHEAD_STEPS = 4  # a store takes about two, and blocks are allocated meanwhile
+_LOOKAHEAD_STEPS = 4  # a store takes about two steps, in which blocks are allocated
 _SMALLEST_SHARE = 16  # of the pool is left to the engine: a small pool is all lookahead
 
 
@@ -55,9 +55,9 @@ class GPUBlocks:
             and isinstance(view, SupportsFreeOrder)
             and isinstance(view, SupportsBlockKeys)
         )
-        """Whether the view shows the order of eviction, and takes blocks back in that order."""
+        """Whether the view shows the order of eviction, and can release blocks to its head."""
         self._unsaved: dict[int, FullBlock] = {}  # by block id
-        self._num_ahead = 0  # next victims that are saved or were not added
+        self._num_ahead = 0  # next victims that are stored or were not added
 
     def room(self) -> int:
         """Return the number of blocks that may be held now."""
@@ -75,7 +75,7 @@ class GPUBlocks:
             self._view.free_blocks(block_ids[::-1])
 
     def add(self, blocks: Iterable[FullBlock]) -> None:
-        """Remember computed or loaded blocks, which are to be stored before they are evicted."""
+        """Remember computed or loaded blocks that must be stored before they are evicted."""
         self._unsaved.update((block.block_id, block) for block in blocks)
 
     def clear(self) -> None:
@@ -83,12 +83,12 @@ class GPUBlocks:
         self._unsaved.clear()
 
     def on_load(self, num_tokens: int) -> None:
-        """Note that the engine has allocated blocks for a request, and for a load."""
+        """Count the blocks that the engine has allocated for a new request and its load."""
         for group in self._geometry.groups:
             self._num_ahead -= 1 + -(-num_tokens // group.block_size)
 
     def on_step(self, running: Iterable[RequestStep]) -> None:
-        """Note that the engine has allocated a block for each one that becomes full in a step."""
+        """Count one allocated block for each block that becomes full in a step."""
         for group in self._geometry.groups:
             size = group.block_size
             self._num_ahead -= sum(
@@ -97,7 +97,7 @@ class GPUBlocks:
             )
 
     def take_victims(self) -> list[FullBlock]:
-        """Return the next victims that were added, as many as may be held, last one first."""
+        """Return the next victims that were added, as many as may be held, the last one first."""
         room = self.room() if self._num_ahead <= self._lookahead // 2 else 0
         if room <= 0:
             return []

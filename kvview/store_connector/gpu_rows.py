@@ -13,9 +13,10 @@ from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec
 
 
 class GPURows:
-    """Reads and writes the pages of one worker, those of all tensors of a group side by side.
+    """Reads and writes the blocks of one worker; the pages of a block in all tensors form one row.
 
-    1. Reads and writes do not wait for the model: call them after :meth:`mark_compute`'s event.
+    1. Reads and writes do not wait for the model, so call them after the event of
+       :meth:`mark_compute` has ended.
 
     Args:
         kv_caches: KV caches of the worker.
@@ -25,7 +26,7 @@ class GPURows:
         tensors = [cache.tensor for cache in kv_caches.tensors]
         self._compute_stream = kv_caches.compute_stream
         on_gpu = (tensor.device for tensor in tensors if tensor.is_cuda)
-        self._device = next(on_gpu, None)  # all tensors of a worker are on one
+        self._device = next(on_gpu, None)  # all tensors of a worker are on one device
         self.num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
         self._groups: list[_Blocks] = []
         for refs in kv_caches.group_data_refs:
@@ -35,7 +36,7 @@ class GPURows:
         self.page_bytes = [group.page_bytes for group in self._groups]
 
     def mark_compute(self) -> ComputeEvent | None:
-        """Record an event after all work of the model so far; None where none can be in flight."""
+        """Record an event after all work of the model so far; None if no work can be in flight."""
         if self._compute_stream is not None:
             return self._compute_stream.record_event()
         event: ComputeEvent | None = None
@@ -46,8 +47,8 @@ class GPURows:
     def read(self, gpu: GPULoadStoreSpec) -> Iterator[memoryview]:
         """Yield the bytes of each block of a job.
 
-        A read-only row may be kept. Another row is the memory of the block itself, so it is valid
-        until the block changes.
+        The caller may keep a read-only row. A writable row is the memory of the block itself, so it
+        is valid until the block changes.
         """
         for group, blocks in self._by_group(gpu):
             yield from group.read(blocks)
@@ -64,7 +65,9 @@ class GPURows:
 
     def _by_group(self, gpu: GPULoadStoreSpec) -> Iterator[tuple[_Blocks, Sequence[int]]]:
         if any(not 0 <= block < self.num_blocks for block in gpu.block_ids):
-            raise IndexError(f"a job names a block that is not one of {self.num_blocks}")
+            raise IndexError(
+                f"a job names a block outside the {self.num_blocks} blocks of the KV cache"
+            )
         ends = accumulate(gpu.group_sizes, initial=0)
         for group, (first, end) in zip(self._groups, pairwise(ends), strict=True):
             yield group, gpu.block_ids[first:end]
@@ -99,7 +102,7 @@ class _HostBlocks:
                 first += len(piece)
 
     def _pieces(self, block: int) -> list[memoryview]:
-        # The address is read for each copy, so that a tensor that is watched sees each copy.
+        # The address is read for each copy, so that a watched tensor observes each copy.
         return [
             memoryview(array.from_address(part.data_ptr() + block * stride)).cast("B")
             for part, stride, array in self._parts

@@ -1,4 +1,4 @@
-"""The keys of one level: budget, order of eviction and events."""
+"""The keys of one level, with their budget, order of eviction and events."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kvview.store_connector.page_policy import Policy
 
 
 class Level:
-    """Keys, their sizes, and a budget.
+    """The keys of one level and their sizes, within a budget.
 
-    1. Room is reserved before a page is written. The key is held when the page is written.
+    1. Room is reserved before a page is written. The level holds the key once the page is written.
     2. A pinned key is never evicted.
 
     Args:
         medium: Name of the level in events.
         policy: Order of eviction.
         budget: Budget of all keys together, in blocks or bytes.
-        size: Returns the most blocks or bytes that the page of a key takes.
+        size: Returns the maximum of blocks or bytes that the page of a key takes.
         pins: Keys of the pages that are being loaded.
-        records: Whether events are recorded; an engine without events never takes them.
+        records: Whether events are recorded. False if the engine does not call ``take_events``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Level:
         """Make room for keys that are not held.
 
         Returns:
-            As many of the keys as there is room for, the first ones, and the evicted keys.
+            The first keys, as many as there is room for, and the evicted keys.
         """
         free, evictable = self._budget - self._used, self._evictable()
         evicted: list[OffloadKey] = []
@@ -75,7 +75,7 @@ class Level:
                 yield key
 
     def commit(self, keys: Sequence[OffloadKey], share: float = 1.0) -> None:
-        """Hold reserved keys, whose pages are written.
+        """Hold reserved keys whose pages were written.
 
         Args:
             keys: The last one is the most recently used.
@@ -93,18 +93,18 @@ class Level:
         return sum(self._reserved[key] for key in keys)
 
     def cancel(self, keys: Iterable[OffloadKey]) -> None:
-        """Return the room of reserved keys, whose pages were not written."""
+        """Release the room of reserved keys whose pages were not written."""
         for key in keys:
             self._used -= self._reserved.pop(key)
 
     def use(self, keys: Iterable[OffloadKey]) -> None:
-        """Count a use of those of the keys that are held."""
+        """Count a use of the keys; keys that are not held are ignored."""
         held = self.held
         if held and (used := [key for key in keys if key in held]):
             self.policy.used(used)
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys, and return those that were held."""
+        """Forget keys, and return the keys that were held."""
         gone = [key for key in keys if key in self.held]
         for key in gone:
             self._used -= self.held.pop(key)
@@ -113,7 +113,7 @@ class Level:
         return gone
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the changes since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

@@ -1,4 +1,4 @@
-"""The place of each page, in memory or in the store, and the changes for the worker half."""
+"""The place of each page (memory, store), and the changes of place for the worker half."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvview.tier import GuardedTier
 
 Mode = Literal["eager", "finish", "victim", "exclusive"]
 
-_LONGEST_WAIT = 0.001  # seconds in each step for lookups, which saves most of them a step
-_MAX_FAILED = 1 << 16  # keys that are remembered because a job of theirs failed
+_LONGEST_WAIT = 0.001  # seconds per step to wait for lookups; most requests then wait no step
+_MAX_FAILED = 1 << 16  # keys that are remembered because a job of the key failed
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,16 @@ class Behaviour:
 
     Args:
         mode: The moment at which blocks are stored.
-        prefetch: Whether pages go from the store to memory when they are promised.
+        prefetch: Whether pages are copied from the store to memory when their tokens are promised.
         memory: Budget of memory; 0 for no pages in memory.
         is_in_bytes: Whether the budget of memory is in bytes, not blocks.
         store: Budget of the store in blocks; 0 for no store.
         can_delete: Whether pages are deleted from the store.
-        policy: Makes the policy of a level.
-        max_bytes: Returns the maximum of bytes that a page of this size needs.
-        shared: Store of other runs as well, for lookups; None for a store of this run alone.
+        policy: Called without arguments for the policy of each level.
+        max_bytes: Returns the maximum of bytes that a page of a given size takes after the
+            transform.
+        shared: Store that also has pages of other runs, for lookups; None for a store of this run
+            alone.
         events: Whether events are recorded.
     """
 
@@ -66,9 +68,9 @@ class Behaviour:
 class PageIndex:
     """The keys of both levels.
 
-    1. A page has a name: its key and an epoch. Each run and each reset has its own epoch, so that
-       pages of other weights are never read.
-    2. Places change here at once; the worker half follows with the next plan.
+    1. The name of a page is its key and an epoch. Each run and each reset has its own epoch, so
+       that pages of other weights are never read.
+    2. Places change at once in this index; the worker half moves the pages with the next plan.
     3. A page that is being loaded keeps its place. If a load failed, lookups of the page miss at
        once, and it loses its place when its last load has ended.
 
@@ -94,12 +96,12 @@ class PageIndex:
         self._moved: dict[OffloadKey, None] = {}
         self._places: list[PagePlace] = []
         self._answered = threading.Event()
-        self._has_waited = False  # in this step
+        self._has_waited = False  # whether a lookup was waited for in this step
         if behaviour.shared is not None:
             behaviour.shared.on_wake_up(self._answered.set)
 
     def start(self, page_bytes: Sequence[int]) -> None:
-        """Receive the bytes of a page of each group, before any page is stored."""
+        """Receive the page size of each group in bytes, before any page is stored."""
         self._page_bytes = page_bytes
         if self._behaviour.shared is not None:
             layout = repr((self._geometry, tuple(page_bytes)))
@@ -128,7 +130,7 @@ class PageIndex:
         )
 
     def look_up(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """Bring the keys of a shared store up to date; returns the keys without a result yet."""
+        """Look keys up in a shared store; returns the keys whose results are still unknown."""
         shared = self._behaviour.shared
         if shared is None:
             return set()
@@ -148,12 +150,12 @@ class PageIndex:
     # --- pages that requests use ---
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a use of a prefix; its head is the most recent, because chains lose their tail."""
+        """Count a use of a prefix; its first key is the most recent, so its tail goes first."""
         for level in (self.memory, self.store):
             level.use(reversed(keys))
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
-        """Keep pages from being evicted, once for each call."""
+        """Protect pages from eviction until :meth:`unpin`, once for each call."""
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
@@ -180,20 +182,20 @@ class PageIndex:
             self.store.remove(fetched)
 
     def leave_memory(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget pages in memory that were loaded, because the GPU has them."""
+        """Forget the pages in memory that were loaded, because the GPU now has their KV."""
         self._moved.update(
             dict.fromkeys(self.memory.remove(key for key in keys if key not in self._pins))
         )
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Make pinned keys a miss until they are stored again, because a page did not load."""
+        """Make pinned keys a miss until they are stored again, because a load failed."""
         keys = dict.fromkeys(keys)
         self.memory.remove(keys)
         self.store.remove(keys)
         self._fail(keys)
 
     def _fail(self, keys: Iterable[OffloadKey]) -> None:
-        """Make the keys of a shared store a miss, although the store may have their pages."""
+        """Make keys a miss, although a shared store may have their pages."""
         self._failed.update(dict.fromkeys(keys))
         while len(self._failed) > _MAX_FAILED:
             del self._failed[next(iter(self._failed))]
@@ -201,7 +203,7 @@ class PageIndex:
     # --- pages that are stored ---
 
     def reserve(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Reserve the places of new pages; returns the first keys, as many as there is room for."""
+        """Reserve places for new pages; returns the first keys, as many as there is room for."""
         in_memory, in_store = self._targets
         fitting = self._reserve_in_memory(keys) if in_memory else keys
         if in_store:
@@ -217,9 +219,9 @@ class PageIndex:
         """End the store of reserved keys.
 
         Args:
-            keys: All of them, in the order of their prefix.
+            keys: All keys of the store, in prefix order.
             lost: The keys whose pages were not written.
-            num_bytes: Bytes of their pages in memory, if that is known.
+            num_bytes: Bytes of the stored pages in memory, or None if unknown.
         """
         kept = [key for key in reversed(keys) if key not in lost]
         self._storing.difference_update(keys)
@@ -242,7 +244,7 @@ class PageIndex:
             self._failed.pop(key, None)
 
     def _reserve_in_memory(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Reserve places in memory; displaced pages move down, or are forgotten."""
+        """Reserve places in memory; displaced pages move to the store, if there is one."""
         fitting, displaced = self.memory.reserve(keys)
         self._moved.update(dict.fromkeys(displaced))
         if self._behaviour.store:
@@ -268,7 +270,7 @@ class PageIndex:
         self._epoch = os.urandom(EPOCH_BYTES)
 
     def take_places(self) -> list[PagePlace]:
-        """Return the pages that changed their place since the last call, once in each step."""
+        """Return the pages whose place changed since the last call; called once in each step."""
         self._has_waited = False
         self._collect_places()
         places, self._places = self._places, []

@@ -1,4 +1,4 @@
-"""The bytes of both levels: pages in memory, and a store behind its guard."""
+"""The bytes of both levels: pages in memory, and a guarded store."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvview.store_connector.store_plan import PagePlace, StoreSpec, group_of
 from kvview.store_connector.transform import Transform
 from kvview.tier import GuardedTier
 
-_LENGTH_BYTES = 4  # in a store, before the bytes of a page
+_LENGTH_BYTES = 4  # of the length that precedes the bytes of a page in a store
 
 PageData = bytes | memoryview
 """The encoded bytes of a page, which do not change."""
 EndOfSave = Callable[[list[bool]], None]
 """Receives a flag for each page: whether it is kept."""
 EndOfLoad = Callable[[list[PageData | None]], None]
-"""Receives the bytes that :meth:`Pages.decode` takes of each page; None for a page without any."""
+"""Receives the bytes of each page for :meth:`Pages.decode`; None for a page that is missing."""
 ItemT = TypeVar("ItemT")
 _EndOfJob = Callable[[Sequence[bool]], None]
 _StartOfJob = Callable[[GuardedTier, int, Sequence[bytes], Sequence[memoryview]], None]
 
 
 class _Batch(Generic[ItemT]):
-    """Pages that end one by one, and are reported together."""
+    """Pages whose loads or stores end one by one and are reported together."""
 
     def __init__(self, items: list[ItemT], end: Callable[[list[ItemT]], None]) -> None:
         self._items = items
@@ -45,7 +45,7 @@ class _Batch(Generic[ItemT]):
 
 @dataclass(eq=False, slots=True)
 class _Page:
-    """A page that memory holds, or that the store reads or writes now."""
+    """A page that memory holds, or that the store is reading or writing."""
 
     data: PageData | None = None
     in_memory: bool = False
@@ -55,20 +55,20 @@ class _Page:
     is_stored: bool = False
     """Whether the store holds the page."""
     is_busy: bool = False
-    """Whether the store reads or writes it."""
+    """Whether the store is reading or writing the page."""
 
 
 class Pages:
-    """Brings each page to its place, and finds it wherever it is.
+    """Moves each page to its place, and finds pages in memory and in the store.
 
-    All calls come from one thread, and none of them waits. The store never has two jobs for one
-    page at once.
+    All calls come from one thread, and none of them waits. The store has at most one job for a page
+    at a time.
 
     Args:
         page_bytes: Bytes of a page of each KV-cache group.
         transform: Applied to every page.
-        store: Behind its guard; None for no store.
-        rank: Rank of this worker, whose pages of a key differ from those of another rank.
+        store: The guarded store; None for no store.
+        rank: Rank of this worker; the ranks have different pages under the same key.
     """
 
     deletes = True
@@ -92,7 +92,7 @@ class Pages:
         self._jobs: dict[int, _EndOfJob] = {}
 
     def load(self, names: Sequence[bytes], end: EndOfLoad) -> None:
-        """Find pages; ``end`` is called when all of them are found or have failed."""
+        """Load pages; ``end`` is called when every page was found or has failed."""
         empty: list[PageData | None] = [None] * len(names)
         batch = _Batch(empty, end)
         absent: list[bytes] = []
@@ -108,7 +108,7 @@ class Pages:
         self._settle(absent)
 
     def save(self, spec: StoreSpec, rows: Iterable[memoryview], end: EndOfSave) -> None:
-        """Keep rows; ``end`` is called when all of them are kept or have failed.
+        """Keep rows; ``end`` is called when every row is kept or has failed.
 
         A row is encoded before the next one is taken.
         """
@@ -141,7 +141,7 @@ class Pages:
         return row
 
     def place(self, places: Sequence[PagePlace]) -> None:
-        """Bring pages to their new places."""
+        """Move pages to their new places."""
         for name, in_memory, in_store in places:
             page = self._pages.get(name)
             if page is None:
@@ -166,7 +166,7 @@ class Pages:
             self._jobs.pop(number)(flags)
 
     def close(self) -> None:
-        """Release everything; batches that have not ended never do."""
+        """Release everything; loads and stores that have not ended are not reported."""
         if self._store is not None:
             self._store.close()
         self._pages.clear()
@@ -174,7 +174,7 @@ class Pages:
     # --- memory ---
 
     def _keep(self, page: _Page, data: PageData | None, *, in_memory: bool = False) -> bool:
-        """Change a page; False, and nothing is changed, if memory has no room for it."""
+        """Change the data of a page; returns False without a change if memory has no room."""
         used = self._used + (len(data) if data and in_memory else 0)
         used -= len(page.data) if page.data and page.in_memory else 0
         if self.max_memory is not None and self._used < used > self.max_memory:
@@ -193,7 +193,7 @@ class Pages:
     # --- the store ---
 
     def _settle(self, names: Iterable[bytes]) -> None:
-        """Start the jobs that bring pages to their places, unless the store has them already."""
+        """Start the jobs that move pages to their places, except for pages that have a job."""
         gets: list[bytes] = []
         puts: list[bytes] = []
         for name in names:
@@ -243,7 +243,7 @@ class Pages:
             if data is None and flag:
                 data = self._unpadded(row)
             if data is None or not self._keep(page, data, in_memory=page.in_memory):
-                page.in_store = page.in_store or page.in_memory  # it stays where it is
+                page.in_store = page.in_store or page.in_memory  # the page stays in the store
                 self._keep(page, None)
             for reader, place in self._readers.pop(name, ()):
                 reader.end_page(place, data)
@@ -263,7 +263,7 @@ class Pages:
         return _LENGTH_BYTES + self._transform.max_bytes(self._page_bytes[group_of(name)])
 
     def _padded(self, name: bytes) -> memoryview:
-        """Return a page for the store: its length, its bytes, and zeros."""
+        """Format a page for the store: its length, its bytes, and zeros."""
         data = self._pages[name].data or b""
         stored = bytearray(self._stored_bytes(name))
         stored[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "big")

@@ -9,10 +9,10 @@ from kvview.keys import OffloadKey
 
 
 class Policy:
-    """Least recently used, everything admitted. Override the methods that should differ.
+    """Admits every block and evicts the least recently used key. Override any method.
 
-    1. Each level has its own policy. ``added`` and ``removed`` alternate for each key. A call has
-       each key once.
+    1. Each level has its own policy. For each key, calls of ``added`` and ``removed`` alternate.
+       One call names each key once.
     2. All calls come from the scheduler's thread, so none may wait.
     """
 
@@ -20,23 +20,23 @@ class Policy:
         self._order: dict[OffloadKey, None] = {}
 
     def admits(self, block: FullBlock, request: RequestInfo) -> bool:
-        """Whether a computed block is stored; a block that is not must be computed again."""
+        """Whether a computed block is stored; other blocks must be computed again."""
         return True
 
     def added(self, keys: Sequence[OffloadKey]) -> None:
-        """Note keys that the level holds from now on; the first one is the least important."""
+        """Record keys that the level holds from now on; the first one is the least important."""
         self._order.update(dict.fromkeys(keys))
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Note keys of the level that a request computed or loads, in the same order."""
+        """Record keys of the level that a request uses; the first one is the least important."""
         self.removed(keys)
         self.added(keys)
 
     def removed(self, keys: Sequence[OffloadKey]) -> None:
-        """Note keys that the level no longer holds."""
+        """Record keys that the level no longer holds."""
         for key in keys:
             del self._order[key]
 
     def victims(self) -> Iterator[OffloadKey]:
-        """Return keys in the order of eviction; the caller skips those that are being read."""
+        """Return keys in the order of eviction; the caller skips keys that are being read."""
         return iter(self._order)

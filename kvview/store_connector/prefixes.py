@@ -16,10 +16,10 @@ def longest_prefix(
     most_tokens: int,
     is_held: Callable[[OffloadKey], bool],
 ) -> int:
-    """Return the tokens of the longest prefix that the GPU and the held keys make together.
+    """Return the tokens of the longest prefix that the GPU and the held keys cover together.
 
-    It has at most ``most_tokens``, unless the GPU has more. The last token is always computed,
-    because the engine needs its logits.
+    The prefix has at most ``most_tokens``, unless the GPU has more. The last token is always
+    computed, because the engine needs its logits.
     """
 
     def is_there(group: int, block: int) -> bool:

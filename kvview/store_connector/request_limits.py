@@ -1,4 +1,4 @@
-"""The limits that the client of a request sets on its loads and stores."""
+"""The limits that a client sets on the loads and stores of its request."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class RequestLimits(NamedTuple):
     """Limits of one request."""
 
     max_load_tokens: int = _NO_LIMIT
-    """Tokens that are loaded at most."""
+    """Maximum of tokens that are loaded."""
     max_offload_tokens: int = _NO_LIMIT
     """Leading tokens whose blocks may be stored."""
     uses_store: bool = True
-    """Whether pages are loaded from the store, too, and not from memory alone."""
+    """Whether pages are also loaded from the store, not only from memory."""
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> RequestLimits:
-        """Read the limits of a request; a wrong value limits nothing, as in vLLM.
+        """Read the limits of a request; an invalid value sets no limit, as in vLLM.
 
         Args:
-            params: Its ``kv_transfer_params``, as the client sent them.
+            params: The request's ``kv_transfer_params``, as the client sent them.
 
         Source: ``RequestOffloadState`` and ``_parse_tier_filter`` in
         ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py`` (0.33.0), and
@@ -48,7 +48,7 @@ def _tokens(value: object) -> int:
 
 
 def _allow_storage(tiers: object) -> bool:
-    """Whether a list of tiers has storage; an entry without a medium stands for every medium."""
+    """Whether a list of tiers includes storage; an entry without a medium means every medium."""
     if not isinstance(tiers, list):
         return True
     entries = [

@@ -1,4 +1,4 @@
-"""The scheduler half of a :class:`~kvview.StoreConnector`: plans jobs, and holds their blocks."""
+"""The scheduler half of a :class:`~kvview.StoreConnector`, which plans jobs and holds blocks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kvview.store_connector.request_limits import RequestLimits
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import GPULoadStoreSpec, TransferResult
 
-_MOST_WAITS = 64  # steps in which a request waits for lookups; then it is computed
+_MOST_WAITS = 64  # maximum of steps in which a request waits for lookups
 
 
 @dataclass(frozen=True)
 class _Load:
     keys: Sequence[OffloadKey]
     request_id: str
-    num_computed_tokens: int  # before the load
+    num_computed_tokens: int  # before the load, on the GPU
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class _Store:
 
 
 class StoreScheduler(SchedulerConnector):
-    """Loads the pages that the index holds, and stores blocks at the moment of the mode.
+    """Loads the pages that the index holds, and stores blocks at the moment that the mode sets.
 
-    1. A block is considered once, in a step that starts after its KV was computed. So a load that
-       failed cannot make the bytes of a store invalid.
+    1. A block is considered for a store once, in a step that starts after its KV was computed. So a
+       failed load cannot make the bytes of a store invalid.
 
     Args:
         geometry: Geometry of the engine.
@@ -68,12 +68,13 @@ class StoreScheduler(SchedulerConnector):
         self._admits_all = type(self._policy).admits is Policy.admits
         mode = behaviour.mode
         has_windows = not all(isinstance(group, FullAttention) for group in geometry.groups)
-        # A window may lose blocks while its request runs; all others stay until its end.
+        # A window may lose blocks while the request runs; blocks of other groups stay until its
+        # end.
         self._looks_early = mode == "eager" or (has_windows and mode != "finish")
         self._view: GPUBlockPoolView | None = None
-        self._gpu: GPUBlocks | None = None  # of a pool that was bound
-        self._seen: dict[str, int] = {}  # by request: tokens whose blocks were considered
-        self._waits: Counter[str] = Counter()  # for lookups, by request
+        self._gpu: GPUBlocks | None = None  # exists if a pool was bound
+        self._seen: dict[str, int] = {}  # by request: number of tokens that were considered
+        self._waits: Counter[str] = Counter()  # steps of waiting for lookups, by request
         self._job_ids = count()
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
@@ -108,13 +109,13 @@ class StoreScheduler(SchedulerConnector):
                 return None
         if self._behaviour.prefetch:
             keys = blocks_to_load(*prefix, num_tokens)[1]
-            index.pin(keys)  # so that room for one page is not made by evicting another
+            index.pin(keys)  # so that no page is evicted to make room for another one
             index.fetch(keys)
             index.unpin(keys)
         return num_tokens - num_computed_tokens
 
     def _may_wait(self, request_id: str) -> bool:
-        """Whether a request waits for lookups, whose results may expire before they are read."""
+        """Whether a request waits for lookups, for a few steps because results may expire."""
         self._waits[request_id] += 1
         return self._waits[request_id] <= _MOST_WAITS
 
@@ -194,10 +195,10 @@ class StoreScheduler(SchedulerConnector):
         self.on_request_preempted(request, block_ids)
 
     def _on_computed(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        """Store the blocks that became full since the last call, or remember them as victims."""
+        """Store the blocks that became full since the last call, or remember them for later."""
         first = self._seen.get(request.request_id)
         if first is None or self._gpu is None:
-            return  # it never had blocks
+            return  # the request never had blocks
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
         limits = RequestLimits.of(request.content.transfer_params)
         end = min(request.num_computed_tokens, hashed, limits.max_offload_tokens)
@@ -220,7 +221,7 @@ class StoreScheduler(SchedulerConnector):
             self._store(blocks)
 
     def _store(self, blocks: Iterable[FullBlock]) -> None:
-        """Hold blocks and plan their store, as far as there is room for them."""
+        """Hold blocks and plan their store, as many as there is room for."""
         index, gpu = self._index, self._gpu
         new = {block.key: block for block in blocks if index.is_new(block.key)}
         if not new or gpu is None:

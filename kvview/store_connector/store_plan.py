@@ -10,7 +10,7 @@ from kvview.connector.plan import StepPlan
 from kvview.keys import OffloadKey, get_offload_group_idx
 
 EPOCH_BYTES = 8
-"""At the end of a page's name, after its key: they separate runs and resets."""
+"""Length of the epoch, which follows the key in a page's name and separates runs and resets."""
 
 
 def group_of(name: bytes) -> int:
@@ -19,17 +19,17 @@ def group_of(name: bytes) -> int:
 
 
 PagePlace = tuple[bytes, bool, bool]
-"""The name of a page, and whether memory and the store hold it from now on."""
+"""The name of a page, whether memory holds it, and whether the store holds it from now on."""
 
 
 @dataclass(slots=True)
 class StoreSpec:
-    """Pages by name, in the order of the GPU blocks that they pair with.
+    """Names of pages, in the order of the GPU blocks with which they pair.
 
     Args:
         names: Names of the pages.
-        in_memory: Whether a store job keeps them in memory.
-        in_store: Whether a store job writes them to the store.
+        in_memory: Whether a store job keeps the pages in memory.
+        in_store: Whether a store job writes the pages to the store.
     """
 
     medium: ClassVar[str] = "STORE"
@@ -41,10 +41,10 @@ class StoreSpec:
 
 @dataclass(frozen=True)
 class StorePlan(StepPlan):
-    """The jobs of a step, and the pages that change their place before them.
+    """The jobs of a step, and the pages whose place changes before these jobs.
 
     Args:
-        places: New places, at most one of each page.
+        places: New places, at most one for each page.
     """
 
     places: Sequence[PagePlace] = ()

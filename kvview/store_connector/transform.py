@@ -1,16 +1,16 @@
-"""Pages on their way to a level and back: compression, encryption, quantisation."""
+"""Transforms of pages before they are stored and after they are loaded, such as compression."""
 
 from __future__ import annotations
 
 
 class Transform:
-    """Bytes in, bytes out; the default changes nothing.
+    """Encodes pages before they are kept, and decodes them before a load; the default copies.
 
     1. Both methods run on the worker's thread, on pages of one block each.
     2. If one of them raises, the page fails, and the engine computes the block again.
-    3. In memory a page takes the bytes that ``encode`` returned. In a store every page is padded
-       to ``max_bytes``, because the pages of a store have one size. To save space there, compress
-       in the ``write`` of the store.
+    3. In memory a page occupies the bytes that ``encode`` returned. In a store every page is padded
+       to ``max_bytes``, because the pages of a store have one size. To save space in a store,
+       compress in the ``write`` of the store.
     """
 
     def max_bytes(self, page_bytes: int) -> int:
@@ -18,7 +18,7 @@ class Transform:
         return page_bytes
 
     def encode(self, key: bytes, page: memoryview) -> bytes | bytearray | memoryview:
-        """Return the bytes to keep of a page; ``page`` is valid during the call only."""
+        """Return the bytes to keep for a page; ``page`` is valid during the call only."""
         return page
 
     def decode(self, key: bytes, data: memoryview, page: memoryview) -> None:

@@ -1,7 +1,7 @@
 """The worker half of a :class:`~kvview.StoreConnector`.
 
-One thread moves everything in the order of the plans, so that no page is overwritten while it is
-read (XFER-3), and no copy comes before the compute that it depends on (XFER-6). Only the store
+One thread moves all pages in the order of the plans, so that no page is overwritten while it is
+read (XFER-3), and no copy starts before the compute that it depends on (XFER-6). Only the store
 works at the same time, on pages that belong to its jobs alone.
 """
 
@@ -21,11 +21,16 @@ from kvview.store_connector.page_levels import PageData, Pages
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
 
+<<<<<<< HEAD
 _LONGEST_SLEEP = 0.05  # seconds; the deadline of a store's job passes without a wake-up
 _FIRST_LOOK, _LAST_LOOK = 20e-6, 0.0005  # seconds between looks at a mark of compute; they double
+=======
+_LONGEST_SLEEP = 0.05  # seconds, because a store's deadline passes without a wake-up
+_BETWEEN_LOOKS = 0.0005  # seconds between two queries of an event that has not ended
+>>>>>>> edit-kvview
 
 MakePages = Callable[[Sequence[int], int, Callable[[], None]], Pages]
-"""Makes the pages of a worker from the bytes of a page, its rank, and a call that wakes it."""
+"""Makes the pages of a worker from the page sizes, its rank, and a call that wakes its thread."""
 
 
 class StoreWorker(WorkerConnector):
@@ -96,7 +101,7 @@ class StoreWorker(WorkerConnector):
                 try:
                     if mark is not None and not mark.query():
                         break
-                except Exception as raised:  # of compute: the bytes of the pages are unknown
+                except Exception as raised:  # compute failed, so the bytes of the pages are unknown
                     error = raised
                 self._plans.popleft()
                 self._start(plan, error)

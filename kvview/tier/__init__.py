@@ -1,8 +1,9 @@
-"""The tier contract: a store below the host, which is written once and works with any engine.
+"""The tier contract: a store below the host memory, written once for any engine.
 
-``store`` defines a store, and ``namespace`` the KV that its bytes belong to. ``Threaded`` is the
-base of stores whose author writes blocking reads and writes, ``Polled`` the base of stores that
-poll something. ``GuardedTier`` is a guard between any store and any engine.
+``store`` defines the interface of a store, and ``namespace`` the model and layout to which the
+bytes of a store belong. ``Threaded`` is the base of stores whose author writes blocking reads and
+writes, and ``Polled`` the base of stores that poll for ended jobs. ``GuardedTier`` is a guard
+between any store and any engine.
 """
 
 from kvview.tier.async_store import AsyncStore

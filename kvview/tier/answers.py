@@ -11,22 +11,27 @@ _UNREAD = 10.0  # seconds for which the result of a lookup waits for its first r
 
 
 class LookupAnswers:
-    """The known results of lookups, and the keys whose lookups are under way.
+    """The known results of lookups, and the keys whose lookups have not ended.
 
+<<<<<<< HEAD
     1. A result is valid for ``seconds``, because other processes put and evict too. The result of
        a lookup waits ten seconds for its first reader, because a step of an engine may take longer
        than ``seconds``. A lookup that has no result after ``patience`` seconds is a miss.
+=======
+    1. A result is valid for ``seconds``, because other processes also put and evict keys. A lookup
+       that has no result after ``patience`` seconds is a miss.
+>>>>>>> edit-kvview
     2. A key that failed is a miss until it is stored again, whatever the store returns (TIER-4).
-    3. A result counts only while its lookup is under way, because a lookup that started before its
-       key was stored may not have found it.
+    3. The result of a lookup is dropped if a put, a failed get or a deletion of the key came first,
+       because the lookup may have started before it.
 
-    Not thread-safe, because its owner has a lock.
+    This class is not thread-safe; its owner holds a lock.
 
     Args:
         clock: Returns seconds.
         patience: Seconds until a lookup without a result is a miss.
         seconds: Seconds for which a result is valid.
-        max_keys: Maximum of results that are kept; the oldest are dropped first.
+        max_keys: Maximum of results that are kept; the oldest results are dropped first.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class LookupAnswers:
         self._patience = patience
         self._seconds = seconds
         self._max_keys = max_keys
-        self._known: dict[bytes, tuple[bool, float]] = {}  # in the order of their ends
+        self._known: dict[bytes, tuple[bool, float]] = {}  # in order of arrival
         self._failed: dict[bytes, None] = {}
         self._asked: dict[bytes, float] = {}
         self._is_asked = False
@@ -71,7 +76,7 @@ class LookupAnswers:
         return flags, ask
 
     def waits_for(self, key: bytes) -> bool:
-        """Whether a lookup is under way; a lookup that takes too long becomes a miss here."""
+        """Whether a lookup has not ended; if it takes too long, this call makes it a miss."""
         asked = self._asked.get(key)
         if asked is None or self._clock() - asked <= self._patience:
             return asked is not None
@@ -80,12 +85,12 @@ class LookupAnswers:
         return False
 
     def looked_up(self, key: bytes, flag: bool) -> None:
-        """Record the result of a lookup that is under way."""
+        """Record the result of a lookup; ignored unless the lookup is waited for."""
         if key in self._asked:
             self._answer(key, flag, _UNREAD)
 
     def stored(self, key: bytes) -> None:
-        """Record a successful put; ignored until a first lookup is made."""
+        """Record a successful put; ignored before the first lookup."""
         if self._is_asked or key in self._failed:
             self._answer(key, True)
 
@@ -97,7 +102,7 @@ class LookupAnswers:
             del self._failed[next(iter(self._failed))]
 
     def deleted(self, key: bytes) -> None:
-        """Record that the store deletes a key; its lookups are right from then on."""
+        """Record that the store deletes a key; later lookups of the store find it missing."""
         self._answer(key, False)
 
     def _answer(self, key: bytes, flag: bool, seconds: float = 0.0) -> None:
@@ -105,8 +110,13 @@ class LookupAnswers:
         self._known.pop(key, None)
         self._failed.pop(key, None)
         now = self._clock()
+<<<<<<< HEAD
         self._known[key] = flag, now + max(seconds, self._seconds)
         # Drop two for each new result, so that old results do not stay.
+=======
+        self._known[key] = flag, now + self._seconds
+        # Drop up to two old results for each new one, so that expired results do not accumulate.
+>>>>>>> edit-kvview
         for oldest in [*islice(self._known, 2)]:
             if len(self._known) > self._max_keys or self._known[oldest][1] <= now:
                 del self._known[oldest]

@@ -1,4 +1,4 @@
-"""The base of a store with an asyncio client, whose author writes three coroutines."""
+"""The base of stores with an asyncio client, for which the author writes three coroutines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class AsyncStore(Threaded):
     """The base of stores whose author writes the coroutines ``find``, ``fetch`` and ``send``.
 
     1. All coroutines run in one thread, so they share a client without locks.
-    2. If one of them raises, the key fails, or is a miss for ``find``.
-    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Removals
-       that have not ended by then fail.
+    2. If ``fetch`` or ``send`` raises, the key has failed; if ``find`` raises, the key is a miss.
+    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Unfinished
+       removals fail.
 
     Args:
-        namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
+        namespace: Namespace of the store, which must share no bytes with another (use
+            ``namespace.digest``).
         at_once: Maximum of coroutines that run at the same time.
     """
 
@@ -46,11 +47,11 @@ class AsyncStore(Threaded):
 
     @abstractmethod
     async def fetch(self, key: bytes, page: memoryview, /) -> bool:
-        """Fill a page with exactly the bytes that were sent; False if that is impossible."""
+        """Fill a page with exactly the bytes that were sent; False if this is not possible."""
 
     @abstractmethod
     async def send(self, key: bytes, page: memoryview, /) -> bool:
-        """Store a page whole or not at all."""
+        """Store a page completely or not at all."""
 
     async def disconnect(self) -> None:
         """Close the client."""
@@ -72,7 +73,7 @@ class AsyncStore(Threaded):
 
     @final
     def run(self, call: Coroutine[Any, Any, ResultT], /) -> ResultT:
-        """Run a coroutine to its end, for ``delete`` for example; not to be called in a coroutine.
+        """Run a coroutine to its end, for example in ``delete``; must not be called in a coroutine.
 
         Raises:
             OSError: The store is closed.

@@ -1,4 +1,4 @@
-"""A circuit breaker, which pauses a store that fails several times in a row."""
+"""A circuit breaker, which stops the use of a store that fails several times in a row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Counts consecutive strikes, and opens after several of them.
+    """Counts consecutive faults (strikes) of a store, and opens after several strikes.
 
-    1. After ``trip_after`` strikes it is open, and no job passes for ``retry_after`` seconds.
-    2. Then one job passes as a trial. If the trial succeeds the breaker closes, otherwise it stays
+    1. After ``trip_after`` strikes the breaker is open, and no job passes for ``retry_after``
+       seconds.
+    2. Then one job passes as a trial. If the trial succeeds, the breaker closes. Otherwise it stays
        open for twice as long, at most 16 times ``retry_after``.
-    3. Lookups pass while it is not open; they neither close nor open it.
+    3. Lookups pass while the breaker is not open, and do not change its state.
 
     Args:
         clock: Returns seconds.
-        trip_after: Number of consecutive strikes that open it.
+        trip_after: Number of consecutive strikes that open the breaker.
         retry_after: Seconds until the first trial.
     """
 
@@ -27,7 +28,7 @@ class CircuitBreaker:
         self._until: float | None = None
         self._trial: int | None = None
         self.num_trips = 0
-        """Number of times that it opened."""
+        """Number of times that the breaker opened."""
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +45,7 @@ class CircuitBreaker:
         return True
 
     def strike(self) -> None:
-        """Count a fault of the store."""
+        """Count a strike of the store."""
         self._strikes += 1
         if self._until is not None:
             if self._clock() >= self._until:
@@ -53,7 +54,7 @@ class CircuitBreaker:
             self._open(self._retry_after)
 
     def ended_well(self, job: int) -> None:
-        """Record a job that the store reported correctly; while open, only the trial counts."""
+        """Record a job that the store reported correctly; while open, only the trial matters."""
         if self._until is None or job == self._trial:
             self._strikes, self._until, self._trial = 0, None, None
 

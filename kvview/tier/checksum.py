@@ -1,4 +1,4 @@
-"""Checksums of pages, bound to the key and the namespace that they belong to (TIER-1)."""
+"""Checksums of pages, which include the key and the namespace of the page (TIER-1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvview.errors import ConfigError
 from kvview.tier.namespace import Namespace
 
 CHECKSUMS = ("xxh3", "crc32")
-"""Known checksums: xxh3 needs the extra ``tier``; crc32 is part of Python and ten times slower."""
+"""Known checksums: xxh3 needs the extra ``tier``; crc32 comes with Python, at a tenth the speed."""
 
 SEAL_BYTES = 16
 """Length of a seal in bytes."""
@@ -21,8 +21,7 @@ _MAGIC = {"xxh3": b"kvtX", "crc32": b"kvtC"}
 class PageSeal:
     """Makes and compares the seals of one namespace.
 
-    A page that is in the place of another page, or belongs to another namespace, has the wrong
-    seal.
+    A page that belongs to another key or another namespace has the wrong seal.
 
     Args:
         namespace: Namespace of the pages.
@@ -39,11 +38,11 @@ class PageSeal:
 
     @staticmethod
     def name_of(seal: bytes) -> str:
-        """Return the name of the checksum of a seal; empty if the bytes are not a seal."""
+        """Return the name of the checksum that made a seal; empty if the bytes are not a seal."""
         return next((name for name, magic in _MAGIC.items() if seal[:4] == magic), "")
 
     def of(self, key: bytes, page: memoryview) -> bytes:
-        """The seal of a page, :data:`SEAL_BYTES` long."""
+        """Return the seal of a page, which has :data:`SEAL_BYTES` bytes."""
         salt = hashlib.blake2b(key, key=self._digest, digest_size=8).digest()
         found = self._sum(page, int.from_bytes(salt, "big"))
         length = len(page) & 0xFFFFFFFF

@@ -1,9 +1,9 @@
 """A guard between any engine and any store, whatever the store does (TIER-12).
 
-A thread of the guard calls the store, with private pages. So no call of the store runs on the
-engine's thread, and the store never has a page of the engine (unless ``zero_copy`` is set). A call
-that blocks, a load that is late, and a store that keeps its pages after the report therefore do no
-harm.
+A thread of the guard calls the store with private pages. So no call of the store runs on the
+engine's thread, and the store never receives a page of the engine (unless ``zero_copy`` is set).
+Therefore a call that blocks, a load that is late, and a store that writes pages after its report do
+no harm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _BETWEEN_POLLS = 0.0005  # seconds, for a store that does not support wake-ups
 _LONGEST_SLEEP = 0.05
 _LONGEST_CLOSE = 5.0
-_MOST_EVICTED = 1 << 20  # maximum of evicted keys that the engine has not taken yet
+_MOST_EVICTED = 1 << 20  # maximum of evicted keys that are kept until the engine takes them
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ class TierStats:
         puts: Keys stored.
         gets: Keys loaded.
         failed: Keys whose put or get failed, for any reason.
-        damaged: Failed keys whose bytes are not those that were put, found by the guard or by a
-            store that reports them (:class:`~kvview.tier.SupportsDamageReports`).
-        refused: Jobs that did not reach the store, because it was closed or paused.
+        damaged: Failed keys whose bytes differ from the bytes that were put, as found by the guard
+            or by a store that reports damage (:class:`~kvview.tier.SupportsDamageReports`).
+        refused: Jobs that were not passed to the store, because it was closed or paused.
         raised: Calls of the store that raised.
         late: Jobs that were not reported within their deadline.
         malformed: Results of the store that have the wrong form.
         unknown: Reports of jobs that were not in flight: late, repeated or invented ones.
-        unanswered: Lookups that had no result in time.
+        unanswered: Lookups whose result did not arrive in time.
         trips: Number of times that the store was paused.
     """
 
@@ -81,31 +81,31 @@ class _Job:
     due: float
     private: list[bytearray] = field(default_factory=list)
     deleted: set[bytes] = field(default_factory=set)
-    """Keys that were deleted while the job was in flight, which stay a miss."""
+    """Keys that were deleted while the job was in flight; they stay a miss."""
     is_copying: bool = False
-    """Whether the guard, or the store (``zero_copy``), uses the pages, so the job is not late."""
+    """Whether the guard or the store (``zero_copy``) uses the pages, so the job cannot be late."""
 
 
 class GuardedTier:
-    """A store behind a guard; it is also a :class:`~kvview.tier.TierStore` (TIER-12).
+    """A guard over a store, which is itself a :class:`~kvview.tier.TierStore` (TIER-12).
 
     Args:
-        store: Any store, made for the same namespace.
+        store: A store that was made for the same namespace.
         namespace: Namespace of the store.
         deadline: Seconds after which a job that was not reported has failed.
         lookup_deadline: Seconds after which a lookup without a result is a miss.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store itself satisfies TIER-1.
         trip_after: Number of consecutive faults after which the store is paused.
-        retry_after: Seconds until the store is tried again.
-        zero_copy: Whether the store is given the engine's own pages. It must then satisfy TIER-1
-            and TIER-3 by itself, and ``checksum`` must be ``"none"``. A job that has reached the
-            store is then reported when the store reports it, not at its deadline, because late
-            bytes would be written into a page that the engine uses for something else.
+        retry_after: Seconds until the guard tries the store again.
+        zero_copy: Whether the store receives the engine's own pages. The store must then satisfy
+            TIER-1 and TIER-3 by itself, and ``checksum`` must be ``"none"``. A job that was passed
+            to the store is then reported when the store reports it, not at its deadline, because
+            the store might still write into pages that the engine has reused.
         clock: Returns seconds.
 
     Raises:
-        ConfigError: A number is not positive, the checksum is unknown, or there is a checksum with
-            ``zero_copy``.
+        ConfigError: A number is not positive, the checksum is unknown, or a checksum is combined
+            with ``zero_copy``.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class GuardedTier:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if zero_copy and checksum != "none":
             raise ConfigError(
-                "with zero_copy the guard has no place for its checksum; set checksum to 'none' "
-                "if the store has its own checksum, or drop zero_copy"
+                "with zero_copy the guard cannot add its checksum to a page; set checksum to "
+                "'none' if the store has its own checksum, or drop zero_copy"
             )
         self.store = store
         self.namespace = namespace
@@ -142,7 +142,7 @@ class GuardedTier:
         self._answers = LookupAnswers(clock, patience=lookup_deadline)
         self._stats = TierStats()
         self._changed = threading.Condition()
-        self._jobs: dict[int, _Job] = {}  # by due
+        self._jobs: dict[int, _Job] = {}  # in the order of their deadlines
         self._in_store: dict[int, _Job] = {}
         self._done: list[tuple[int, list[bool]]] = []
         self._inbox: deque[Callable[[], object]] = deque()
@@ -159,21 +159,21 @@ class GuardedTier:
 
     @property
     def stats(self) -> TierStats:
-        """A copy of the counts so far."""
+        """Return a copy of the counts so far."""
         with self._changed:
             trips, unanswered = self._breaker.num_trips, self._answers.num_unanswered
             return replace(self._stats, trips=trips, unanswered=unanswered)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether jobs are passed to the store, because it is neither closed nor paused."""
+        """Whether jobs are passed to the store, which is then neither closed nor paused."""
         with self._changed:
             return not (self._is_closed or self._breaker.is_open)
 
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up``, which must not call the guard, when a job or a lookup has ended.
 
-        It is not called when a deadline passes, so poll from time to time.
+        ``wake_up`` is not called when a deadline passes, so also poll from time to time.
         """
         self._wake_up = wake_up
 
@@ -217,11 +217,11 @@ class GuardedTier:
                 self._changed.wait(min(left, _LONGEST_SLEEP))
 
     def close(self) -> None:
-        """Fail the jobs in flight and close the store; a store that does not close is abandoned."""
+        """Fail the jobs in flight and close the store; a store whose close hangs is abandoned."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
         self._awake.set()
-        self._lane.join(_LONGEST_CLOSE)  # the copies, and the current call of the store, end first
+        self._lane.join(_LONGEST_CLOSE)  # wait for copies, and for the current call of the store
         with self._changed:
             for entry in [*self._jobs.values()]:
                 self._finish(entry, [False] * len(entry.keys))
@@ -229,7 +229,7 @@ class GuardedTier:
             _log.warning("the store %s does not close; it is abandoned", type(self.store).__name__)
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Make keys a miss; keys that the store cannot drop stay hidden."""
+        """Make keys a miss; the guard hides keys that the store cannot delete."""
         hide = self._answers.deleted if self._can_delete else self._answers.failed
         with self._changed:
             for key in keys:
@@ -239,7 +239,7 @@ class GuardedTier:
         self._run_soon(partial(self._drop, [*keys]))
 
     def touch(self, keys: Sequence[bytes], /) -> None:
-        """Report the use of keys to the store, if it supports that."""
+        """Report the use of keys to the store, if the store supports ``touch``."""
         if isinstance(self.store, SupportsTouch):
             self._run_soon(partial(self._call_store, self.store.touch, [*keys]))
 
@@ -286,7 +286,7 @@ class GuardedTier:
                 self._finish(entry, [False] * len(entry.keys))
 
     def _finish(self, entry: _Job, flags: list[bool]) -> None:
-        """Report a job; its pages belong to the engine again."""
+        """Report a job; the engine may then reuse its pages."""
         del self._jobs[entry.job]
         self._in_store.pop(entry.number, None)
         entry.pages = []
@@ -311,7 +311,7 @@ class GuardedTier:
         if is_first and keys:
             _log.warning(
                 "the store %s has damaged pages, which fail and are computed again; the first "
-                "damaged page has key %s, and further ones are only counted",
+                "damaged page has key %s, and later ones are only counted",
                 type(self.store).__name__,
                 bytes(keys[0]).hex(),
             )
@@ -340,7 +340,7 @@ class GuardedTier:
                 self._look_up()
             if self._in_store:
                 self._collect()
-        self._run_inbox()  # a key that was deleted before close stays deleted
+        self._run_inbox()  # so that a key that was deleted before close stays deleted
         self._call_store(self.store.close)
 
     def _run_inbox(self) -> None:
@@ -350,7 +350,7 @@ class GuardedTier:
     def _call_store(self, call: Callable[..., object], *args: object) -> object:
         try:
             return call(*args)
-        except BaseException as error:  # on the guard's thread, where no caller can catch it
+        except BaseException as error:  # no caller can catch an exception on the guard's thread
             with self._changed:
                 self._stats.raised += 1
                 name = getattr(call, "__name__", "call").strip("_")
@@ -458,7 +458,7 @@ class GuardedTier:
 
 
 def _flags(found: object, num: int) -> list[bool | None] | None:
-    """Return the flags of a store; None if they have the wrong form."""
+    """Return the flags that a store reported; None if they have the wrong form."""
     try:
         flags = [
             None if flag is None else bool(flag)

@@ -1,4 +1,4 @@
-"""The namespace of a tier's bytes, because other weights compute other KV (TIER-10)."""
+"""The namespace of a tier's bytes: the model, weights and layout on which they depend (TIER-10)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvview.errors import ConfigError, NamespaceMismatchError, line_of
 
 @dataclass(frozen=True)
 class Namespace:
-    """All properties, besides the key, on which KV bytes depend; the salt is part of the key.
+    """All properties on which KV bytes depend, except those that the key includes (such as a salt).
 
     1. Two namespaces that differ in any field share no pages.
-    2. ``weights`` is never guessed: if the engine does not provide it, the user must.
+    2. ``weights`` is never guessed; if the engine does not provide it, the user must do so.
 
     Args:
         model: Name or path of the model.
         weights: Digest or revision of the weights; any text that changes when they do.
         kv_dtype: Type of the KV cache, ``"bfloat16"`` for example.
-        layout: Layers, heads and order of the bytes of a page.
-        block_size: Tokens of a page.
-        tensor_parallel: Ranks that the heads are split over.
-        pipeline_parallel: Ranks that the layers are split over.
+        layout: Layers, heads and byte order of a page.
+        block_size: Number of tokens in a page.
+        tensor_parallel: Number of ranks over which the heads are split.
+        pipeline_parallel: Number of ranks over which the layers are split.
         rank: Rank of these pages, if each rank has its own pages.
         hash_algorithm: Algorithm of the block hashes in the keys.
         hash_seed: Start of the chain of block hashes; empty if it is always the same.
@@ -58,11 +58,11 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """A digest of 16 bytes, which no other namespace has."""
+        """Return a digest of 16 bytes that identifies the namespace."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).digest()
 
     def to_json(self) -> str:
-        """Format the namespace as one line, which is equal for equal namespaces."""
+        """Format the namespace as one line; equal namespaces give equal lines."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -86,14 +86,15 @@ class Namespace:
             ) from error
 
     def require_same(self, other: Namespace, where: str) -> None:
-        """Refuse bytes of another namespace.
+        """Refuse bytes that belong to another namespace.
 
         Args:
             other: Namespace of the bytes at ``where``.
             where: Place of the bytes, for the error.
 
         Raises:
-            NamespaceMismatchError: The two differ; the error names both sides of each difference.
+            NamespaceMismatchError: The namespaces differ; the error lists both values of each field
+                that differs.
         """
         different = [
             f"{field.name} {getattr(other, field.name)!r} there, {getattr(self, field.name)!r} here"

@@ -1,4 +1,4 @@
-"""A base of stores that poll, such as a store over an engine's own tier."""
+"""The base of stores that poll for ended jobs, such as a store over an engine's own tier."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BETWEEN_POLLS = 0.0003  # seconds
 
 
 class Polled(ABC):
-    """Keeps the jobs of a store, whose author writes methods that start jobs and find ended ones.
+    """Tracks the jobs of a store; the author writes methods that start jobs and find ended ones.
 
-    1. ``begin`` is called with jobs that may be started, none of them empty.
+    1. ``begin`` is called with well-formed jobs that have at least one key.
     2. ``collect`` calls :meth:`report` for each job that ended.
     3. All calls come from one thread.
 
@@ -26,7 +26,7 @@ class Polled(ABC):
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self._num_keys: dict[int, int] = {}  # of jobs in flight
+        self._num_keys: dict[int, int] = {}  # jobs in flight
         self._done: list[tuple[int, list[bool]]] = []
         self._is_closed = False
 

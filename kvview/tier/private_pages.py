@@ -1,4 +1,4 @@
-"""Private pages of the guard, which a store gets instead of the engine's pages."""
+"""Private pages of the guard, which a store receives instead of the engine's pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_SPARE_BYTES = 128 << 20
 class PrivatePages:
     """Makes and reuses private pages, and copies bytes between them and the engine's pages.
 
-    1. If pages have seals, the seal of a page follows its bytes.
+    1. With seals, the seal of a page is stored after its bytes.
     2. Without seals no page is reused, because a late write into a reused page would go undetected.
 
     Args:
@@ -22,7 +22,7 @@ class PrivatePages:
     def __init__(self, seal: PageSeal | None) -> None:
         self._seal = seal
         self._extra = SEAL_BYTES if seal else 0
-        self._spare: dict[int, list[bytearray]] = {}  # by length
+        self._spare: dict[int, list[bytearray]] = {}  # free pages by length
 
     def to_get(self, pages: Sequence[memoryview]) -> list[bytearray]:
         """Return one empty private page for each page of a load."""
@@ -40,9 +40,9 @@ class PrivatePages:
         return made
 
     def copy_out(self, key: bytes, private: bytearray, page: memoryview) -> bool:
-        """Copy a loaded page to the engine; False if its bytes are not those that were put.
+        """Copy a loaded page to the engine; returns False if the bytes differ from the put.
 
-        The check reads the engine's copy, because a store may change the private page later.
+        The check reads the engine's copy, because the store may still change the private page.
         """
         page[:] = memoryview(private)[: len(page)]
         return self._seal is None or self._seal.of(key, page) == private[len(page) :]

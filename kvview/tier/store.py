@@ -1,9 +1,8 @@
-"""The tier contract: pages of bytes by key, kept below the host's memory.
+"""The tier contract: pages of bytes, stored by key below the host memory.
 
-A key names its bytes: a key that is put again has the same bytes, so a store may keep the old
-ones, unless they failed to load (TIER-4). Keys are 1 to 100 bytes; only the engine knows their
-parts (hash, group, salt). Pages are one-dimensional contiguous memoryviews of bytes, of any size
-from 1 on.
+A key determines its bytes: a second put of a key has the same bytes, so a store may keep the old
+ones, unless they failed to load (TIER-4). Keys have 1 to 100 bytes, and a store does not interpret
+them. Pages are one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
 
 Laws: TIER-1 to TIER-12 in ``kvview/laws.toml``.
 
@@ -28,20 +27,22 @@ class TierStore(Protocol):
     """
 
     def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
-        """Return for each key whether it can be loaded, or None if that is not known yet (TIER-5).
+        """Return for each key whether it can be loaded; None if this is not known yet (TIER-5).
 
         Returns:
-            One flag for each key, in their order.
+            One flag for each key, in the order of the keys.
         """
         ...
 
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to store one page for each key.
+        """Start a job that stores one page for each key.
 
         Args:
-            job: Any int that is not in flight. A job is in flight until it is reported.
+            job: Any int that is not the number of a job in flight. A job is in flight until it is
+                reported.
             keys: The keys, without duplicates.
-            pages: One for each key. They are only read, and only until the job is reported.
+            pages: One page for each key. The store only reads the pages, and only until the job is
+                reported.
 
         Raises:
             TierJobError: The job is in flight, the lengths differ, a key is empty or named
@@ -50,13 +51,13 @@ class TierStore(Protocol):
         ...
 
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
-        """Start to load one page for each key.
+        """Start a job that loads one page for each key.
 
         Args:
-            job: As for ``put``, and not the number of a put in flight either.
+            job: As for ``put``; puts and gets share their numbers.
             keys: The keys, without duplicates; a key need not be held.
-            pages: One writable page for each key, with the size that was put. The page of a key
-                that failed may have any bytes.
+            pages: One writable page for each key, with the size that was put. After a failure, the
+                page of the key may have any bytes.
 
         Raises:
             TierJobError: As for ``put``, or a page cannot be written.
@@ -68,7 +69,7 @@ class TierStore(Protocol):
         ...
 
     def drain(self, timeout: float, /) -> bool:
-        """Wait at most ``timeout`` seconds until all jobs have ended; returns whether they have."""
+        """Wait at most ``timeout`` seconds for all jobs to end; returns whether all have ended."""
         ...
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ class TierUsage:
     """The bytes that a store occupies.
 
     Args:
-        used_bytes: Bytes on its medium now, of this namespace or more; None if they are not
+        used_bytes: Bytes on the medium now, of this namespace or of several; None if they are not
             counted.
         max_bytes: Budget of the store; None if it has no budget (TIER-8).
     """
@@ -112,14 +113,14 @@ class SupportsUsage(Protocol):
         """Return the bytes in use and the budget, without waiting for I/O.
 
         Returns:
-            Bytes that other processes wrote may be missing until this store's next put.
+            The usage. Bytes that other processes wrote may be missing until this store's next put.
         """
         ...
 
 
 @runtime_checkable
 class SupportsTouch(Protocol):
-    """The store evicts by use."""
+    """The store evicts the keys that were used least recently."""
 
     def touch(self, keys: Sequence[bytes], /) -> None:
         """Report the use of keys; keys that are not held are ignored."""
@@ -137,16 +138,16 @@ class SupportsEvictions(Protocol):
 
 @runtime_checkable
 class SupportsDamageReports(Protocol):
-    """The store verifies its bytes itself, and reports the pages that it finds damaged."""
+    """The store verifies its bytes itself, and reports damaged pages."""
 
     def on_damaged(self, damaged: Callable[[Sequence[bytes]], None], /) -> None:
-        """Call ``damaged``, from any thread, once per page whose bytes are not those of its put."""
+        """Call ``damaged``, from any thread, once per page whose bytes differ from its put."""
         ...
 
 
 @runtime_checkable
 class SupportsWakeUp(Protocol):
-    """The store calls the engine when ``poll`` has something new."""
+    """The store calls the engine when ``poll`` has new results."""
 
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up``, from any thread, when a job or a lookup has ended."""
@@ -154,7 +155,7 @@ class SupportsWakeUp(Protocol):
 
 
 def is_tier_store(found: object) -> bool:
-    """Whether an object looks like a class of stores; it may still lack methods."""
+    """Whether an object looks like a class of stores; the class may still lack methods."""
     return isinstance(found, type) and all(hasattr(found, name) for name in ("put", "get", "poll"))
 
 
@@ -166,7 +167,7 @@ def missing_methods(found: object) -> Iterable[str]:
 def require_tier_job(
     keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool, in_flight: bool
 ) -> None:
-    """Refuse a malformed job; every store calls this before it starts anything.
+    """Refuse a malformed job; every store calls this function before it starts a job.
 
     Args:
         keys: Keys of the job.

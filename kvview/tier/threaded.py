@@ -1,4 +1,4 @@
-"""The base of a store whose author writes three blocking calls."""
+"""The base of stores for which the author writes three blocking methods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Job:
     is_get: bool
     flags: list[bool]
     removals: dict[bytes, _Removal]
-    """Removals that a put waits for, because they were started before it."""
+    """Removals for which a put waits, because they were started before the put."""
     parts_left: int = 0
 
 
@@ -42,21 +42,22 @@ class Threaded(ABC):
 
     1. The three methods are called from several threads at once, for different keys or for the same
        key.
-    2. If one of them raises, the key has failed, or is a miss for ``has``. An exception that is not
-       an ``OSError`` is logged once.
-    3. They implement every call of :class:`~kvview.tier.TierStore`; the keys of a job are
+    2. If a method raises, the key has failed; if ``has`` raises, the key is a miss. An exception
+       that is not an ``OSError`` is logged once.
+    3. The base implements every call of :class:`~kvview.tier.TierStore`; the keys of a job are
        split over the threads.
 
     Args:
-        namespace: Namespace of the store; keep it apart from every other (``namespace.digest``).
+        namespace: Namespace of the store, which must share no bytes with another (use
+            ``namespace.digest``).
         threads: Number of threads that call the three methods, at most 1,024.
 
     Raises:
-        ConfigError: ``threads`` is not in that range.
+        ConfigError: ``threads`` is not from 1 to 1,024.
     """
 
     keys_of_a_lookup = 64
-    """Maximum of keys that one thread looks up in a row; lower it if a lookup takes long."""
+    """Maximum of keys that one thread looks up in a row; choose a lower number for slow lookups."""
 
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
         if not 1 <= threads <= _MAX_THREADS:
@@ -66,8 +67,13 @@ class Threaded(ABC):
         self._tasks: deque[Callable[[], None]] = deque()
         self._jobs: dict[int, _Job] = {}
         self._done: list[tuple[int, list[bool]]] = []
+<<<<<<< HEAD
         self._removals: dict[bytes, _Removal] = {}  # the latest one of each key
         self._answers = LookupAnswers()
+=======
+        self._removals: dict[bytes, _Removal] = {}  # the latest removal of each key
+        self._answers = LookupAnswers(time.monotonic)
+>>>>>>> edit-kvview
         self._is_closed = False
         self._wake_up: Callable[[], None] = lambda: None
         self._logged: set[str] = set()
@@ -89,14 +95,14 @@ class Threaded(ABC):
 
     @abstractmethod
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Fill a page with exactly the bytes that were written; False if that is not possible."""
+        """Fill a page with exactly the bytes that were written; False if this is not possible."""
 
     @abstractmethod
     def write(self, key: bytes, page: memoryview, /) -> bool:
         """Store a page completely or not at all, and replace an older page.
 
-        An older page has the same bytes, unless it is damaged. So a store that removes the pages
-        that it finds damaged may keep it.
+        An older page of the key has the same bytes, unless it is damaged. So a store that removes
+        damaged pages may keep the older page.
         """
 
     @final
@@ -117,7 +123,7 @@ class Threaded(ABC):
             flags, ask = self._answers.flags(keys)
             for start in range(0, len(ask), self.keys_of_a_lookup):
                 part = ask[start : start + self.keys_of_a_lookup]
-                self._tasks.appendleft(partial(self._ask, part))  # before all I/O
+                self._tasks.appendleft(partial(self._ask, part))  # before any I/O
                 self._changed.notify()
         return flags
 
@@ -156,15 +162,15 @@ class Threaded(ABC):
 
     @final
     def remove_later(self, keys: Sequence[bytes], remove: Callable[[bytes], object], /) -> None:
-        """Make keys a miss at once, and remove their pages on a thread: the body of ``delete``.
+        """Make keys a miss at once, and remove their pages on a thread; for use in ``delete``.
 
         1. A later job of a key waits for its removal. A removal does not wait for an earlier put.
-        2. If ``remove`` raises, the page stays, and may be found again after a second.
+        2. If ``remove`` raises, the page stays, and a lookup may find it again after a second.
         3. ``close`` runs the removals that no thread has started.
 
         Args:
             keys: Keys to remove.
-            remove: Removes the page of a key, if there is one; it may block.
+            remove: Removes the page of a key, if the page exists; may block.
         """
         removal = _Removal([*keys], remove)
         with self._changed:
@@ -175,7 +181,7 @@ class Threaded(ABC):
             self._changed.notify()
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Run a task on a thread, for features of a store beyond the three calls."""
+        """Run a task on a thread, for features of a store beyond the three methods."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
@@ -207,7 +213,7 @@ class Threaded(ABC):
                     return
                 task = self._tasks.popleft()
             task()
-            del task  # it holds pages
+            del task  # the error refers to pages
 
     def _move(self, job: int, entry: _Job, part: range) -> None:
         move = self.read_into if entry.is_get else self.write
@@ -243,7 +249,7 @@ class Threaded(ABC):
             for key in removal.keys:
                 if self._removals.get(key) is removal:
                     del self._removals[key]
-                    self._answers.deleted(key)  # a lookup may have found it meanwhile
+                    self._answers.deleted(key)  # because a lookup may have found the key meanwhile
             self._changed.notify_all()
 
     def _ask(self, keys: list[bytes]) -> None:

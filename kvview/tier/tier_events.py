@@ -1,4 +1,4 @@
-"""The keys that a tier advertises, derived from the ends of its jobs and from evictions."""
+"""The keys that a tier advertises, derived from the results of its jobs and from evictions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvview.keys import OffloadKey
 class TierEvents:
     """The events of one tier, as EVENT-1 to EVENT-4 require them.
 
-    1. A key is advertised when its put or its get succeeded. So a key that an earlier process
-       stored is advertised after its first load.
-    2. A key is withdrawn when a get of it failed, a lookup missed it, or the store evicted it. A
-       key that was evicted while its put was in flight is not advertised.
-    3. If there are more than ``max_keys``, the oldest are withdrawn.
+    1. A key is advertised after a successful put or get. So a key that an earlier process stored is
+       advertised after its first load.
+    2. A key is withdrawn after a failed get, a lookup that misses, or an eviction. A key that was
+       evicted while its put was in flight is not advertised.
+    3. If more than ``max_keys`` keys are advertised, the oldest are withdrawn.
 
-    Not thread-safe.
+    This class is not thread-safe.
 
     Args:
         medium: Name of the tier.
@@ -29,7 +29,7 @@ class TierEvents:
         self._max_keys = max_keys
         self._held: dict[bytes, None] = {}
         self._in_flight: dict[bytes, int] = {}  # puts
-        self._evicted: set[bytes] = set()  # of those
+        self._evicted: set[bytes] = set()  # of these puts, evicted keys
         self._events: list[tuple[list[OffloadKey], bool]] = []
 
     def began(self, keys: Sequence[bytes]) -> None:

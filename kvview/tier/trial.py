@@ -14,7 +14,7 @@ _PAGE_BYTES = 65_536
 
 
 class MemoryStore(Threaded):
-    """Keeps pages in this process, to try a bridge without a store."""
+    """Keeps pages in this process, so that a bridge can be tried without a store."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._pages: dict[bytes, bytes] = {}
@@ -46,7 +46,7 @@ def try_store(store: TierStore, seconds: float = 60.0) -> str:
         seconds: Seconds after which a job or a lookup without a result has failed.
 
     Returns:
-        The fault, empty if there is none.
+        The fault; empty if the store works.
     """
     key, content = b"kvview doctor" + os.urandom(16), bytearray(os.urandom(_PAGE_BYTES))
     until = time.monotonic() + seconds

@@ -159,7 +159,7 @@ BROKEN: dict[str, tuple[Any, Any, str]] = {  # the halves' factories, and the me
     "load for nobody": (
         lambda: Plans([TransferJob(7, CPU, GPU, "nobody")]),
         Reports,
-        "load job 7 names request 'nobody', which waits for no load",
+        "load job 7 names request 'nobody', which does not wait for a load",
     ),
     "load without request": (
         lambda: Plans([TransferJob(7, CPU, GPU)]), Reports, "load job 7 names request None"

@@ -414,7 +414,7 @@ def test_a_replay_that_repeats_itself_ends() -> None:
 
 def test_frames_of_a_foreign_protocol() -> None:
     for frames in ([b"hello"], [b"", b"1", b""], [b""] * 4):
-        with pytest.raises(WireFormatError, match="not a message of KV events: "):
+        with pytest.raises(WireFormatError, match="not a KV event message: "):
             read_frames(frames)
 
 

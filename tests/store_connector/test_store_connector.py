@@ -145,9 +145,9 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cpu_block": 5}, r"unknown options \['cpu_block'\]: there is no store"),
+        ({"cpu_block": 5}, r"unknown options \['cpu_block'\]: the connector has no store"),
         ({"cpu_blocks": -1}, "cpu_blocks: Input should be greater than or equal to 0"),
-        ({"cpu_blocks": 1, "cpu_bytes": 1}, "are one budget"),
+        ({"cpu_blocks": 1, "cpu_bytes": 1}, "set the same budget"),
         ({"mode": "lazy"}, "mode: Input should be 'eager', 'finish', 'victim' or 'exclusive'"),
         ({"store": "kvview:Lease"}, "is not a class of tier stores"),
         ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
