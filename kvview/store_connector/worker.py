@@ -21,13 +21,8 @@ from kvview.store_connector.page_levels import PageData, Pages
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
 
-<<<<<<< HEAD
-_LONGEST_SLEEP = 0.05  # seconds; the deadline of a store's job passes without a wake-up
-_FIRST_LOOK, _LAST_LOOK = 20e-6, 0.0005  # seconds between looks at a mark of compute; they double
-=======
 _LONGEST_SLEEP = 0.05  # seconds, because a store's deadline passes without a wake-up
-_BETWEEN_LOOKS = 0.0005  # seconds between two queries of an event that has not ended
->>>>>>> edit-kvview
+_FIRST_LOOK, _LAST_LOOK = 20e-6, 0.0005  # seconds between queries of an event; they double
 
 MakePages = Callable[[Sequence[int], int, Callable[[], None]], Pages]
 """Makes the pages of a worker from the page sizes, its rank, and a call that wakes its thread."""

@@ -13,14 +13,10 @@ _UNREAD = 10.0  # seconds for which the result of a lookup waits for its first r
 class LookupAnswers:
     """The known results of lookups, and the keys whose lookups have not ended.
 
-<<<<<<< HEAD
-    1. A result is valid for ``seconds``, because other processes put and evict too. The result of
-       a lookup waits ten seconds for its first reader, because a step of an engine may take longer
-       than ``seconds``. A lookup that has no result after ``patience`` seconds is a miss.
-=======
-    1. A result is valid for ``seconds``, because other processes also put and evict keys. A lookup
-       that has no result after ``patience`` seconds is a miss.
->>>>>>> edit-kvview
+    1. A result is valid for ``seconds``, because other processes also put and evict keys. The
+       result of a lookup waits ten seconds for its first reader, because a step of an engine may
+       take longer than ``seconds``. A lookup that has no result after ``patience`` seconds is a
+       miss.
     2. A key that failed is a miss until it is stored again, whatever the store returns (TIER-4).
     3. The result of a lookup is dropped if a put, a failed get or a deletion of the key came first,
        because the lookup may have started before it.
@@ -110,13 +106,8 @@ class LookupAnswers:
         self._known.pop(key, None)
         self._failed.pop(key, None)
         now = self._clock()
-<<<<<<< HEAD
         self._known[key] = flag, now + max(seconds, self._seconds)
-        # Drop two for each new result, so that old results do not stay.
-=======
-        self._known[key] = flag, now + self._seconds
         # Drop up to two old results for each new one, so that expired results do not accumulate.
->>>>>>> edit-kvview
         for oldest in [*islice(self._known, 2)]:
             if len(self._known) > self._max_keys or self._known[oldest][1] <= now:
                 del self._known[oldest]

@@ -67,13 +67,8 @@ class Threaded(ABC):
         self._tasks: deque[Callable[[], None]] = deque()
         self._jobs: dict[int, _Job] = {}
         self._done: list[tuple[int, list[bool]]] = []
-<<<<<<< HEAD
-        self._removals: dict[bytes, _Removal] = {}  # the latest one of each key
-        self._answers = LookupAnswers()
-=======
         self._removals: dict[bytes, _Removal] = {}  # the latest removal of each key
-        self._answers = LookupAnswers(time.monotonic)
->>>>>>> edit-kvview
+        self._answers = LookupAnswers()
         self._is_closed = False
         self._wake_up: Callable[[], None] = lambda: None
         self._logged: set[str] = set()
