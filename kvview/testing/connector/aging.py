@@ -27,7 +27,8 @@ FEWEST_ROUNDS = 24
 _ROUNDS_WHEN_NEW = 2
 _NUM_NEW = 4
 _FEWEST_TOKENS = 100  # tokens that must be loaded in the compared rounds
-_BYTES_PER_PAGE = 250  # bytes that a connector may keep for each page of a tier that is filling
+_BYTES_PER_PAGE = 250  # bytes for each page of a tier by which a connector may grow
+_BYTES_OF_A_HELD_PAGE = 2_000  # bytes that a connector may keep for a page that its tier holds
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
 _A_DAY = 24 * 3600.0
 _OF_KVVIEW = ("kvview.guard", "kvview.testing", "kvview.tier.answers")  # the last expires
@@ -80,17 +81,26 @@ class Memory:
 
     def __init__(self, connector_class: type, rounds: int) -> None:
         self.sizes: list[int] = []
+        """Bytes beyond those that the pages of the tier may take."""
         self.allocated_at = ""
         """The author's line that allocated most of the memory in the last third."""
         self._connector_class = connector_class
         self._rounds = rounds
         self._traces = False
 
-    def end_round(self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector]) -> None:
-        """Measure the memory at the end of a round that ends a third; rounds count from 0."""
+    def end_round(
+        self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector], num_held: int
+    ) -> None:
+        """Measure the memory at the end of a round that ends a third.
+
+        Args:
+            place: Number of the round, from 0.
+            halves: All halves.
+            num_held: Maximum of pages that the tiers hold, because some of them may be filling.
+        """
         if self._rounds < FEWEST_ROUNDS or (place + 1) % (self._rounds // 3):
             return
-        self.sizes.append(_kept_bytes(halves))
+        self.sizes.append(_kept_bytes(halves) - _BYTES_OF_A_HELD_PAGE * num_held)
         if len(self.sizes) == 2 and self._rounds >= _ROUNDS_TO_CONFIRM:
             self._traces = not tracemalloc.is_tracing()
             tracemalloc.start()
@@ -107,8 +117,8 @@ def grows(sizes: Sequence[int], num_pages: int) -> bool:
     """Whether memory grew in the second and in the last third of a run, by about the same amount.
 
     Args:
-        sizes: Bytes at the end of each third.
-        num_pages: Pages of the tier, which may have filled during the run.
+        sizes: Bytes at the end of each third, without those of pages that the tier holds.
+        num_pages: Pages of the tier.
     """
     if len(sizes) < 3:  # because the halves of a raw connector are not measured
         return False
@@ -144,9 +154,8 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
         at = f", most of it allocated at {allocated_at}" if allocated_at else ""
         raise InvariantBroken(
             "CONN-10",
-            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, and "
-            f"{growth} more with each round{at}; delete the entries of requests, jobs and keys "
-            f"when these end",
+            f"the halves keep {growth} bytes more with each of {scenario.rounds} equal rounds{at}; "
+            f"delete the entries of requests, jobs and keys when these end",
             hint="Remove the entries of a request or a job when it ends, and bound every table.",
         )
 
