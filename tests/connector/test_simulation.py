@@ -34,7 +34,7 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
-from kvview.testing.connector.aging import grows
+from kvview.testing.connector.aging import grows, grows_with_keys
 from kvview.testing.connector.coverage import not_exercised, table_of_cells
 from kvview.testing.connector.generate import steady_scenario
 from kvview.testing.connector.invariants import (
@@ -348,6 +348,9 @@ def test_conn10_memory_that_is_bounded_does_not_grow() -> None:
     assert not grows([1_000, 17_000, 17_500], 40)
     assert not grows([1_000, 5_000, 9_000], 40)  # a tier of 40 pages that is filling
     assert not grows([], 40)  # a raw connector
+    assert grows_with_keys([1_000_000, 2_000_000, 3_000_000])
+    assert not grows_with_keys([1_000_000, 2_000_000, 2_000_000])  # a history that is full
+    assert not grows_with_keys([1_000, 9_000, 17_000])  # no entry for each key
 
 
 class OneGroupOnly(HostCacheConnector):
