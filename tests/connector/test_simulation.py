@@ -35,7 +35,7 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
-from kvview.testing.connector.aging import FEWEST_ROUNDS, Memory, grows
+from kvview.testing.connector.aging import FEWEST_ROUNDS, Memory, grows, grows_with_keys
 from kvview.testing.connector.coverage import not_exercised
 from kvview.testing.connector.generate import steady_scenario
 from kvview.testing.connector.invariants import (
@@ -345,6 +345,9 @@ def test_conn10_memory_that_is_bounded_does_not_grow() -> None:
     assert not grows([1_000, 17_000, 17_500], 40)
     assert not grows([1_000, 5_000, 9_000], 40)
     assert not grows([], 40)  # a raw connector
+    assert grows_with_keys([1_000_000, 2_000_000, 3_000_000])
+    assert not grows_with_keys([1_000_000, 2_000_000, 2_000_000])  # a history that is full
+    assert not grows_with_keys([1_000, 9_000, 17_000])  # no entry for each key
 
 
 @pytest.mark.parametrize(("num_held", "is_leak"), [([30, 60, 90], False), ([90, 90, 90], True)])
