@@ -33,17 +33,17 @@ SUMMARIES = {
 _QUIET = "kvview.quiet"
 _COMMON_OPTIONS = (
     (_QUIET, "-q", "--quiet", "Print only errors, and reports that go to '-'."),
-    (VERBOSE, "-v", "--verbose", "Print versions; show the traceback of an error."),
+    (VERBOSE, "-v", "--verbose", "Print versions, and the traceback of an error."),
 )
 _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothesis", "click")
 
 
 class EntryPointGroup(click.Group):
-    """A group whose commands are the entry points :data:`GROUP`.
+    """A group whose commands are the entry points of :data:`GROUP`.
 
     1. Each command, and each command of a group, gets ``--quiet`` and ``--verbose``, the exit
        codes in its help, and errors in one line.
-    2. A command that does not import is named in the help and does not affect the others.
+    2. A command that cannot be imported is listed in the help, and the other commands still work.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -65,7 +65,7 @@ class EntryPointGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write names and summaries; only commands of other packages are imported for it."""
+        """Write the names and summaries of commands, importing only those of other packages."""
         rows = []
         for name, point in sorted(self._points().items()):
             text = SUMMARIES.get(name, "") if _is_own(point) else ""
@@ -106,7 +106,7 @@ class EntryPointGroup(click.Group):
 def _report_usage(error: click.ClickException) -> None:
     text = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None
-    if ctx is not None and text == ctx.get_help():  # of a group without a command
+    if ctx is not None and text == ctx.get_help():  # the user named a group without a command
         error.show()
         return
     hint = f" See '{ctx.command_path} --help'." if ctx is not None else ""
@@ -122,7 +122,7 @@ def _is_own(point: EntryPoint) -> bool:
 
 
 def _complete(command: click.Command) -> None:
-    """Give a command, and those below it, the common options and exit codes, once."""
+    """Add the common options and exit codes to a command and its subcommands, once."""
     if any(isinstance(option, _CommonOption) for option in command.params):
         return
     taken = {name for option in command.params for name in option.opts}

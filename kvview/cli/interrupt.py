@@ -12,7 +12,7 @@ RowT = TypeVar("RowT")
 
 
 class UntilInterrupted(Generic[RowT]):
-    """Rows that end at the first Ctrl-C; the second one ends the command without a result.
+    """Rows that end at the first Ctrl-C; a second Ctrl-C ends the command without a result.
 
     Args:
         rows: The rows, iterated once, on the main thread.
@@ -36,4 +36,4 @@ class UntilInterrupted(Generic[RowT]):
     def _on_interrupt(self, *_: object) -> None:
         self.is_interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        echo("kvview: interrupted: the result is that of the requests so far", err=True)
+        echo("kvview: interrupted: the result covers only the requests so far", err=True)

@@ -1,4 +1,4 @@
-"""The result of one command for one implementation: ``--report-json``.
+"""The file of ``--report-json``, which has the result of one command for one implementation.
 
 The form follows the conformance reports of the Gateway API: one file for each implementation and
 version, which states the replaced parts and how to reproduce the result. ``docs/results.md`` is
@@ -34,17 +34,17 @@ _FOLDERS = (
 
 
 Colour = Literal["red", "not checked", ""]
-"""The effect of an outcome on a verdict; empty: it is listed and no failure."""
+"""Effect of an outcome on a verdict; empty for an outcome that is listed but not a failure."""
 
 
 @dataclass(frozen=True)
 class ResultFinding:
-    """One result that is not as it must be.
+    """One result that is red, refused or not checked.
 
     Args:
         subject: The law, the pair of requests, or the kind of layers and the memory layout.
         outcome: Outcome of the result, named as in the report of the command.
-        evidence: The first wrong thing, or the reason; one line.
+        evidence: The first error, or the reason, in one line.
     """
 
     subject: str
@@ -54,11 +54,11 @@ class ResultFinding:
 
 @dataclass(frozen=True)
 class Profile:
-    """The verdict on one class of behaviour.
+    """The verdict for one class of behaviour.
 
     Args:
         name: The contract, such as connector (the life of requests); keys, layouts or inference.
-        verdict: Red with one failure; not checked if nothing failed and a part was not exercised.
+        verdict: Red if a result is red; otherwise not checked if a part was not exercised.
         counts: Results by outcome.
         findings: Every result that is red, refused or not checked.
     """
@@ -75,12 +75,12 @@ class ResultFile:
 
     Args:
         target: The connector or store.
-        engine: Name and version.
+        engine: Name and version of the engine.
         date: Day of the run, in UTC.
-        versions: Of kvview, Python, the machine and the libraries used.
+        versions: Versions of kvview, Python, the machine and the libraries used.
         replaced: Parts of the implementation that the check replaced; empty if it is unmodified.
-        profiles: One for each class of behaviour that the command checks.
-        reproduce: Lines for a shell in a checkout of kvview that repeat the run.
+        profiles: One profile for each class of behaviour that the command checks.
+        reproduce: Shell commands that repeat the run in a checkout of kvview.
         schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
 
@@ -107,12 +107,12 @@ def make_profile(
     outcomes: Mapping[str, Colour],
     results: Sequence[ResultFinding],
 ) -> Profile:
-    """Make the verdict on a class from its results.
+    """Make the verdict for a class from its results.
 
     Args:
-        name: The class.
+        name: Name of the class.
         outcomes: The colour of each outcome that is a finding.
-        results: All of them; those with another outcome are counted only.
+        results: All results of the class; results with other outcomes are only counted.
     """
     findings = [each for each in results if each.outcome in outcomes]
     colours = {outcomes[each.outcome] for each in findings}
@@ -132,15 +132,15 @@ def write_result(
     replaced: Sequence[str] = (),
     engine: str = "",
 ) -> None:
-    """Write the file of the running command; None writes nothing.
+    """Write the result of the running command to a file.
 
     Args:
-        path: The file.
+        path: The file; None writes nothing.
         target: The connector or store.
         profiles: The verdicts.
-        versions: By name.
+        versions: Versions by the name of the package.
         replaced: Parts of the implementation that were replaced.
-        engine: Name and version; empty for the installed vLLM.
+        engine: Name and version of the engine; empty for the installed vLLM.
     """
     if path is None:
         return
@@ -172,12 +172,12 @@ def write_result(
 
 @contextmanager
 def or_could_not_run(path: str | None, target: str, *names: str) -> Iterator[None]:
-    """Write a file with the error if the block raises one that is not the implementation's.
+    """Write a file with the error of the block, unless the implementation raised the error.
 
     Args:
         path: The file; None writes nothing.
         target: The connector or store.
-        *names: The classes that have no verdict then.
+        *names: The classes of behaviour that then have no verdict.
     """
     try:
         yield
@@ -197,7 +197,7 @@ def command_line(context: click.Context) -> str:
 
 
 def _without_folders(profile: Profile) -> Profile:
-    """Shorten paths: those of this machine mean nothing to a reader."""
+    """Shorten paths, because the folders of this machine mean nothing to a reader."""
     findings = []
     for finding in profile.findings:
         evidence = finding.evidence

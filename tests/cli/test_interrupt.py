@@ -29,5 +29,5 @@ def test_the_first_ctrl_c_ends_the_trace(command: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(trace_input, "generate_trace", interrupted)
     result = CliRunner().invoke(cli, [command, "--requests", "50"])
     assert result.exit_code == ExitCode.INTERRUPTED, result.output
-    assert "interrupted: the result is that of the requests so far" in result.stderr
+    assert "interrupted: the result covers only the requests so far" in result.stderr
     assert "21" in result.stdout
