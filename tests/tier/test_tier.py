@@ -339,7 +339,7 @@ def test_fsck_reports_entries_that_cannot_be_loaded(tmp_path: Path) -> None:
     bad = fsck(str(tmp_path))
     assert bad.exit_code == 1
     assert "it has 999 bytes of a page of 1000" in bad.output
-    assert "1 cannot be loaded" in bad.output
+    assert "entries that cannot be loaded: 1" in bad.output
 
 
 def test_an_exception_of_an_authors_call_is_logged_once(
