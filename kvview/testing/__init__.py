@@ -35,7 +35,7 @@ from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
 from kvview.testing.transfer.compute import GatedComputeStream
 from kvview.testing.transfer.player import TransferPlayer
 
-# The checks that a model cannot state register themselves.
+# These imports register the checks that a model cannot state.
 for _module in (
     "guard.examples",
     "offloading.examples",

@@ -1,8 +1,8 @@
 """The registry: every check of every contract, in one list.
 
 A check is a plain function that takes a factory. It makes a harness, calls it, and raises
-:class:`~kvview.testing.LawBroken` if a law does not hold. It can be called alone. A runner finds it
-in this list, with its law and the capabilities that it requires.
+:class:`~kvview.testing.LawBroken` if a law does not hold. A test may call a check directly. A
+runner finds each check in this list, with its law and the capabilities that it requires.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import wraps
 from kvview.testing.harness import Capability, Contract, Factory
 
 EXCEPTIONS = "exceptions"
-"""Replaces a law if a hook or thread of a connector raised, or a hook returned a wrong value."""
+"""Name used instead of a law if a hook or thread raised, or a hook returned a wrong value."""
 
 _FAMILIES = ("CONN", "HAND", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
@@ -28,9 +28,9 @@ class Check:
 
     Args:
         name: Name of the function, which ``expected_failures`` and ``select`` take.
-        law: The law that it checks; ``POOL-*`` for all laws of a contract.
-        contract: The contract of the harnesses that its factory makes.
-        requires: Capabilities without which it is skipped.
+        law: The law that the check tests; ``POOL-*`` for all laws of a contract.
+        contract: The contract of the harnesses that the check accepts.
+        requires: Capabilities without which the check is skipped.
         function: The check itself.
     """
 
@@ -53,7 +53,7 @@ _running: ContextVar[CheckFunction | None] = ContextVar("kvview_check", default=
 
 
 def running_check() -> CheckFunction | None:
-    """The check that is running, for a script that runs it again; None outside of checks."""
+    """Return the running check, for a script that runs the check again; None outside of checks."""
     return _running.get()
 
 
@@ -78,13 +78,13 @@ def check(
 
 
 def checks_for(contract: Contract) -> Sequence[Check]:
-    """The checks of one contract, by law; the long searches come last."""
+    """Return the checks of one contract, sorted by law, with the long searches last."""
     return sorted((check for check in CHECKS if check.contract == contract), key=_place)
 
 
 def _place(check: Check) -> tuple[bool, int, int]:
     family, _, number = check.law.partition("-")
-    if check.law == EXCEPTIONS:  # first, because exceptions are causes
+    if check.law == EXCEPTIONS:  # exceptions come first, because they cause other failures
         return False, -1, 0
     if not number.isdigit():
         return True, 0, 0

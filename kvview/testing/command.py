@@ -50,7 +50,7 @@ _PAGE_WIDTH = 120
 _LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
 SEEDS_OF_A_RELEASE = 100
-"""Number of seeds for each release, unless the user sets a number."""
+"""Default number of seeds for each release."""
 
 
 @click.command()
@@ -172,7 +172,7 @@ def check(
     """
     click.get_current_context().with_resource(_without_own_warnings())
     is_piped = "-" in (json_file, result_file)
-    console = Console(stderr=is_piped, markup=True)  # stdout then only has the report
+    console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
     if self_test:
         _refuse_for_the_self_test(click.get_current_context())
         _finish(*_self_test(console), json_file)
@@ -242,7 +242,7 @@ def check(
 
 
 def _seeds_in_words(on_progress: Callable[[str], None]) -> Callable[[int, int, int], None]:
-    """Report the number of finished seeds, and the time that the remaining seeds will take."""
+    """Make a callback that shows the number of played seeds and the estimated remaining time."""
     start = time.monotonic()
 
     def on_seed(done: int, number: int, failed: int) -> None:
@@ -270,7 +270,7 @@ def _profile(report: Report, name: str) -> Profile:
 
 
 def _write_page(path: str, report: Report) -> None:
-    """Write the printed report as one HTML file with links."""
+    """Write the printed report as a self-contained HTML page with links."""
     from kvview.testing.terminal import show_report
     from kvview.web_page import made_by, write_page
 
@@ -303,7 +303,7 @@ def _check_in_releases(
 
 
 def _options_of_each(context: click.Context, engine: str) -> list[str]:
-    """Return the user's arguments for each process, without those for all releases together."""
+    """Return the user's arguments for each process, except options that concern all releases."""
     if context.params["engine"] not in (None, engine):
         raise ConfigError(
             f"--{engine} runs the engine {engine}, not {context.params['engine']!r}; drop "
@@ -356,9 +356,9 @@ def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
 
 @contextmanager
 def _without_own_warnings() -> Iterator[None]:
-    """Drop warnings of kvview's packages, because the checks cause them with injected faults.
+    """Drop warnings of kvview's packages, because the injected faults of the checks cause them.
 
-    Warnings of the target, and those that a logging configuration selects, are printed.
+    Warnings of the target are printed, and so are warnings that a logging configuration selects.
     """
 
     def is_wanted(record: logging.LogRecord) -> bool:
@@ -378,7 +378,7 @@ def _without_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """End the run at SIGTERM as at Ctrl-C, with its summary and its report."""
+    """On SIGTERM, end the run as on Ctrl-C, with its summary and its report."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt

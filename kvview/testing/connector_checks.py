@@ -1,7 +1,7 @@
 """The laws of connectors as checks, one for each law that a simulated run can break.
 
-They share one set of runs (:func:`shared_runs`), which the first check starts. A run ends at
-the first law that it breaks.
+The checks share one set of runs (:func:`shared_runs`), which the first check starts. A run ends at
+the first broken law.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from kvview.testing.connector.coverage import Gap
 
 COVERAGE = "coverage"
-"""Replaces a law if the runs did not exercise an event or some code.
+"""Name used instead of a law if the runs did not exercise an event or some code.
 
-It is also the first word of a gap in expected failures (``coverage: loads``).
+An expected failure names a gap with this word first (``coverage: loads``).
 """
 NUM_SEEDS = 200
 """Default number of simulated runs of a connector."""
@@ -42,19 +42,19 @@ _NUMBERS = {
 LAWS = frozenset(f"{family}-{one}" for family, numbers in _NUMBERS.items() for one in numbers)
 """The laws that a simulated run can break, each with its own check.
 
-If another law is broken, the check for all other laws fails.
+If a run breaks a law that is not listed, the check of any other law fails.
 """
 
 
 class NotJudged(Exception):
-    """The runs ended at a failure, before they could show whether a law holds."""
+    """The runs ended at a failure before they showed whether a law holds."""
 
 
 class NotExercised(LawBroken):
-    """Nothing is wrong, but parts of the check are missing.
+    """No law was broken, but parts of the check are missing.
 
     Args:
-        gaps: The parts.
+        gaps: The missing parts.
         num_seeds: Seeds that were played.
     """
 
@@ -73,7 +73,7 @@ class NotExercised(LawBroken):
 
 
 def shared_runs(factory: Factory) -> ConnectorRuns:
-    """The simulated or real runs of a connector class with the current settings, made once.
+    """Return the runs of a connector class with the current settings; they are made once.
 
     Raises:
         ConfigError: A library is not installed, or the connector refuses its options.
@@ -127,7 +127,7 @@ def _token_runs(factory: Factory, effort: Effort) -> ConnectorRuns:
 
 
 def coverage_check(pattern: str) -> Check:
-    """Make the check that one item, or all items that match a pattern, were exercised."""
+    """Make the check that one item, or every item that matches a pattern, was exercised."""
     name = f"{COVERAGE}: {pattern}"
 
     def run(factory: Factory) -> None:
@@ -151,7 +151,7 @@ def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
 
 
 def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
-    """Raise for the items that the runs did not exercise and that concern the caller."""
+    """Raise if the runs did not exercise items that concern the caller."""
     runs = shared_runs(factory)
     gaps = [gap for gap in runs.not_exercised if concerns(gap)]
     _require_all_seeds(runs)
@@ -164,10 +164,10 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law:
 
     Args:
         factory: Makes the connector.
-        laws: Returns whether a law is one of these.
+        laws: Returns whether a law is one of the checked laws.
         expected: Meaning of the laws, for the message.
-        law: The law, if there is only one. A law of transfers is not checked if the engine replaced
-            a part of the connector, because the replaced parts copy the bytes.
+        law: The law, if only one law is checked. A law of transfers is not checked if the engine
+            replaced a part of the connector, because the replaced parts copy the bytes.
     """
     runs = shared_runs(factory)
     failures = [failure for failure in runs.failures if laws(failure.filed_under)]
@@ -200,7 +200,7 @@ def law_check(law: str, runs: str) -> CheckFunction:
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:
-    """Skip the check, because the law held until the runs ended early, which is not a verdict."""
+    """Skip the check if the runs ended early, because the law held only until then."""
     if runs.is_interrupted:
         raise KeyboardInterrupt
     if runs.is_cut_short:
@@ -245,5 +245,5 @@ def check_any_other_law_in_simulated_runs(factory: Factory) -> None:
 
 @check(COVERAGE, contract="connector")
 def check_coverage_of_simulated_runs(factory: Factory) -> None:
-    """Every event that simulated runs require happened."""
+    """Every event that simulated runs require has happened."""
     require_exercised(factory, lambda gap: True)

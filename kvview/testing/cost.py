@@ -1,4 +1,4 @@
-"""The cost of a call without a clock: Python lines run, bytes allocated, and bytes kept."""
+"""The cost of a call, measured without a clock: Python lines run, bytes allocated and kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEW_BYTES = 8192
 
 @dataclass(frozen=True)
 class Cost:
-    """Maximum of lines run and bytes allocated."""
+    """A number of lines run and a number of bytes allocated."""
 
     lines: int
     num_bytes: int
@@ -33,12 +33,12 @@ class Cost:
 
 
 def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
-    """Measure the cost of the first items of an iterator, including its start."""
+    """Measure the cost of the first items of an iterator, including the call that makes it."""
     return cost_of(lambda: list(islice(start(), num_items)))
 
 
 def cost_of(call: Callable[[], object]) -> Cost:
-    """Measure the cost of a call. The lines show a loop, the bytes show a copy by C code."""
+    """Measure the cost of a call: lines reveal a loop, and bytes reveal a copy by C code."""
     lines = 0
 
     def count_lines(frame: FrameType, event: str, arg: object) -> Any:
@@ -64,7 +64,7 @@ def cost_of(call: Callable[[], object]) -> Cost:
 
 
 def growth_of(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
-    """Measure the bytes that stay allocated after some work, following a warm-up."""
+    """Measure the bytes that stay allocated by some work, which follows a warm-up."""
     tracemalloc.start()
     try:
         warm_up()

@@ -1,4 +1,4 @@
-"""The settings of a run of checks: its length, its seeds, and the options of the target."""
+"""The settings of a run of checks: length, seeds, and options of the target."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Effort:
 
     Args:
         seed: The first seed.
-        steps: Maximum of calls in one sequence of a search, by default 40; for a connector, minimum
-            of scheduler steps in a run, by default those of each scenario.
+        steps: Maximum of calls in one sequence of a search, by default 40. For a connector, minimum
+            of scheduler steps in a run, by default the number of each scenario.
         seeds: Number of runs; by default 100 for a search, 200 for a connector, and 1 with
             inference.
         engine: Engine that runs a connector: ``"reference"`` (the default) or ``"vllm"``.
         options: Options of the connector or store.
         hook_seconds: CPU seconds that one call of a hook may take.
-        inference: Whether a connector serves a model instead of simulated runs.
+        inference: Whether a connector is checked with a real model instead of simulated runs.
         keep_going: Whether all seeds of a connector are played; otherwise the first failure ends
             the runs.
         is_brief: Whether a search ends at its first failure, without shrinking it.
-        shared: Results that the checks of one run share.
+        shared: Results that all checks of one run share.
 
     Raises:
         ConfigError: A number is too small, or steps are given with inference.
@@ -74,7 +74,7 @@ class Effort:
             )
 
     def for_connectors(self) -> list[str]:
-        """Return the names of the given settings that only apply to connectors."""
+        """Return the names of the given settings that apply only to connectors."""
         return [name for name in _FOR_CONNECTORS if getattr(self, name) != getattr(_DEFAULT, name)]
 
 

@@ -1,9 +1,9 @@
 """The harnesses that implementers write, one small class for each contract.
 
 A harness holds the object under test and the calls of the engine around it. A
-factory without arguments makes a new one for every check. Methods beyond the
-required ones belong to a capability: methods of an undeclared capability are
-not called, and the checks that need them are skipped and listed.
+factory without arguments makes a new one for every check. Methods beyond the required ones belong
+to a capability. If a harness does not declare a capability, its methods are not called, and the
+checks that need them are skipped and listed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A connector class is its own harness, and the kit makes a harness of a class of 
 """
 
 Factory = Callable[..., Any]
-"""Makes a harness in its first state; every check calls it at least once.
+"""Makes a new harness in its first state; every check makes at least one.
 
 For connectors, the class itself is passed.
 """
@@ -45,10 +45,10 @@ class Need:
     """One method or attribute that a contract or a capability requires.
 
     Args:
-        on: ``"harness"`` or the harness's attribute that must have it.
+        on: ``"harness"``, or the attribute of the harness that must have the method.
         name: The method or attribute.
         num_args: Positional arguments that the method must take; None for an attribute.
-        keywords: Optional arguments that it must take by name.
+        keywords: Optional arguments that the method must accept by name.
     """
 
     on: str
@@ -58,7 +58,7 @@ class Need:
 
 
 def needs_of(*texts: str) -> tuple[Need, ...]:
-    """Read needs such as ``"view.is_free(1)"``: owner, name, and the number of arguments."""
+    """Parse needs such as ``"view.is_free(1)"``: owner, name, and number of arguments."""
     needs = []
     for text in texts:
         on, _, method = text.partition(".")
@@ -71,9 +71,9 @@ class Capability(StrEnum):
     """A feature of an implementation beyond the core, which a harness must declare.
 
     Attributes:
-        value: Name by which a harness declares it.
+        value: Name by which a harness declares the capability.
         contracts: The contracts that have it.
-        needs: The methods and attributes that it requires.
+        needs: The methods and attributes that the capability requires.
     """
 
     contracts: frozenset[str]
@@ -95,7 +95,7 @@ class Capability(StrEnum):
     EVICT = "evict", "pool", "harness.evict(1)"
     """``evict(block_ids)``: the engine drops blocks from its prefix cache."""
     RESET = "reset", "pool", "harness.reset(0)"
-    """``reset() -> bool`` resets the cache; False if the engine refused that."""
+    """``reset() -> bool`` resets the cache, and returns False if the engine refused."""
     CLOSE = "close", "pool", "harness.close(0)"
     """``close() -> {block_id: count}``: the engine shuts down and closes the view."""
     SIZED = "sized", "pool offloading", "harness.sized(1)"
@@ -123,8 +123,8 @@ class Capability(StrEnum):
     VIEWS = "views", "pool", "harness.another_view(0)"
     """``another_view()`` makes another view of the same pool."""
     ENGINE_REFUSES = "engine_refuses", "pool", "harness.share(1)"
-    """``release``, ``cache`` and ``evict`` raise like a view for impossible blocks, and so does
-    ``share(block_ids)``, which takes one further reference on each block, free or in use."""
+    """``release``, ``cache`` and ``evict`` raise for impossible blocks, as a view does. So does
+    ``share(block_ids)``, which takes one more reference on each block, free or in use."""
     GPU_EVENTS = "gpu_events", "pool", "harness.telling(0)"
     """``telling()`` makes a harness whose engine emits events of its prefix cache.
 
@@ -134,14 +134,14 @@ class Capability(StrEnum):
     LEASES = "leases", "pool", "view.lease(1)", "harness.advance(1)"
     """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
     LEAKS = "leaks", "pool", "view.leaks(1)"
-    """The guard has ``leaks(older_than)``, which returns objects like :class:`~kvview.Leak`."""
+    """The guard has ``leaks(older_than)``, whose items have the fields of :class:`~kvview.Leak`."""
     PIN_BUDGET = "pin_budget", "pool", "harness.budgeted(1)"
     """``budgeted(num_blocks)`` makes a harness whose guard may hold this number of blocks."""
     GUARDS = "guards", "pool", "harness.guard_over(2)"
     """``guard_over(view, num_blocks)`` makes another guard over any view, with the clock of the
-    first. It may hold this number of blocks, or any number with None."""
+    first guard. The new guard may hold this number of blocks, or any number with None."""
     STATS = "stats", "pool", "view.stats"
-    """The guard has ``stats``, like :class:`~kvview.GuardStats`."""
+    """The guard has ``stats`` with the fields of :class:`~kvview.GuardStats`."""
     TRACE = "trace", "pool", "harness.traced(0)"
     """``traced()`` makes a harness whose guard records the line that took each hold."""
     ENGINE_SIDE = (
@@ -155,7 +155,7 @@ class Capability(StrEnum):
     """The guard has the methods for engines: ``speak_of(request_id)``, ``accounts()``, ``guards()``
     and ``free_all()``, as in :class:`~kvview.GuardedView`."""
     ONE_THREAD = "one_thread", "pool"
-    """The view refuses calls from another thread than the one that made it."""
+    """The view refuses calls from a thread that did not make it."""
 
     # geometry
     SLIDING_WINDOW = "sliding_window", "geometry"
@@ -177,11 +177,11 @@ class Capability(StrEnum):
     PAGES = "pages", "offloading"
     """Specs name their pages with ``block_ids``."""
     POLICIES = "policies", "offloading", "harness.with_policy(1)", "harness.policies"
-    """``with_policy(name)`` makes a manager; ``policies`` names the known ones."""
+    """``with_policy(name)`` makes a manager with a policy; ``policies`` lists the known names."""
     LRU = "lru", "offloading"
     """The manager evicts the key that was used longest ago (OFF-10)."""
     ARC = "arc", "offloading"
-    """The manager evicts keys like ARC (OFF-11)."""
+    """The manager evicts keys by ARC (OFF-11)."""
     STORE_THRESHOLD = "store_threshold", "offloading", "harness.with_threshold(1)"
     """``with_threshold(num_offers)`` makes a harness whose manager stores a key after this number
     of offers."""
@@ -197,31 +197,31 @@ class Capability(StrEnum):
     older than a reset."""
     LEADING_HITS = "leading_hits", "offloading", "manager.num_leading_hits(1)"
     """The manager has ``num_leading_hits(keys)``, which returns the number of keys before the first
-    one that is not a hit."""
+    key that is not a hit."""
 
     # transfer
     FAIL = "fail", "transfer", "harness.fail_next(0)"
     """``fail_next()``: the copy of the job that is submitted next fails."""
     PAUSE = "pause", "transfer tier", "harness.pause(0)", "harness.resume(0)"
-    """``pause()`` and ``resume()``; copies that are submitted in between start at ``resume``."""
+    """``pause()`` and ``resume()``: copies that are submitted between them start at ``resume``."""
     FAIL_BLOCK = "fail_block", "transfer", "harness.fail_block(1)"
-    """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block
-    fails, counted in the order of the job; the copies of others need not."""
+    """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block fails.
+    Blocks are counted in the order of the job; copies of other blocks may succeed."""
     WORKERS = "workers", "transfer", "harness.with_caches(2)"
-    """``with_caches(kv_caches, num_cpu_blocks)``: makes a worker over other KV caches, which is
-    shut down by the checks."""
+    """``with_caches(kv_caches, num_cpu_blocks)`` makes a worker over other KV caches; the checks
+    shut the worker down."""
     COMPUTE = "compute", "transfer", "harness.hold_compute(0)", "harness.release_compute(0)"
-    """``hold_compute()`` and ``release_compute()``; work that the worker's compute stream gets in
-    between ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
+    """``hold_compute()`` and ``release_compute()``: work that enters the worker's compute stream
+    between both calls ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
     COMPUTE_FAILS = "compute_fails", "transfer", "harness.fail_compute(1)"
-    """``fail_compute(when)``: the compute stream raises at the next submitted job, when the worker
-    requests a mark (``"mark"``) or waits for it (``"wait"``)."""
+    """``fail_compute(when)``: at the next submitted job the compute stream raises, when the worker
+    records an event (``"mark"``) or waits for the event (``"wait"``)."""
     TIER_SPEC = "tier_spec", "transfer", "harness.tier_spec(1)"
-    """``tier_spec(pages)`` makes a spec that names pages of the tier by keys, offsets, files or
-    anything else. Without this capability the checks use :class:`~kvview.CPULoadStoreSpec`, and
-    a page that does not exist must be refused."""
+    """``tier_spec(pages)`` makes a spec that names pages of the tier, by keys, offsets, files or in
+    any other way. Without this capability the checks use :class:`~kvview.CPULoadStoreSpec`, and the
+    worker must refuse a page that does not exist."""
     HOST_BYTES = "host_bytes", "transfer", "worker.host_bytes"
-    """The worker has ``host_bytes``, the host memory that its tier takes; 0 after shutdown."""
+    """The worker has ``host_bytes``, the size of its tier in host memory; 0 after shutdown."""
 
     # tier
     REOPEN = "reopen", "tier", "harness.reopen(0)"
@@ -230,17 +230,17 @@ class Capability(StrEnum):
     """``with_namespace(namespace)`` makes another harness in the same place."""
     DAMAGE = "damage", "tier", "harness.damage(1)"
     """``damage(how)`` corrupts the entries on the medium (``"flip"``, ``"cut"``, ``"grow"``,
-    ``"swap"``), and returns their number."""
+    ``"swap"``), and returns the number of entries."""
     VERIFIES = "verifies", "tier", "harness.damage(1)"
     """The store itself detects damaged bytes, even without a guard."""
     GONE = "gone", "tier", "harness.lose_medium(0)", "harness.folder"
-    """``lose_medium()`` removes the medium, ``folder``, while the store is open."""
+    """``lose_medium()`` removes the medium (``folder``) while the store is open."""
     BUDGET = "budget", "tier", "harness.with_budget(1)", "harness.occupied_bytes(0)"
-    """``with_budget(max_bytes)`` makes a harness in a new place; ``occupied_bytes()`` returns the
-    bytes that its store takes there."""
+    """``with_budget(max_bytes)`` makes a harness whose store has a budget and a new place;
+    ``occupied_bytes()`` returns the bytes that this store takes."""
     KILL = "kill", "tier", "harness.start_writer(1)"
-    """``start_writer(keys)`` starts a process that opens the place and puts keys, which are given
-    with the sizes of their pages (:class:`kvview.testing.tier.writer.Writer`)."""
+    """``start_writer(keys)`` starts a process that opens the same place and puts keys; ``keys`` has
+    the size of each page (:class:`kvview.testing.tier.writer.Writer`)."""
     DELETE = "delete", "tier", "store.delete(1)"
     """The store has ``delete(keys)``."""
     USAGE = "usage", "tier", "store.usage(0)"
@@ -248,15 +248,15 @@ class Capability(StrEnum):
     TOUCH = "touch", "tier", "store.touch(1)"
     """The store has ``touch(keys)``."""
     TIER_GUARD = "tier_guard", "tier", "harness.guard(2)"
-    """``guard(store, namespace, **options)``: the guard under test over any store."""
+    """``guard(store, namespace, **options)`` makes the guard under test over any store."""
 
 
 class PoolHarness(Protocol):
     """A view under test and its engine; at first no block is held or cached.
 
-    1. Ids are 0 to ``num_blocks - 1``; all but the null block are free at first.
-    2. ``allocate`` and ``release`` are calls of the engine that bypass the view, which is not
-    notified. A block may be held by the engine and by the view.
+    1. Ids are 0 to ``num_blocks - 1``; at first all blocks except the null block are free.
+    2. ``allocate`` and ``release`` are calls of the engine that bypass the view; the view is not
+    notified. The engine and the view may both hold a block.
     """
 
     @property
@@ -271,7 +271,7 @@ class PoolHarness(Protocol):
 
     @property
     def null_block_id(self) -> int | None:
-        """The placeholder block that is never allocated; None if the pool has no such block."""
+        """Id of the placeholder block that is never allocated; None if the pool has none."""
         ...
 
     @property
@@ -280,16 +280,16 @@ class PoolHarness(Protocol):
         ...
 
     def allocate(self, num_blocks: int, /) -> Sequence[int]:
-        """Take blocks for a request, one reference each; their hashes are evicted."""
+        """Allocate blocks for a request, with one reference each; their hashes are evicted."""
         ...
 
     def release(self, block_ids: Sequence[int], /) -> None:
-        """Release one of the engine's references on each block; the first is evicted first."""
+        """Release one of the engine's references on each block, in the order of eviction."""
         ...
 
 
 class Coordinator(Protocol):
-    """A coordinator: finds the cached prefix of a request."""
+    """Finds the cached prefix of a request."""
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, /
@@ -305,10 +305,10 @@ class Coordinator(Protocol):
 class GeometryHarness(Protocol):
     """A coordinator under test and its pool; at first no block is cached.
 
-    1. A factory may make any geometry; the checks then make their own.
-    2. A request is a list of block hashes, one per ``hash_block_size`` tokens, each made from all
-       tokens up to its end. Requests with a common prefix share its hashes.
-    3. At least 64 blocks are cached at the same time before one is evicted.
+    1. A factory may return any geometry, because the checks make their own geometries.
+    2. A request is a list of block hashes, one per ``hash_block_size`` tokens; a hash covers all
+       tokens up to its end. Requests with a common prefix share the hashes of this prefix.
+    3. The pool must cache at least 64 blocks before it evicts a block.
     """
 
     @property
@@ -318,7 +318,7 @@ class GeometryHarness(Protocol):
 
     @property
     def null_block_id(self) -> int:
-        """The block-table entry of a block that is not needed."""
+        """The block-table entry for a block that is not needed."""
         ...
 
     @property
@@ -329,11 +329,11 @@ class GeometryHarness(Protocol):
     def with_geometry(
         self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup], /
     ) -> GeometryHarness:
-        """A new harness of another geometry; sizes that do not divide are refused (GEO-2)."""
+        """Make a harness of another geometry; sizes that do not divide are refused (GEO-2)."""
         ...
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int, /) -> int:
-        """Cache only block number ``block`` of a request in a group; returns its id.
+        """Cache only block number ``block`` of a request in a group; returns the id of the block.
 
         The block is free afterwards, as after the end of its request.
         """
@@ -350,7 +350,7 @@ class ManagerHarness(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Keys that fit; at least 8."""
+        """Number of keys that fit, at least 8."""
         ...
 
     @property
@@ -364,8 +364,8 @@ class TransferHarness(Protocol):
 
     1. ``kv_caches`` holds torch tensors. The checks fill and compare their whole storages,
        including the bytes between and behind the rows.
-    2. More groups, tensors, paddings and gaps make the checks more thorough. Pages so large that a
-    job moves more than 1 MiB also check how a worker moves large jobs.
+    2. More groups, tensors, paddings and gaps make the checks more thorough. With pages so large
+    that a job moves more than 1 MiB, the checks also cover large jobs.
     """
 
     @property
@@ -380,12 +380,12 @@ class TransferHarness(Protocol):
 
     @property
     def num_cpu_blocks(self) -> int:
-        """Pages of the tier that the checks may use, from 0; at least 8, and 4 for each group."""
+        """Number of pages of the tier that the checks may use, at least 8 and 4 for each group."""
         ...
 
     @property
     def blocks_per_chunk(self) -> int:
-        """GPU blocks that one host block holds."""
+        """Number of GPU blocks in one host block."""
         ...
 
     @property
@@ -395,7 +395,7 @@ class TransferHarness(Protocol):
 
 
 class TierHarness(Protocol):
-    """A store under test; at first it holds no key. It must keep 16 MiB before it evicts a key."""
+    """A store under test, which at first holds no key, and keeps 16 MiB before it evicts a key."""
 
     @property
     def store(self) -> TierStore:
@@ -418,7 +418,7 @@ class TierHarness(Protocol):
 
 
 class HandoffHarness(Protocol):
-    """Two engines with a network between them, which are not started at first."""
+    """Two engines with a network between them; at first they are not started."""
 
     @property
     def engines(self) -> Mapping[str, Any]:
@@ -438,7 +438,7 @@ SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "tier": ("store", TierStore, TierHarness),
     "handoff": ("engines", object, HandoffHarness),
 }
-"""For each contract, the attribute that identifies its harness, and the protocols of both."""
+"""For each contract, the attribute that identifies its harness, and the two protocols."""
 
 
 def capabilities_of(contract: Contract) -> list[Capability]:

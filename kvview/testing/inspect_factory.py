@@ -35,18 +35,18 @@ _SMALLEST = {
 def inspect_factory(
     factory: Factory, options: Mapping[str, Any] | None = None
 ) -> tuple[Contract, frozenset[Capability]]:
-    """Call a factory once, and verify everything that the checks rely on.
+    """Call a factory once, and verify everything on which the checks rely.
 
     Args:
         factory: A factory of harnesses, or a class of connectors or stores.
         options: Options of a class of stores.
 
     Returns:
-        The contract that the harness is for, and the capabilities declared.
+        The contract of the harness, and the declared capabilities.
 
     Raises:
-        ConfigError: The factory raises or returns no harness, or its harness lacks a method, has a
-            method with other arguments, is too small, or declares an unknown capability. The
+        ConfigError: The factory raises or does not return a harness, or its harness lacks a method,
+            has a method with other arguments, is too small, or declares an unknown capability. The
             message lists all faults.
     """
     name = getattr(factory, "__qualname__", None) or repr(factory)
@@ -104,7 +104,7 @@ def _capabilities_of(harness: object, contract: Contract, problems: list[str]) -
     wrong = [name for name in declared if name not in known]
     if wrong:
         problems.append(
-            f"it declares {', '.join(sorted(map(str, wrong)))}, the capabilities of a {contract} "
+            f"it declares {', '.join(sorted(map(str, wrong)))}; the capabilities of a {contract} "
             f"are {', '.join(known)}"
         )
     return [capability for capability in known if capability in list(declared)]
@@ -127,7 +127,7 @@ def _problems_with(need: Need, harness: object) -> list[str]:
 def _signature_problems(method: Callable[..., object], need: Need, shown: str) -> list[str]:
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # built in, without a signature
+    except (TypeError, ValueError):  # a builtin without a signature
         return []
     try:
         signature.bind(*[None] * (need.num_args or 0), **dict.fromkeys(need.keywords))

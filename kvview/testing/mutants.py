@@ -22,9 +22,9 @@ class Mutant:
 
     Args:
         factory: Makes the wrong harness.
-        law: The law that it breaks.
+        law: The law that the implementation breaks.
         what: The fault, in one line.
-        incident: The public thread where this happened, or None.
+        incident: The public thread about this fault in a real system, or None.
     """
 
     factory: Factory
@@ -38,9 +38,9 @@ class Mutant:
         return getattr(self.factory, "__name__", repr(self.factory))
 
     def first_failure(self) -> LawBroken | None:
-        """Run the kit until a check fails, unshrunk.
+        """Run the kit until a check fails, and return the failure without shrinking it.
 
-        The checks of the fault's law come first, then those of its family.
+        The checks of the broken law come first, then the checks of its family.
 
         A check whose capabilities the harness does not declare is skipped, as for any target.
         """
@@ -48,7 +48,7 @@ class Mutant:
         planned = plan_checks(self.factory, effort)[1]
         family = self.law.partition("-")[0]
 
-        def place(one: PlannedCheck) -> tuple[bool, bool]:  # one family shares a search
+        def place(one: PlannedCheck) -> tuple[bool, bool]:  # because a family shares one search
             return one.check.law != self.law, not one.check.law.startswith(f"{family}-")
 
         for one in sorted(planned, key=place):
@@ -77,16 +77,16 @@ class MutantResult:
 
     @property
     def is_named(self) -> bool:
-        """Whether the first failure breaks the law of the injected fault."""
+        """Whether the first failure names the law that the injected fault breaks."""
         return self.killed_by == self.mutant.law
 
 
 def run_mutants(
     mutants: Sequence[Mutant], on_result: Callable[[MutantResult], None] | None = None
 ) -> list[MutantResult]:
-    """Run the kit on each mutant until a check fails, in one process for each core.
+    """Run the kit on each mutant until a check fails, with one process for each core.
 
-    A mutant whose process dies survives, because no check detected it.
+    If the process of a mutant dies, the mutant counts as a survivor, because no check detected it.
     """
     from kvview.testing.connector.workers import default_processes, workers
 
@@ -107,10 +107,10 @@ def run_mutants(
 
 
 def load_mutants(folder: Path | None = None) -> Sequence[Mutant]:
-    """The injected faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
+    """Return the injected faults of the source tree: every ``MUTANTS`` under ``tests/mutants``.
 
     Args:
-        folder: Their folder; by default next to the package, in a checkout.
+        folder: Folder of the mutants; by default ``tests/mutants`` of the checkout.
 
     Raises:
         ConfigError: The mutants are not installed, because wheels do not contain them.
@@ -119,7 +119,7 @@ def load_mutants(folder: Path | None = None) -> Sequence[Mutant]:
     folder = folder or Path(__file__).parents[2] / "tests" / "mutants"
     if not (folder / "__init__.py").is_file():
         raise ConfigError(
-            "the injected faults are in the source tree, but not in the wheel: run the self-test "
+            "the injected faults are in the source tree, but not in the wheel; run the self-test "
             "in a checkout"
         )
     if name not in sys.modules:

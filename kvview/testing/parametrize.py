@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """A check bound to its factory, to be called by a test.
+    """A check with its factory, which a test calls.
 
     Args:
         check: The check.
@@ -35,7 +35,7 @@ class BoundCheck:
     effort: Effort
 
     def __call__(self) -> None:
-        """Run the check: raise its failure, or skip if the runs ended before they could show it."""
+        """Run the check: raise its failure, or skip the test if the runs ended too early."""
         try:
             with use_effort(self.effort):
                 self.check.function(self.factory)

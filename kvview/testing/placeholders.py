@@ -1,8 +1,9 @@
 """Placeholders in options, which the check replaces by new folders and sizes of tiers.
 
-Data of a connector must not outlive its run. Most faults of a tier show only when the tier is
-full, and a tier of its default size never fills up in a run of seconds. A size may be an
-expression, such as ``{bytes}/4`` for the upper of two levels.
+A new folder is needed because data of a connector must not outlive its run. A size is needed
+because most faults of a tier show only when the tier is full, and a tier of its default size never
+fills up in a run of seconds. A size may be an expression, such as ``{bytes}/4`` for the upper of
+two levels.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 from kvview.errors import ConfigError
 
 FOLDER = "{tmp}"
-"""Stands for a new folder, in the text of an option."""
+"""Placeholder for a new folder, in the text of an option."""
 BLOCKS = "{blocks}"
-"""Stands for the number of blocks that the tier holds in this run."""
+"""Placeholder for the number of blocks that the tier holds in this run."""
 BYTES = "{bytes}"
-"""Stands for the number of bytes that the tier holds in this run."""
+"""Placeholder for the number of bytes that the tier holds in this run."""
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -44,7 +45,7 @@ def in_folder(value: Any, folder: str) -> Any:
 
 
 def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
-    """Return options with sizes instead of :data:`BLOCKS`, :data:`BYTES` and expressions of them.
+    """Return options in which :data:`BLOCKS`, :data:`BYTES` and expressions are replaced by sizes.
 
     Args:
         value: Options, or a part of them.
@@ -52,8 +53,8 @@ def in_size(value: Any, num_blocks: int, block_bytes: int) -> Any:
         block_bytes: Bytes of one block.
 
     Raises:
-        ConfigError: An expression has other parts than numbers, ``+ - * /`` and parentheses, or
-            its value is not a size.
+        ConfigError: An expression contains more than numbers, ``+ - * /`` and parentheses, or its
+            value is not a size.
     """
     if _is_size(value):
         rest = num_blocks % 2 * block_bytes // 2  # a size need not be a whole number of blocks
@@ -68,12 +69,12 @@ def is_sized(options: Mapping[str, Any]) -> bool:
 
 
 def has_whole_size(options: Mapping[str, Any]) -> bool:
-    """Whether an option is the size of the whole tier, not an expression."""
+    """Whether an option is the size of the whole tier, not an expression of it."""
     return any(text in (BLOCKS, BYTES) for text in _sizes(options))
 
 
 def is_in_bytes(options: Mapping[str, Any]) -> bool:
-    """Whether sizes are in bytes or expressions, so the number of blocks is unknown here."""
+    """Whether sizes are in bytes or are expressions, so that the number of blocks is unknown."""
     return any(text != BLOCKS for text in _sizes(options))
 
 
@@ -84,7 +85,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _sizes(value: Any) -> list[str]:
-    """The texts of sizes in options."""
+    """Return the texts of sizes in options."""
     found: list[str] = [value] if _is_size(value) else []
     if isinstance(value, Mapping | list):
         for part in value.values() if isinstance(value, Mapping) else value:
@@ -114,7 +115,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> float:
         case ast.Name(id=name) if name in sizes:
             return sizes[name]
         case ast.Constant(value=number) if type(number) in (int, float):
-            assert isinstance(number, int | float), "the case permits nothing else"
+            assert isinstance(number, int | float), "the case permits no other type"
             return number
     raise ValueError(f"{ast.unparse(node)} is not a number")
 

@@ -1,4 +1,4 @@
-"""The options of the suite; pytest loads this in every run, so it imports nothing."""
+"""The pytest options of the suite; this module imports no package, because every run loads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records calls on an object under test, as a script that shows a failure again."""
+"""The record of the calls on an object under test, as a script that reproduces a failure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvview.urls import law_url
 if TYPE_CHECKING:
     from kvview.testing.connector.result import Snapshot
 
-_NUM_IMPORTS = 4  # lines of the header that import
-_RESULT = reprlib.Repr()  # takes no arguments before Python 3.12
+_NUM_IMPORTS = 4  # number of import lines in the header
+_RESULT = reprlib.Repr()  # the class takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
 _RESULT.maxstring = _RESULT.maxother = 200
 
@@ -32,14 +32,14 @@ class LawBroken(AssertionError):
 
     Args:
         law: Number of the law, ``"POOL-2"`` for example.
-        what: The broken expectation, in words.
+        what: The broken expectation, as text.
         got: The observed value.
         expected: The value that the law requires.
-        script: Python code that shows the failure again, and fails as long as the law is broken.
+        script: Python code that reproduces the failure, and fails as long as the law is broken.
         seeds: For a connector, the seeds that break the law; the script shows the first seed.
-        timeline: For a connector, the places of the blocks after each step of that run.
-        log: For a connector, the last hooks, transfers and holds of that run.
-        hint: The remedy; None for that of the law.
+        timeline: For a connector, the places of the blocks after each step of the script's run.
+        log: For a connector, the last hooks, transfers and holds of the script's run.
+        hint: The remedy; None for the hint of the law.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LawBroken(AssertionError):
 
     @property
     def law_url(self) -> str:
-        """The page of the law; empty if the documentation has none."""
+        """Return the page of the law; empty if the documentation has no such page."""
         return law_url(self.law)
 
     def __str__(self) -> str:
@@ -79,19 +79,19 @@ class LawBroken(AssertionError):
 
 
 class Recorder:
-    """A caller of a harness for one check, which records the calls as a script.
+    """Calls a harness for one check, and records the calls as a script.
 
     Args:
-        factory: Makes the harness; called once, here.
+        factory: Makes the harness; called once, by this constructor.
         law: The checked law. If it contains ``*``, each failure names its own law.
-        subject: Attribute of the harness that is under test.
+        subject: Name of the harness's attribute that is under test.
     """
 
     max_listed: int | None = None
     """Maximum of items that are taken from an iterator; None for no limit."""
 
     is_timed: ClassVar[bool] = False
-    """Whether results depend on time, so that the calls alone do not show the failure."""
+    """Whether results depend on time, so that the calls alone do not reproduce the failure."""
 
     def __init__(self, factory: Callable[[], Any], law: str, subject: str) -> None:
         self.is_recording = True
@@ -100,7 +100,7 @@ class Recorder:
         self.harness: Any = factory()
         self.subject: Any = getattr(self.harness, subject)
         self._names = {id(self.harness): "h", id(self.subject): subject}
-        self._kept: list[object] = []  # named objects are kept, so that their ids are not reused
+        self._kept: list[object] = []  # named objects, so that their ids are not reused
         self._header = [
             "from kvview import *",
             "from contextlib import suppress",
@@ -112,13 +112,13 @@ class Recorder:
         self._lines: list[str] = []
         self._last: tuple[str, object] | None = None
         self._begun = subject  # the last call
-        self._asserts = False  # whether the last of the lines fails by itself
+        self._asserts = False  # whether the last line fails by itself
 
     def end(self) -> None:
         """Release the resources of the harness, also after a failure."""
 
     def does_not_return(self, error: BaseException) -> NoReturn:
-        """Break the law because the watchdog ended a call."""
+        """Break the law, because the watchdog ended a call."""
         self._asserts = False
         line = where(error)
         got = str(error) + (f": it is at {line}" if line else "")
@@ -144,19 +144,19 @@ class Recorder:
         self._kept.append(value)
 
     def give_name(self, value: object, name: str, line: str) -> None:
-        """Name an object that the check made itself; ``line`` makes it in the script."""
+        """Name an object that the check made itself; ``line`` makes the object in the script."""
         if line not in self._header:
             self._header.append(line)
         self._names[id(value)] = name
         self._kept.append(value)
 
     def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method; an exception breaks the law that is checked."""
+        """Call a method; an exception breaks the checked law."""
         code = self._code(receiver, method, args, kwargs)
         return self._run(code, lambda: getattr(receiver, method)(*args, **kwargs))
 
     def listed(self, receiver: object, method: str) -> list[Any]:
-        """Call a method and take everything from the iterator that it returns."""
+        """Call a method, and take all items from the iterator that it returns."""
         code = f"list({self._code(receiver, method, (), {})})"
         limit = self.max_listed
         return list(self._run(code, lambda: list(islice(getattr(receiver, method)(), limit))))
@@ -214,9 +214,9 @@ class Recorder:
         self._last = None
 
     def derive(self) -> None:
-        """Mark the next value as derived from the last result, even if it only equals it by chance.
+        """Mark the next value as derived from the last result, not equal to it by chance.
 
-        If a script cannot express it in one line, the script runs the check itself.
+        If one line of a script cannot express this, the script runs the check itself.
         """
         self._last = None
 
@@ -253,7 +253,7 @@ class Recorder:
         raise LawBroken(broken, what, got=got, expected=expected, script=script)
 
     def script(self) -> str:
-        """The calls so far, as Python."""
+        """Return the calls so far as Python code."""
         return "\n".join(self._header + self._lines) + "\n"
 
     def _check_again(self) -> str:
@@ -280,7 +280,7 @@ class Recorder:
     def _calls_as_comments(self) -> Iterator[str]:
         yield "# Among its calls are these:"
         for call in cut_repetitions(self._header[_NUM_IMPORTS:] + self._lines):
-            for line in call.splitlines():  # a repr may have several lines
+            for line in call.splitlines():  # because a repr may have several lines
                 yield f"#   {line}"
 
     def _begin(self, code: str) -> None:
@@ -304,7 +304,7 @@ class Recorder:
     def _code(
         self, receiver: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        """Return the line of a call; without a recording only the method's name, which is fast."""
+        """Return the line of a call; without a recording only the method's name, to save time."""
         if not self.is_recording:
             return method
         shown = [self._shown(arg) for arg in args]
@@ -328,9 +328,9 @@ def _exception(error: BaseException) -> str:
 
 
 def import_line(factory: Callable[[], Any]) -> str:
-    """The line of a script that imports a factory."""
+    """Return the line of a script that imports a factory."""
     made_of = getattr(factory, "made_of", None)
-    if made_of is not None:  # because the kit made the factory from a class
+    if made_of is not None:  # the kit made the factory from a class
         return f"{import_line(made_of)}\n{getattr(factory, 'made_by', '')}"
     module = getattr(factory, "__module__", None)
     name = getattr(factory, "__qualname__", None)

@@ -1,4 +1,4 @@
-"""Lists of calls for people, in which repeated groups of calls are cut."""
+"""The shortening of printed calls, which omits repeated groups of calls."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 
 _LONGEST_GROUP = 8
-_FEWEST_ROUNDS = 4  # fewer are printed in full
+_FEWEST_ROUNDS = 4  # fewer rounds are printed in full
 _VALUE = re.compile(r"""b'(?:[^'\\]|\\.)*'|b"(?:[^"\\]|\\.)*"|-?\d+""")
 _SEVERAL = re.compile(r"\b(\w+)(, (?:\1\b|and _ more))+")
 
 
 def cut_repetitions(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines, and of groups that repeat only the first and the last round.
+    """Yield the lines; of a repeated group, only the first and the last round.
 
     Lines that differ only in their numbers and keys count as equal.
 
@@ -38,7 +38,7 @@ def cut_repetitions(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _num_rounds(shapes: Sequence[str], at: int, size: int) -> int:
-    """The number of times in a row that the group of a size occurs at a place."""
+    """Return how many times in a row a group of ``size`` lines occurs, starting at a place."""
     group, number = shapes[at : at + size], 1
     while shapes[at + number * size : at + (number + 1) * size] == group:
         number += 1

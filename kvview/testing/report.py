@@ -29,8 +29,7 @@ class Outcome(StrEnum):
 
 
 BAD = (Outcome.FAILED, Outcome.UNEXPECTED_PASS)
-"""The outcomes that make a run fail; a check that is *not checked* leaves the run without a
-verdict."""
+"""The outcomes that make a run fail. With the outcome *not checked* a run has no verdict."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class CheckResult:
     Args:
         check: The check.
         outcome: Outcome of the check.
-        seconds: Its duration in seconds.
+        seconds: Duration of the check in seconds.
         reason: Reason why the check was skipped or expected to fail; otherwise empty.
-        failure: The failure, expected or not; None if it passed.
+        failure: The failure, expected or not; None if the check passed.
     """
 
     check: Check
@@ -63,7 +62,7 @@ class CheckResult:
 
     @property
     def summary(self) -> str:
-        """The promise that the check tests."""
+        """The promise that the check tests, in one line."""
         return self.check.summary
 
 
@@ -77,9 +76,9 @@ class Report:
         seed: The first seed.
         num_seeds: Number of runs of a search.
         results: One for each check that ended.
-        num_selected: Number of checks that were to run.
+        num_selected: Number of selected checks.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
-        runs: For a connector, the simulated runs that its checks share; None before these.
+        runs: For a connector, the simulated runs that its checks share; None before the runs.
         versions: Versions of the packages used, by name.
     """
 
@@ -121,7 +120,7 @@ class Report:
         return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
     def verdict(self) -> str:
-        """The verdict in one line: the colour, and the first reason with its place."""
+        """Return the verdict in one line: the colour, and the first reason."""
         for result in self.failures:
             failure = result.failure
             if failure is None:
@@ -137,11 +136,11 @@ class Report:
         return "not checked: no check has a result"
 
     def summary(self) -> str:
-        """Return the counts, the seeds, and the progress of a run that did not end, in one line."""
+        """Return one line with the counts, the seeds, and the progress of an unfinished run."""
         return f"{self.target}: {self.outcome()} ({self.effort()})"
 
     def outcome(self) -> str:
-        """Count the results by outcome, and add the progress of a run that did not end."""
+        """Return the results by outcome, and the progress of an unfinished run."""
         parts = [f"{number} {outcome}" for outcome, number in self.counts.items()]
         if self.is_interrupted:
             parts.append(self.interruption())
@@ -150,7 +149,7 @@ class Report:
         return ", ".join(parts or ["nothing ran"])
 
     def interruption(self) -> str:
-        """The progress of an interrupted run."""
+        """Return the progress of an interrupted run."""
         if self.runs is not None:
             return f"{self.runs.progress()}, interrupted"
         return f"interrupted after {len(self.results)} of {self.num_selected} checks"
@@ -164,11 +163,11 @@ class Report:
 
     @property
     def checks(self) -> Sequence[CheckResult]:
-        """Count the results, by the names in the JSON."""
+        """Return the results under the name that the JSON uses."""
         return self.results
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON, by :class:`~kvview.testing.schema.ReportModel`."""
+        """Return the JSON, as :class:`~kvview.testing.schema.ReportModel` defines it."""
         from kvview.testing.schema import ReportModel
 
         return ReportModel.model_validate(self).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""The runner of the checks of a contract over a factory."""
+"""The runner, which runs the checks of a contract on the harnesses of a factory."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
 _EXPECTED = re.compile(rf"(?P<name>{COVERAGE}:\s*[^:]+(:\d+)?|[^:\s]+)\s*:\s*(?P<reason>\S.*)")
-"""An expected failure: a check, an item of the coverage, or a place in the code."""
+"""Pattern of an expected failure: a check, an item of the coverage, or a place in the code."""
 
 
 @dataclass(frozen=True)
 class PlannedCheck:
-    """A check, and the facts that are known before it runs.
+    """A check, with the facts that are known before it runs.
 
     Args:
         check: The check.
-        skip_reason: Reason why the check cannot run; empty if it can.
-        xfail_reason: Reason why the check is expected to fail; empty if it is not.
+        skip_reason: Reason why the check cannot run; empty if it can run.
+        xfail_reason: Reason why the check is expected to fail; empty if it is expected to pass.
     """
 
     check: Check
@@ -60,7 +60,7 @@ def plan_checks(
     expected_failures: Mapping[str, str] | None = None,
     select: Sequence[str] = (),
 ) -> tuple[Contract, list[PlannedCheck]]:
-    """Return the checks that would run, in order.
+    """Return the checks that a run would contain, in order.
 
     Raises:
         ConfigError: The target is not usable, or a name matches no check.
@@ -112,7 +112,7 @@ def run_checks(
 ) -> Report:
     """Run every check of the contract of a factory's harness.
 
-    1. Nothing runs unless the harness and all names are usable.
+    1. No check runs unless the harness and all names are usable.
     2. A check whose capabilities are not declared is skipped, with the reason.
     3. Ctrl-C ends the run; the results so far are returned.
     4. The checks of a connector share one set of simulated runs. The first failure ends the runs,
@@ -131,7 +131,7 @@ def run_checks(
         **settings: Fields of :class:`~kvview.testing.effort.Effort`.
 
     Raises:
-        ConfigError: A target, a name or a setting that cannot be used.
+        ConfigError: A target, a name or a setting cannot be used.
     """
     effort = Effort(**settings)
     factory = as_factory(factory)
@@ -153,7 +153,7 @@ def run_checks(
             continue
         except KeyboardInterrupt:
             is_interrupted = True
-            # Because runs that ended early might have broken other laws later.
+            # Runs that ended early might have broken other laws later.
             if factory in effort.shared:
                 continue
             break
@@ -172,7 +172,7 @@ def run_checks(
 
 
 def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
-    """Whether runs continue after breaking a law that no selected check tests."""
+    """Return a test whether runs continue after a broken law, which no selected check tests."""
     judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
     named = {*LAWS, EXCEPTIONS}
     return lambda law: keep_going or (law if law in named else "*") not in judged
@@ -200,7 +200,7 @@ def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> Chec
         # The target raised outside of a recorded call, in its factory.
         failure = LawBroken(
             check.law,
-            f"{check.name} did not come to its end",
+            f"{check.name} did not finish",
             got=f"{type(error).__name__}: {error}",
             expected="no error",
             script="",
@@ -217,10 +217,10 @@ def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> Chec
 
 
 def read_expected_failures(path: str | Path) -> dict[str, str]:
-    """Read ``check_name: reason`` lines; blank lines and ``#`` comments are skipped.
+    """Read lines of the form ``check_name: reason``; skip blank lines and ``#`` comments.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is not of that form.
+        ConfigError: The file cannot be read, or a line does not have this form.
     """
     try:
         text = read_file(path).decode()
@@ -242,7 +242,7 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
 
 
 def _with_expected_gaps(checks: Sequence[Check], expected: Mapping[str, str]) -> list[Check]:
-    """Return the checks, plus one for each expected gap."""
+    """Return the checks, and one more check for each expected gap."""
     prefix = f"{COVERAGE}: "
     patterns = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
     if not patterns:

@@ -1,10 +1,10 @@
-"""One search for every contract: random operations, compared with a model after each of them.
+"""The search that checks a contract: random operations, each compared with a model.
 
 A :class:`Player` has the object under test and the model of its contract. Methods marked with
 :func:`operation` change both; methods marked with :func:`observable` compare them. A run draws a
 subset of the operations and a size from its seed (swarm testing: a run without resets reaches
-states that resets would end), so the seed alone repeats it. A failing run is shrunk by smaller
-sizes and fewer operations, and then recorded as a script.
+states that resets would end), so the seed alone is enough to repeat the run. A failing run is
+shrunk to smaller sizes and fewer operations, and then recorded as a script.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUM_MOVES = 40  # operations of the longest run, by default
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.
 _CALL_SECONDS = 10.0
 _MAX_FAILING_RUNS = 8
-"""Number of failing runs that ends a search, because further ones rarely break another law."""
+"""Number of failing runs that ends a search, because more of them rarely break another law."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 PlayerT = TypeVar("PlayerT", bound="Player")
@@ -39,10 +39,10 @@ class Mark:
     """Properties of an operation or an observable.
 
     Args:
-        law: The law that is broken by an unexpected exception, or by a difference without its own
-            law.
-        needs: Capabilities without which it is skipped.
-        weight: Relative frequency of an operation; 0 for an observable.
+        law: The law that an unexpected exception breaks, or a difference for which no other law is
+            named.
+        needs: Capabilities without which the method is skipped.
+        weight: Relative frequency of the operation; 0 for an observable.
     """
 
     law: str
@@ -53,7 +53,7 @@ class Mark:
 def operation(
     law: str, *needs: Capability, weight: float = 1.0
 ) -> Callable[[FunctionT], FunctionT]:
-    """Mark a method of a player as an operation that runs draw."""
+    """Mark a method of a player as an operation, which runs draw at random."""
 
     def mark(function: FunctionT) -> FunctionT:
         function.mark = Mark(law, needs, weight)  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of one run, which can be played any number of times.
+    """The plan of one run, which can be played any number of times.
 
     Args:
         seed: Seed of the run.
@@ -98,19 +98,19 @@ class Plan:
 
 
 class Player(Recorder):
-    """Plays operations on a harness and on the model of its contract.
+    """Base of classes that play operations on a harness and on the model of its contract.
 
     Args:
         factory: Makes the harness.
-        plan: The run; :meth:`draw` draws its moves if it has none.
-        is_recording: Whether the calls are kept as a script.
+        plan: The plan of the run; :meth:`draw` draws its moves if it has none.
+        is_recording: Whether the calls are recorded as a script.
     """
 
     contract: ClassVar[Contract]
     subject_name: ClassVar[str]
     labels: ClassVar[Mapping[str, Label]]
     first_moves: ClassVar[tuple[str, ...]] = ()
-    """Operations that come first, so that the drawn operations have blocks and keys to use."""
+    """Operations that start each run, so that the drawn operations have blocks and keys to use."""
     max_shrink_runs: ClassVar[int] = 150
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
@@ -140,11 +140,11 @@ class Player(Recorder):
         return longest
 
     def blame(self, law: str) -> None:
-        """Name the law of the current operation, which a difference after it breaks."""
+        """Set the law that a difference after the current operation breaks."""
         self._culprit = self._blamed = law
 
     def can(self, *capabilities: Capability) -> bool:
-        """Whether the harness declares all of these capabilities."""
+        """Return whether the harness declares all of these capabilities."""
         return all(capability in self.harness.capabilities for capability in capabilities)
 
     @classmethod
@@ -173,7 +173,7 @@ class Player(Recorder):
         return replace(self.plan, moves=moves)
 
     def play(self, moves: Sequence[tuple[str, int]]) -> None:
-        """Play moves, and compare all observables after each of them.
+        """Play moves, and compare all observables after each move.
 
         Raises:
             LawBroken: The first difference.
@@ -211,7 +211,7 @@ class Player(Recorder):
 
     @override
     def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
-        if self.law != "*":  # an example, which tests one law
+        if self.law != "*":  # an example tests one law
             law = self.law
         else:
             law = (self._is_comparing and self._culprit) or law or self._blamed
@@ -220,7 +220,7 @@ class Player(Recorder):
 
     @override
     def _check_again(self) -> str:
-        """Write a script with the calls for readers, and with the plan, which plays them again."""
+        """Write a script with the calls as comments, which plays the plan again."""
         if self.law != "*":  # an example
             return super()._check_again()
         name = type(self).__name__
@@ -242,7 +242,7 @@ class SearchResult:
     """The outcome of one search.
 
     Args:
-        failures: The first failure of each law, shrunk.
+        failures: The shrunk first failure of each law.
         seeds: The failing seeds of each law.
         compared: Number of comparisons by law.
         num_runs: Number of runs that were played.
@@ -255,7 +255,7 @@ class SearchResult:
 
 
 def runs_of(contract: Contract, effort: Effort) -> int:
-    """Return the number of runs of a search; by default 100, and 200 of two engines."""
+    """Return the number of runs of a search: by default 100, and 200 for handoffs."""
     return effort.seeds or (200 if contract == "handoff" else 100)
 
 
@@ -303,7 +303,7 @@ def _outcome(player: Player, plan: Plan) -> LawBroken | None:
 
 
 def _run_watched(player: Player, moves: Callable[[], None]) -> None:
-    """Play moves and end their player; a call that does not return breaks the law."""
+    """Play moves and end the player; a call that does not return breaks the law."""
     with watchdog.limit(_CALL_SECONDS), watchdog.watching(), watchdog.calling():
         try:
             try:
@@ -325,7 +325,7 @@ def _shrunk(
         num_runs += 1
         try:
             found = _outcome(player_class(factory, plan, is_recording=is_recording), plan)
-        # A draw from an empty list, so the shortened plan makes no sense.
+        # The shortened plan draws from an empty list, so it is not valid.
         except (LookupError, ValueError):
             return None
         return found if found is not None and found.law == broken.law else None
@@ -351,7 +351,7 @@ def _shrunk(
 
 
 def replay(player_class: type[Player], factory: Factory, plan: Plan) -> None:
-    """Play one plan again, as the script of a failure does.
+    """Play one plan again; the scripts of failures call this function.
 
     Raises:
         LawBroken: If the plan breaks a law.
@@ -362,7 +362,7 @@ def replay(player_class: type[Player], factory: Factory, plan: Plan) -> None:
 
 
 def shared_search(player_class: type[Player], factory: Factory) -> SearchResult:
-    """Return the search of a factory with the current settings, which all laws share."""
+    """Return the search of a factory with the current settings; the checks of all laws share it."""
     effort = current_effort()
     where = (player_class, factory)
     if where not in effort.shared:
@@ -376,7 +376,7 @@ def example(
 ) -> Callable[[Callable[[PlayerT], None]], CheckFunction]:
     """Register a check of a property that the model cannot state, such as growth or cost.
 
-    The check gets a player of the smallest size, whose operations it calls itself.
+    The check receives a player of the smallest size, and calls the player's operations itself.
     """
 
     def register(body: Callable[[PlayerT], None]) -> CheckFunction:

@@ -1,4 +1,4 @@
-"""Places in an author's code, with their source, for messages."""
+"""Lines of an author's code with their source text, for messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def at_line(error: BaseException) -> str:
 
 
 def with_source(place: str) -> str:
-    """A place, ``file.py:12``, with the source of the line."""
+    """Format a place such as ``file.py:12`` with the source of the line."""
     path, _, number = place.rpartition(":")
     source = linecache.getline(path, int(number)).strip()
     return f"{place}: {source}" if source else place

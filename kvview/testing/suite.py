@@ -1,6 +1,6 @@
-"""Every check as a test: ``pytest --pyargs kvview.testing.suite --kvview-target T``.
+"""The checks as tests: ``pytest --pyargs kvview.testing.suite --kvview-target T``.
 
-In a JUnit file the class of a test is the target and the contract's law:
+In a JUnit file the class of a test consists of the target and the law:
 ``kvview.my_module:MyConnector.CONN-4``.
 """
 

@@ -1,4 +1,4 @@
-"""The output of ``kvview check`` for people."""
+"""The output of ``kvview check`` on the terminal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _show_runs(console: Console, runs: ConnectorRuns) -> None:
         text = f"code: {runs.num_statements - unrun} of {runs.num_statements} statements ran"
         others = (one for one in runs.unrun if one.num_statements and not one.is_judged)
         if listed := [one.place for one in others]:
-            text += f"; for errors, a GPU, logs or no caller, never ran: {', '.join(listed)}"
+            text += f"; never ran (errors, GPU, logs or no caller): {', '.join(listed)}"
         _print(console, text, "dim")
 
 
@@ -141,6 +141,6 @@ def show_releases(console: Console, report: UpgradeReport) -> None:
             f"{result.seconds:.0f}",
             escape(result.reason),
         )
-    # Without a terminal (a file or CI) wide enough for a sentence per row.
+    # Without a terminal (a file or CI), rows are wide enough for a sentence.
     console.print(table, width=None if console.is_terminal else max(console.width, _WIDTH))
     _print(console, report.summary(), "bold" if report.is_clean else "red")

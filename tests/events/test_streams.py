@@ -108,7 +108,7 @@ def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
         ("llm-d", {"kv_cache_spec_kind": "mamba"}, Reception.REJECTED, "blocks of mamba"),
         ("llm-d", {"block_size": 3}, Reception.REJECTED, "8 tokens are not those of 2 blocks of 3"),
         ("llm-d", {"parent_block_hash": 7}, Reception.BATCH_LOST, "fewer than 8 bytes"),
-        ("llm-d", {"group_idx": -1}, Reception.BATCH_LOST, "its group is negative"),
+        ("llm-d", {"group_idx": -1}, Reception.BATCH_LOST, "the group is negative"),
         (
             "llm-d",
             {"lora_name": "a", "extra_keys": [["a"], None]},

@@ -280,7 +280,7 @@ def _raises() -> None:
         (_without("release"), "Minimal lacks release()"),
         (_without("capabilities"), "it lacks 'capabilities'"),
         (_with(capabilities=["reset"]), "Minimal lacks reset()"),
-        (_with(capabilities=["resets"]), "it declares resets, the capabilities of a pool are"),
+        (_with(capabilities=["resets"]), "it declares resets; the capabilities of a pool are"),
         (_with(capabilities=[Capability.LEASES]), "view BlockPoolView lacks lease()"),
         (_with(num_blocks=4), "num_blocks must be an int of at least 16, got 4"),
         (_with(allocate=_nothing), "allocate() -> 'None' must take 1 positional"),

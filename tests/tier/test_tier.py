@@ -124,7 +124,7 @@ class Large(FolderStore):
         (50_000, "a store never occupies more than its budget", "50,000 bytes (max_bytes)"),
         (
             100_000,
-            "a store into which nothing was put occupies its own notes only",
+            "a store without a put occupies bytes for its own notes only",
             "30,000 bytes (0 pages of 0, 512 more for each, 30,000 for notes)",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Checks of a connector in an engine, with many seeds, faults, invariants, and a small script.
+"""Checks of a connector in an engine: many seeds, injected faults, invariants, small scripts.
 
     report = check_connector(MyConnector)
     assert report.is_clean, report.summary()

@@ -1,7 +1,7 @@
 """Checks of a long run of equal rounds: the loads of late rounds, and the memory of the halves.
 
-The last rounds of a run are compared with the same rounds of new connectors, which excludes chance
-and the pattern of the requests as causes. Memory is measured at the end of rounds.
+The last rounds of a run are compared with the same rounds of new connectors, so that neither chance
+nor the pattern of the requests can cause a difference. Memory is measured at the end of rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvview.testing.connector.result import Failure, SimulationResult
 from kvview.testing.connector.scenario import Add, Scenario, Step
 
 FEWEST_ROUNDS = 24
-"""Number of rounds from which on the tier of a run is checked."""
+"""Minimum number of rounds of a run whose tier is checked."""
 _ROUNDS_WHEN_NEW = 2
 _NUM_NEW = 4
 _FEWEST_TOKENS = 100  # tokens that must be loaded in the compared rounds
@@ -35,12 +35,16 @@ _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
 _MANY_BLOCKS = 2_500  # of the prompt in each round of many keys: 120,000 keys in all
 _BYTES_PER_KEY = 16
 _A_DAY = 24 * 3600.0
-_OF_KVVIEW = ("kvview.guard", "kvview.testing", "kvview.tier.answers")  # the last expires
+_OF_KVVIEW = (
+    "kvview.guard",
+    "kvview.testing",
+    "kvview.tier.answers",
+)  # entries of the last one expire
 _NOT_KEPT = (type, ModuleType, torch.Tensor)
 
 
 def when_new(scenario: Scenario) -> list[Scenario]:
-    """The last rounds of a long run, in pairs, each pair for a new connector."""
+    """Return the last rounds of a long run as scenarios of two rounds, each for a new connector."""
     end = scenario.first_round + scenario.rounds
     starts = range(end - _NUM_NEW * _ROUNDS_WHEN_NEW, end, _ROUNDS_WHEN_NEW)
     return [replace(scenario, first_round=first, rounds=_ROUNDS_WHEN_NEW) for first in starts]
@@ -87,7 +91,7 @@ class Memory:
         self.sizes: list[int] = []
         """Bytes beyond those that the pages of the tier may take."""
         self.allocated_at = ""
-        """The author's line that allocated most of the memory in the last third."""
+        """The line of the author's code that allocated most of the memory in the last third."""
         self._connector_class = connector_class
         self._rounds = rounds
         self._traces = False
@@ -124,19 +128,19 @@ def grows(sizes: Sequence[int], num_pages: int) -> bool:
         sizes: Bytes at the end of each third, without those of pages that the tier holds.
         num_pages: Pages of the tier.
     """
-    if len(sizes) < 3:  # because the halves of a raw connector are not measured
+    if len(sizes) < 3:  # no sizes, because the halves of a raw connector are not measured
         return False
     before, after = sizes[1] - sizes[0], sizes[2] - sizes[1]
-    # A dictionary grows in leaps, because it doubles its table.
+    # A dictionary grows in steps, because it doubles its table.
     is_steady = before <= 4 * after and after <= 4 * before
     return before + after >= _BYTES_PER_PAGE * num_pages and is_steady
 
 
 def longer(scenario: Scenario) -> Scenario:
-    """Make a run in which bounded memory does not grow.
+    """Make a longer run, in which the memory of a connector with bounded tables does not grow.
 
-    It reuses prompts, because a history of keys may be long before it is full. Days pass between
-    two hooks, because entries may have a time to live. Requests and jobs are new.
+    The run reuses prompts, because a bounded history of keys may take long to fill. Days pass
+    between two hooks, because entries may expire. Requests and jobs are new in each round.
     """
     again = _ROUNDS_TO_CONFIRM // 6
     return replace(scenario, rounds=_ROUNDS_TO_CONFIRM, rounds_until_reuse=again, clock_jump=_A_DAY)
@@ -228,7 +232,7 @@ def _parts(one: Any) -> list[Any]:
 
 
 def _line_of_allocations(connector_class: type) -> str:
-    """The author's line that allocated most of the traced memory; empty without such a line."""
+    """Return the author's line that allocated most of the traced memory; empty if none did."""
     modules = (sys.modules.get(one.__module__) for one in connector_class.__mro__)
     files = {file for module in modules if (file := getattr(module, "__file__", None))}
     files.update(AuthorCode(connector_class).paths)
@@ -241,7 +245,7 @@ def _line_of_allocations(connector_class: type) -> str:
 def failure_at_the_end(
     result: SimulationResult, law: str, message: str, hint: str | None = None
 ) -> Failure:
-    """A failure found after the end of a run."""
+    """Make a failure that was found after the end of a run."""
     steps, events = result.coverage.get("steps", 0), len(result.scenario.events)
     return Failure(law, message, steps, events, hint=hint)
 

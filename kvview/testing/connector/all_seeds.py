@@ -1,4 +1,4 @@
-"""Many seeds of a connector, on all cores, up to the first failure."""
+"""The run of many seeds of a connector, on all cores, up to the first failure."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.workers import Died, Workers, default_processes, workers
 from kvview.testing.placeholders import in_size
 
-# Maximum of seeds whose hooks do not return, because each takes the whole time limit.
+# Maximum of seeds with a hook that does not return, because each takes the whole time limit.
 _MAX_TIMEOUTS = 2
 _SAMPLE = repeat.EVERY // 2
-_MOST_SAMPLES = 25  # number of green runs, of which a typical one is shown
-_TRIES = 50  # runs of a script whose failure is not deterministic
+_MOST_SAMPLES = 25  # number of green runs from which a typical one is chosen for the report
+_TRIES = 50  # runs that a script makes if its failure is not deterministic
 
 GoesOn = Callable[[str], bool]
 
@@ -95,7 +95,7 @@ def check_connector(
     """
     check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
     check.goes_on = keep_going if callable(keep_going) else lambda law: bool(keep_going)
-    in_size(dict(options or {}), 1, 1)  # a wrong expression is refused before anything runs
+    in_size(dict(options or {}), 1, 1)  # so that a wrong expression is refused before anything runs
     check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     number = processes
     if number is None:
@@ -191,7 +191,7 @@ class _Check:
         self.max_shrink_runs = self.shrink_runs_left = 0
         self._num_timeouts = 0
         self._green: list[SimulationResult] = []
-        self._to_shrink: list[int] = []  # the places of notes among the failures
+        self._to_shrink: list[int] = []  # indices in self.failures
         self._connector_class = connector_class
         self._options = options
         self.code = CodeThatRan(self.player.code, options)
@@ -244,14 +244,14 @@ class _Check:
         self.failures.append(failure)
 
     def find_first_load_error(self) -> None:
-        """Find the exception behind the first load that failed by itself."""
+        """Find the exception behind the first load that failed without an injected failure."""
         if self._fails_to_load is None or self.player.code is None or self.failures:
             return
         answer = next(self.workers.map([("first_load_error", self._fails_to_load)]))
         self._first_load_error = answer if isinstance(answer, str) else ""
 
     def gaps(self) -> list[Gap]:
-        """List the missing parts of the check that the coverage does not show."""
+        """List the missing parts of the check that are not events of the coverage."""
         failed = loads_that_failed(self.coverage, self._first_load_error)
         return [*failed, *self.code.gaps(self.num_seeds)]
 
@@ -264,7 +264,7 @@ class _Check:
             shrinker = Shrinker(before.result, self._play_all, most)
             try:
                 shrinker.shrink()
-            finally:  # after Ctrl-C, the smallest run so far is reported
+            finally:  # so that the smallest run so far is reported after Ctrl-C
                 self.shrink_runs_left -= most - shrinker.runs_left
                 if shrinker.best is not before.result:
                     self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
@@ -314,7 +314,7 @@ class _Check:
         return ConnectorFailure(seed, failure.law, failure.message, script, result)
 
     def typical(self) -> Sequence[Snapshot]:
-        """The snapshots of a green run with a typical number of loads."""
+        """Return the snapshots of a green run with a typical number of loads."""
         loads = [result for result in self._green if result.coverage.get("loads")]
         shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
         return shown[len(shown) // 2].timeline if shown else ()

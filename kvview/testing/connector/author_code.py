@@ -1,4 +1,4 @@
-"""The author's code of a connector, and its statements that no run reached.
+"""The code that the author of a connector wrote, and its statements that no run reached.
 
 The code of a connector is its class, and the functions and classes of its author that the class
 uses by name, directly or through others. Other code in the same files (a second connector, a
@@ -34,12 +34,14 @@ class Unrun:
     Args:
         place: ``file:line`` of the first statement; the file is relative to the author's folder.
         function: Qualified name of the function that contains the statements.
-        num_statements: Number of statements; 0 for a branch that never ran in a statement that did.
+        num_statements: Number of statements; 0 for a branch that was never taken in a statement
+            that ran.
         source: Source of the first line.
-        condition: Source of the line that never branched to these statements; empty for a whole
+        condition: Source of the condition that never led to these statements; empty for a whole
             function.
-        is_judged: Whether a check without these statements is incomplete. False for a branch, and
-            for code that serves errors, a GPU or a log, has no effect, or has no caller.
+        is_judged: Whether a check that does not reach these statements is incomplete. False for a
+            branch, and for code that handles errors, a GPU or a log, has no effect, or has no
+            caller.
     """
 
     place: str
@@ -52,7 +54,7 @@ class Unrun:
 
 @dataclass
 class _File:
-    """A module of the author, parsed."""
+    """A parsed module of the author."""
 
     module: ModuleType
     path: Path
@@ -73,7 +75,7 @@ class _File:
 
     @cached_property
     def assigned(self) -> Mapping[str, ast.expr]:
-        """Values of the module's global names."""
+        """Values that the module assigns to global names."""
         found: dict[str, ast.expr] = {}
         for node in self.tree.body:
             match node:
@@ -113,15 +115,15 @@ class AuthorCode:
 
     @property
     def paths(self) -> list[str]:
-        """The files with the code; empty if the code is kvview's own or has no file."""
+        """Return the files with the code; empty if the code is kvview's own or has no file."""
         return sorted({str(self._files[module].path) for module, _ in self._parts})
 
     def num_statements(self, ran: Branches) -> int:
-        """Number of statements in the functions of the code."""
+        """Return the number of statements in the functions of the code."""
         return sum(len(region.statements) for _, _, _, region in self._regions(ran))
 
     def unrun(self, ran: Branches) -> list[Unrun]:
-        """Statements that no run reached, in the order of the files.
+        """Return the statements that no run reached, in the order of the files.
 
         Args:
             ran: Branches that ran, by file.
@@ -137,7 +139,7 @@ class AuthorCode:
         ]
 
     def options(self) -> dict[str, object]:
-        """Options that the code reads from pydantic models or with ``get``, with their defaults."""
+        """The options that the code reads from pydantic models or with ``get``, with defaults."""
         found: dict[str, object] = {}
         for (module, name), node in sorted(self._parts.items(), key=lambda item: item[0]):
             fields = getattr(vars(self._files[module].module).get(name), "model_fields", {})
@@ -163,7 +165,7 @@ class AuthorCode:
         self._add_used(file, node)
 
     def _add_bases(self, kind: type) -> None:
-        """Add the bases of a connector, a half or a store, which may be in other folders."""
+        """Add the base classes of a connector, a half or a store, even from other folders."""
         if not any(_is_kvviews(base.__module__) for base in kind.__mro__):
             return
         for base in kind.__mro__:
@@ -205,7 +207,7 @@ class AuthorCode:
         return vars(file).setdefault("followed", set())  # type: ignore[no-any-return]
 
     def _file(self, module_name: object) -> _File | None:
-        """Parse a module of the author; None for a module of anyone else."""
+        """Parse a module of the author; returns None for any other module."""
         if not isinstance(module_name, str):
             return None
         if module_name not in self._files:
@@ -220,7 +222,7 @@ class AuthorCode:
         return self._files[module_name]
 
     def _functions(self) -> Iterator[tuple[_File, str, _Function]]:
-        """The functions of the code, each once."""
+        """Yield the functions of the code, each once."""
         seen: set[tuple[str, int]] = set()
         for (module, name), node in sorted(self._parts.items(), key=lambda item: item[0]):
             file = self._files[module]
@@ -238,7 +240,7 @@ class AuthorCode:
         return [self._files[module] for module in sorted({module for module, _ in self._parts})]
 
     def _regions(self, ran: Branches) -> Iterator[tuple[_File, str, _Function, Region]]:
-        """The functions of the code with their statements."""
+        """Yield the functions of the code with their statements."""
         found = regions_of(self.paths, ran)
         for file, name, node in self._functions():
             if region := found[str(file.path)].get(name.replace(".<locals>", "")):
@@ -268,7 +270,7 @@ class AuthorCode:
 
     @cached_property
     def _hooks(self) -> set[str]:
-        """Names of methods that override a method of a base class by someone else."""
+        """Return the names of methods that override a method of another author's base class."""
         found: set[str] = set()
         for module, name in self._parts:
             kind: Any = vars(self._files[module].module).get(name.partition(".")[0])
@@ -281,14 +283,14 @@ class AuthorCode:
                     if self._file(base.__module__) is None and base is not object
                     for attribute in vars(base)
                 )
-        if not found:  # a class in a function cannot be found by name
+        if not found:  # a class that is defined in a function cannot be found by name
             for base in self.connector_class.__mro__:
                 found.update(vars(base))
         return found
 
 
 def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
-    """Keys that code reads from a mapping named ``options``, with their defaults."""
+    """Yield the keys that code reads from a mapping named ``options``, with their defaults."""
     for one in ast.walk(node):
         match one:
             case ast.Call(
@@ -304,7 +306,7 @@ def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
 
 
 def _folder_of(kind: type[Any]) -> Path | None:
-    """The folder of an author's modules, which is that of the top package or else of the file.
+    """Return the folder of an author's modules: that of the top package, or else of the file.
 
     Returns:
         The folder; None for a class of kvview or of Python.
@@ -332,7 +334,7 @@ def _path_of(module: ModuleType | None) -> Path | None:
 
 
 def _names_used(lines: Sequence[str], ran: Collection[int]) -> set[str]:
-    """Words of the lines that ran, except definitions, because only such lines call functions."""
+    """Return the words of lines that ran, except definitions, because only these lines call."""
     used = (lines[number - 1] for number in ran if number <= len(lines))
     return {
         word for line in used if not _DEFINITION.match(line) for word in re.findall(r"\w+", line)

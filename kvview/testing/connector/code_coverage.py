@@ -1,4 +1,4 @@
-"""The branches of an author's code that simulated runs take, in all their processes.
+"""The branches of the author's code that simulated runs take, in all processes.
 
 The library ``coverage`` traces only the author's files, and finds the statements that no branch
 reached. A worker half in a separate process returns its branches to the process that plays the
@@ -23,13 +23,13 @@ Branches = Mapping[str, Collection[tuple[int, int]]]
 """Pairs of lines that ran one after the other, by file."""
 
 ARE_CHEAP = sys.version_info >= (3, 14)
-"""Whether a branch that has run once costs nothing more (``sys.monitoring``).
+"""Whether only the first run of a branch is traced (``sys.monitoring``).
 
-Otherwise a traced run takes twice the CPU time.
+If not, a traced run takes twice the CPU time.
 """
 
 _NORMAL = "KeyError|IndexError|LookupError|AttributeError|StopIteration|FileNotFoundError"
-_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # in Python, ordinary answers
+_NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # normal return values in Python
 _CONSTANT = r"None|True|False|-?[\d.]+|\[\]|\{\}|\(\)|\"[^\"]*\"|'[^']*'"
 _LISTED_ONLY = (
     r"^\s*raise\b",
@@ -40,9 +40,9 @@ _LISTED_ONLY = (
     rf"^\s*return( ({_CONSTANT}))?\s*(#.*)?$",
     r"^\s*(pass|break|continue|import|from)\b",
 )
-"""Patterns of lines that serve errors, logs, devices or people, or have no effect.
+"""Patterns of lines that handle errors, logs, devices or display, or have no effect.
 
-The block under such a line is included.
+The block of statements under such a line is excluded, too.
 """
 
 _active: list[BranchTracer] = []
@@ -50,14 +50,15 @@ _active: list[BranchTracer] = []
 
 @dataclass(frozen=True)
 class Region:
-    """The statements of a function.
+    """The statements of a function, and those that ran.
 
     Args:
         statements: Lines of the statements, in order.
         executed: Lines that ran.
         missing: Lines that did not run and make a check incomplete.
         origins: For each line, the lines from which a branch to it never ran.
-        partial: Lines that ran, with a branch that never did, to code that ran or to the end.
+        partial: Lines that ran and that have a branch that was never taken, to code that ran or to
+            the end.
     """
 
     statements: list[int]
@@ -67,14 +68,14 @@ class Region:
     partial: list[int]
 
     def unrun(self) -> Iterator[list[int]]:
-        """The longest sequences of consecutive statements that did not run."""
+        """Yield each maximal sequence of consecutive statements that did not run."""
         for has_run, group in groupby(self.statements, self.executed.__contains__):
             if not has_run:
                 yield list(group)
 
 
 def regions_of(paths: Sequence[str], ran: Branches) -> Mapping[str, Mapping[str, Region]]:
-    """Find the statements of functions that ran, and those that did not.
+    """Find the statements of functions that ran, and the statements that did not run.
 
     Args:
         paths: The files.
@@ -100,7 +101,7 @@ def regions_of(paths: Sequence[str], ran: Branches) -> Mapping[str, Mapping[str,
 
 
 def lines_of(branches: Collection[tuple[int, int]]) -> set[int]:
-    """The lines of some branches."""
+    """Return the lines of some branches."""
     return {line for branch in branches for line in branch if line > 0}
 
 
@@ -120,7 +121,7 @@ class BranchTracer:
     """Measures the branches of some files in this process.
 
     Args:
-        paths: The files; if there are none, no measurement runs.
+        paths: The files; without files nothing is measured.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -131,10 +132,10 @@ class BranchTracer:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the block, including its new threads.
+        """Measure the ``with`` block, including the threads that it starts.
 
-        Under another tracer, such as a debugger, and inside of another measurement, the block runs
-        unmeasured.
+        Under another tracer, such as a debugger, and inside another measurement, the block is not
+        measured.
         """
         if not self._paths or _active or why_not() is not None:
             yield
@@ -150,7 +151,7 @@ class BranchTracer:
             _active.clear()
 
     def take(self) -> Branches:
-        """Return the branches that ran since the last call, with those of child processes."""
+        """Return the branches that ran since the last call, also in child processes."""
         ran = self._of_children
         if self._coverage is not None:
             data = self._coverage.get_data()
@@ -166,7 +167,7 @@ class BranchTracer:
 
 
 def why_not() -> str | None:
-    """Return the reason why branches cannot be measured; None if they can."""
+    """Return the reason why branches cannot be measured; None if they can be measured."""
     if find_spec("coverage") is None:
         return "the package coverage is not installed (pip install 'kvview[testing]')"
     if sys.gettrace() is not None:

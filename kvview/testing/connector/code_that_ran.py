@@ -1,4 +1,4 @@
-"""Statements of a connector that no seed reached, and the options that might reach them."""
+"""The statements of a connector that no seed reached, and options that might reach them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvview.testing.connector.code_coverage import ARE_CHEAP, Branches, lines_of
 from kvview.testing.connector.coverage import FEWEST_SEEDS, Gap
 from kvview.testing.placeholders import is_sized
 
-_ENOUGH_SEEDS = 200  # more of them rarely reach other code
+_ENOUGH_SEEDS = 200  # further seeds rarely reach other code
 _MEASURED_FIRST, _MEASURED_EVERY = 20, 5
 _SIZES = ("byte", "block", "page", "slot", "entr", "capacity", "size", "max", "limit")
 
@@ -33,16 +33,16 @@ class CodeThatRan:
         self._why_not = why_not()
 
     def measures(self, place: int) -> bool:
-        """Whether to measure a seed: none once all code ran, and a share if measuring is slow.
+        """Whether to measure a seed: no seed once all code ran, and only some if measuring is slow.
 
         Args:
-            place: Place of the seed among all seeds, from 0.
+            place: Index of the seed among all seeds.
         """
         is_due = place < _MEASURED_FIRST or place % _MEASURED_EVERY == 0
         return not self._is_complete and (is_due or ARE_CHEAP)
 
     def add(self, branches: Branches) -> None:
-        """Add the branches that ran for the first time in a seed."""
+        """Add the branches that a seed took for the first time."""
         if self._code is None:
             return
         has_new_lines = False
@@ -64,10 +64,10 @@ class CodeThatRan:
         return self._code.unrun(self._ran) if self._code and self._ran else ()
 
     def gaps(self, num_seeds: int) -> list[Gap]:
-        """The statements without which a check is incomplete, each with its name.
+        """Return the statements that a complete check must reach, each as a named gap.
 
-        Few seeds reach few of the statements, so with few seeds only their number is a gap, and
-        only if it is small.
+        A few seeds reach few statements. With few seeds, the only gap is therefore the number of
+        statements that ran, if this number is small.
 
         Args:
             num_seeds: Seeds that were played.
@@ -81,7 +81,7 @@ class CodeThatRan:
         return [Gap("code", f"{text} in {num_seeds} seeds")]
 
     def notes(self, gaps: Sequence[Gap], num_seeds: int) -> Iterator[str]:
-        """Report that the code could not be measured, or the options that might reach more.
+        """Report that the code could not be measured, or list options that might reach more code.
 
         Args:
             gaps: The gaps that are reported.
@@ -99,7 +99,7 @@ class CodeThatRan:
             name for name, value in self._known_options.items() if self._is_a_size(name, value)
         ]
         tries = []
-        for name in sizes:  # the upper level of a tier usually comes first
+        for name in sizes:  # the option of a tier's upper level usually comes first
             unit = "{bytes}" if "byte" in name else "{blocks}"
             tries.append(f"--option {name}='{unit if name == sizes[-1] else f'{unit}/4'}'")
         mentioned = {name for one in self.unrun if one.is_judged for name in _words(one.condition)}
@@ -121,7 +121,7 @@ class CodeThatRan:
 
     @cached_property
     def _known_options(self) -> Mapping[str, object]:
-        """Options that the code reads, with their defaults."""
+        """Return the options that the code reads, with their defaults."""
         return self._code.options() if self._code is not None else {}
 
 

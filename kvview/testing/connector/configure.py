@@ -12,7 +12,7 @@ from kvview.errors import line_of
 from kvview.testing.connector.scenario import Scenario
 from kvview.testing.placeholders import has_whole_size, in_size, is_sized
 
-_ROOMIER = (16, 64, 256, 1024)  # blocks, for a tier that refuses fewer
+_ROOMIER = (16, 64, 256, 1024)  # numbers of blocks to try, if a tier refuses the scenario's number
 
 
 def configure(
@@ -22,9 +22,9 @@ def configure(
 
     Args:
         connector_class: The connector, which is built with the configuration as a trial.
-        scenario: Has the size of the tier, for an option with a placeholder or named
-            ``cpu_blocks``. A tier that refuses such a small size gets the smallest size that it
-            accepts.
+        scenario: Contains the size of the tier, for options with a placeholder and for
+            ``cpu_blocks``. If the tier refuses this size as too small, the smallest accepted size
+            is used.
         options: Options of the connector; ``enable_events`` is added if the connector accepts it.
 
     Raises:
@@ -59,7 +59,7 @@ def _candidates(scenario: Scenario, options: Mapping[str, Any]) -> Iterator[dict
 
 
 def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[str, Any]) -> bool:
-    """Whether the check chose the size of the tier, so that it is that of the scenario.
+    """Whether the check chose the size of the tier, so that the tier has the scenario's size.
 
     Args:
         given: Result of :func:`configure`.
@@ -74,14 +74,14 @@ def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[st
 
 
 def _refuse_late(connector: Connector) -> None:
-    """Make the halves once, because a connector may refuse the size of its tier only then."""
+    """Make the halves once, because some connectors refuse the size of their tier only then."""
     try:
         connector.make_scheduler()
         connector.make_worker()
     except ConfigError:
         raise
     except Exception:
-        return  # because the run reports the error when it makes the halves
+        return  # the run itself reports the error when it makes the halves
 
 
 def _pickled(config: ConnectorConfig) -> bytes:

@@ -1,8 +1,8 @@
 """Events that runs must have exercised before a connector may be called green.
 
-A connector that did nothing broke no law, but no law was checked. Most faults of connectors need
-two conditions at once, such as Mamba and a GPU hit, so loads are counted by combinations, called
-cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
+A connector that does nothing breaks no law, but such a run checks no law. Most faults of connectors
+need two conditions at once, such as Mamba and a GPU hit. So loads are counted by combinations of
+conditions, called cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvview.geometry import (
 from kvview.testing.connector.scenario import Scenario
 
 FEWEST_SEEDS = 15
-"""Number of seeds of a kind of geometry from which on its cells are required."""
+"""Minimum number of seeds with a kind of geometry for its cells to be required."""
 
 EVENTS_WANTED = "seeds that ask for events"
 OF_THEIR_OWN_SIZE = "with a tier of its own size"
 WITH_A_FULL_TIER = "with a tier that was full"
-"""The event that blocks were stored again before a load failed, so they had been evicted."""
+"""The event that blocks were stored again without a failed load, so they had been evicted."""
 LOADS_LEFT_ALONE = "loads without an injected failure"
 FAILED_BY_THEMSELVES = "of these, loads that failed"
 FEWEST_STEADY_SEEDS = 4
-"""Number of steady runs from which on one of them must have loaded enough."""
+"""Minimum number of steady runs for one of them to be required to load enough."""
 
 _NEVER = {
     "stores": "nothing was ever stored",
@@ -64,7 +64,7 @@ class Gap:
     Args:
         name: Stable name for expected failures, such as ``"loads"``,
             ``"loads/several/mixed/mamba/gpu-hit/failed"`` or ``"my_connector.py:12"``.
-        what: Description for people.
+        what: Description of the gap in the report.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Gap:
 
 
 def rows_of(geometry: CacheGeometry) -> Iterator[str]:
-    """Names of a geometry's kind, one for each kind of group in it."""
+    """Yield the names of a geometry's kind, one for each kind of group in the geometry."""
     groups = geometry.groups
     sizes = "equal" if len({group.block_size for group in groups}) == 1 else "mixed"
     shape = f"{'one' if len(groups) == 1 else 'several'}/{sizes}"
@@ -85,9 +85,9 @@ def rows_of(geometry: CacheGeometry) -> Iterator[str]:
 
 
 def seeds_of(scenario: Scenario) -> Iterator[str]:
-    """Names under which a scenario counts: kinds of geometry, and results that loads may have."""
+    """Yield the names under which a scenario is counted: kinds of geometry and results of loads."""
     if not scenario.cpu_blocks:
-        return  # because without a tier no block is loaded
+        return  # without a tier no block is loaded
     is_possible = dict.fromkeys(_ENDS, scenario.loads_may_be_late)
     is_possible["failed"] = scenario.loads_may_fail
     hits = list(_HITS) if scenario.loads_after_hits else ["no-gpu-hit"]
@@ -102,12 +102,14 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     """List the events that runs must exercise but did not.
 
     1. Without loads, cells are not checked.
-    2. A kind of geometry counts if enough seeds were played with it. Kinds that the engine cannot
-       play, or that few seeds drew, do not count.
-    3. Each cell must occur in one of ten seeds; the generator aims at one per seed.
-    4. Of at least four steady runs, one must load enough to compare its rounds.
-    5. If an engine never resets while loads are in flight, those cells do not count.
-    6. A tier whose size the check could not choose must have been full in one run of twenty,
+    2. The cells of a kind of geometry are required only if enough seeds had this kind. Kinds that
+       the engine cannot play, or that few seeds drew, are not required.
+    3. Each cell must occur in at least one of ten seeds; the generator aims at one per seed.
+    4. If at least four steady runs were played, one must load enough for a comparison of its
+       rounds.
+    5. If an engine never resets while loads are in flight, the cells of such resets are not
+       required.
+    6. A tier whose size the check could not choose must have been full in one of twenty runs,
        because a tier that never fills never evicts.
     7. A connector with the option ``enable_events`` must report events.
 
@@ -144,16 +146,16 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
 
 
 REPLACED = "replaced: "
-"""Prefix in the coverage for names of parts of the connector that the engine replaced."""
+"""Prefix of the coverage names of parts of the connector that the engine replaced."""
 
 
 def replaced_parts(coverage: Mapping[str, int]) -> Sequence[str]:
-    """The parts of the connector that the engine replaced, so that they were not checked."""
+    """Return the parts of the connector that the engine replaced, so that they were not checked."""
     return [name.removeprefix(REPLACED) for name in sorted(coverage) if name.startswith(REPLACED)]
 
 
 def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
-    """List facts that break no law but that a reader must know."""
+    """Yield notes for the reader about facts that break no law."""
     for part in replaced_parts(coverage):
         yield f"the check replaced a part of the connector, which is therefore not checked: {part}"
 
@@ -161,12 +163,13 @@ def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
 def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator[Gap]:
     """Find loads that failed although the check injected no failure.
 
-    A server computes their blocks again, or loses the answer (``kv_load_failure_policy`` "fail" of
-    vLLM). So such a connector is useless, and its faults after a load do not show.
+    A server computes the blocks of a failed load again, or fails the request
+    (``kv_load_failure_policy`` "fail" of vLLM). So such a connector is useless, and its faults
+    after a load stay hidden.
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first such load, with its place; or empty.
+        first_error: The exception behind the first such load, with its line of source; or empty.
     """
     num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed:

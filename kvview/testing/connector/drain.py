@@ -16,11 +16,11 @@ _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
 def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
-    """Step until no work is left.
+    """Step the engine until no work is left.
 
     Args:
         stage: The engine and its connectors.
-        raise_stuck: Called if no work ends any more; raises an error with the reason.
+        raise_stuck: Called if work stops ending; raises an error with the reason.
 
     Raises:
         InvariantBroken: Work never ends, or blocks stay held.
@@ -61,7 +61,7 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
 
 
 def _check_asleep(stage: Stage) -> None:
-    """Require pending work while a store holds blocks, because an idle engine takes no reports."""
+    """Require pending work while a store holds blocks; an idle engine receives no reports."""
     held = Counter(stage.engine.held_blocks()) - stage.expiring_blocks()
     for worker in stage.workers:
         for store in worker.stores_in_flight():
@@ -111,11 +111,11 @@ def raise_stuck(stage: Stage) -> None:
 
 
 def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
-    """Require that no block was skipped in a run with room for all.
+    """Require that no block was skipped in a run with room for all blocks.
 
     Args:
         stage: The engine and its connectors.
-        is_roomy: Whether neither blocks nor pages nor transfers were ever short.
+        is_roomy: Whether blocks and pages were never short, and no transfer failed.
 
     Raises:
         InvariantBroken: CONN-13.
@@ -132,7 +132,7 @@ def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
 
 
 def reset_at_rest(stage: Stage) -> None:
-    """Reset once more; if a connector refuses, make a few steps and reset again.
+    """Reset the caches once more; if a connector refuses, make a few steps and reset again.
 
     Raises:
         InvariantBroken: CONN-11, if the connector refuses forever.

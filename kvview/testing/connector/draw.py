@@ -18,15 +18,15 @@ class Draw:
     """
 
     def __init__(self, seed: int, purpose: str = "") -> None:
-        # Only random() is promised to give the same numbers in every Python.
+        # Only random() gives the same numbers in every version of Python.
         self._random = Random(f"{purpose} {seed}").random
 
     def number(self, low: int, high: int) -> int:
-        """Draw a whole number, including both ends."""
+        """Draw a whole number from ``low`` to ``high``, both included."""
         return low + int(self._random() * (high - low + 1))
 
     def one_of(self, items: Sequence[_T]) -> _T:
-        """Draw one of some items."""
+        """Draw one of the items."""
         return items[self.number(0, len(items) - 1)]
 
     def chance(self, share: float) -> bool:
@@ -40,5 +40,5 @@ class Draw:
 
 
 def dealt(items: Sequence[_T], seed: int) -> _T:
-    """Return the item for a seed, so that consecutive seeds get all items equally often."""
+    """Return the item of a seed, so that consecutive seeds have all items equally often."""
     return items[seed % len(items)]

@@ -25,7 +25,8 @@ _FAMILIES_PER_ROUND = 1000
 class EventPlayer:
     """Plays events on a stage.
 
-    A request gets a new name if its id is not reused within the round, or with ``unique_ids``.
+    A request has a new id in each round, except within a round if the scenario reuses its id and
+    ``unique_ids`` is False.
 
     Args:
         stage: The engine and its connectors.
@@ -38,18 +39,18 @@ class EventPlayer:
         self._scenario = scenario
         self._unique_ids = unique_ids
         self.num_begun = 0
-        """Number of events of the round that were started, at most."""
+        """Largest number of events that were started in one round."""
         self._is_first_round = True
         self._first_family = 0
         self._num_renamed = 0
-        self._names: dict[str, str] = {}  # request ids of the scenario, to those in the engine
+        self._names: dict[str, str] = {}  # from request ids of the scenario to ids in the engine
         self._names_of_round: set[str] = set()
 
     def begin_round(self, number: int) -> None:
         """Start a round with its own prompts."""
         families = number % self._scenario.rounds_until_reuse
         self._first_family = families * _FAMILIES_PER_ROUND
-        # A connector would find the entries of a reused id again, which would hide that it kept
+        # With a reused id a connector would find its old entries, which would hide that it kept
         # them.
         if not any(isinstance(event, Reset) for event in self._scenario.events):
             self._names_of_round.clear()
@@ -59,7 +60,7 @@ class EventPlayer:
         self._is_first_round = False
 
     def play(self, number: int, event: Event) -> None:
-        """Play the event with a number, counted from 1."""
+        """Play an event; ``number`` counts from 1."""
         stage = self._stage
         self.num_begun = max(self.num_begun, number)
         match event:
@@ -100,7 +101,7 @@ class EventPlayer:
             name = add.request_id if is_first else f"{add.request_id}.{self._num_renamed}"
         self._names[add.request_id] = name
         self._names_of_round.add(name)
-        with suppress(ConfigError):  # because no engine queues a request that can never fit
+        with suppress(ConfigError):  # no engine queues a request that can never fit
             family = self._first_family + add.family
             engine.add(replace(add, request_id=name, family=family), serial)
             coverage["ids again"] += is_reused

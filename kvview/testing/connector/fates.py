@@ -1,4 +1,4 @@
-"""The fates of the jobs of a run, in the order of their plans."""
+"""The fates (delays and outcomes) of the jobs of a run, in the order of their plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MUCH_LATER = 40  # steps until a long run reports a lost job
 class Fates(Iterator[Fate]):
     """The fates of a run.
 
-    Each round of a long run has its own order of fates, so that faults do not repeat.
+    Each round of a long run has its own order of fates, so that the rounds have different faults.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -28,7 +28,7 @@ class Fates(Iterator[Fate]):
             self._fates = tuple(map(_reported_later, scenario.fates))
 
     def begin_round(self, number: int) -> None:
-        """Start a round, with its order of fates."""
+        """Start a round with its own order of fates."""
         if self._is_endless and self._fates:
             self._ahead = cycle(Random(number).sample(self._fates, len(self._fates)))
 

@@ -1,4 +1,4 @@
-"""A gate between a worker half and KV tensors, at which copies wait or fail on request."""
+"""A gate between a worker half and KV tensors, at which copies can be delayed or fail."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CopyFailed(RuntimeError):
 
 
 class Gate:
-    """The gate through which operations on KV tensors pass.
+    """The gate that every operation on KV tensors passes.
 
-    1. While the gate is closed, operations wait, except those of the engine's own thread, because
-       that thread opens the gate.
-    2. Operations are let in one at a time, in a drawn order.
+    1. While the gate is closed, operations wait, except on the engine's own thread, because this
+       thread opens the gate.
+    2. The gate lets one operation pass at a time, in a random order.
 
     Args:
         is_home: Whether the calling thread is the one that calls the worker half.
@@ -48,17 +48,17 @@ class Gate:
         self._num_inside = 0
         self._is_open = False
         self._is_over = False
-        self._num_good: int | None = None  # copies until they fail; None: copies do not fail
-        self._num_bad: int | None = None  # copies until they succeed again; None: they never do
+        self._num_good: int | None = None  # copies that succeed first; None: all
+        self._num_bad: int | None = None  # number of copies that then fail; None: all
         self.num_failed = 0
         self.has_recovered = False
         self.num_after_the_end = 0
         self.num_moved = 0
-        """Operations so far that read or wrote bytes, and did not only make a view."""
+        """Number of operations so far that read or wrote bytes, not only made a view."""
 
     @property
     def num_waiting(self) -> int:
-        """Operations that wait before the closed gate."""
+        """Return the number of operations that wait at the closed gate."""
         return len(self._before)
 
     @contextmanager
@@ -66,7 +66,7 @@ class Gate:
         """Run one operation on its thread.
 
         Yields:
-            A function that notes that the operation moved bytes.
+            A function to call after the operation has moved bytes.
         """
         with self._changed:
             if not self._is_open and not self._is_home():
@@ -99,11 +99,12 @@ class Gate:
                 self._changed.notify_all()
 
     def let_in(self, number: float, *, whole_job: bool) -> bool:
-        """Let the operations of one thread pass up to the first that moves bytes.
+        """Let the operations of one thread pass, up to the first one that moves bytes.
 
         Args:
-            number: Place of the thread, 0.0 for the first to just below 1.0 for the last.
-            whole_job: Whether the following operations of the thread may pass, too.
+            number: Selects the thread: 0.0 for the first waiting thread, up to just below 1.0 for
+                the last.
+            whole_job: Whether the later operations of the thread may also pass.
 
         Returns:
             Whether bytes moved.
@@ -120,7 +121,7 @@ class Gate:
         return self.num_moved > num_moved
 
     def _let_in_next(self, thread: int) -> bool:
-        """Let an operation of a thread pass if it waits or comes soon; False if none does."""
+        """Let the thread's next operation pass; False if none waits or comes soon."""
         with self._changed:
             found: list[_Ticket] = []
 
@@ -141,9 +142,10 @@ class Gate:
         self._let_in.discard(ticket)
 
     def open(self, draw: Callable[[], float]) -> None:
-        """Let the waiting operations pass in a drawn order, and then all others."""
+        """Let the waiting operations pass in a random order, and then all later operations."""
         while len({ticket.thread for ticket in self._before}) > 1:
-            # A thread that is let in continues to the end of its job: jobs overtake each other.
+            # A thread that passes the gate continues to the end of its job, so that jobs overtake
+            # each other.
             thread = self._before[int(draw() * len(self._before))].thread
             while self._let_in_next(thread):
                 pass
@@ -152,7 +154,7 @@ class Gate:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hold operations from now on."""
+        """Delay operations from now on."""
         with self._changed:
             self._is_open = False
 
@@ -168,7 +170,7 @@ class Gate:
             self.num_failed, self.has_recovered = 0, False
 
     def end(self) -> None:
-        """Let all operations pass after the shutdown of the worker half, and count late ones."""
+        """Let all operations pass after the worker half's shutdown, and count late operations."""
         with self._changed:
             self._num_good = None
             self._is_over = self._is_open = True
@@ -176,7 +178,7 @@ class Gate:
 
 
 class GatedTensor(torch.Tensor):
-    """A KV tensor, or a view of one, whose operations pass the gate."""
+    """A KV tensor, or a view of a KV tensor, whose operations pass the gate."""
 
     gate: Gate
     address: int
@@ -220,7 +222,7 @@ def _gated(values: Iterable[Any]) -> Iterator[GatedTensor]:
 
 
 def _moves(name: str, args: Iterable[Any], result: Any, gated: GatedTensor) -> bool:
-    """Whether an operation read or wrote bytes: its result is not a new view of KV memory."""
+    """Whether an operation read or wrote bytes, which a new view of KV memory does not."""
     if not isinstance(result, torch.Tensor):
         return name == "__setitem__"
     is_view = result.untyped_storage().data_ptr() == gated.address

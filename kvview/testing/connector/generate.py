@@ -1,7 +1,7 @@
 """Scenarios from seeds.
 
-Most fields are drawn at random. Geometries and kinds of scenarios are dealt in turn, so that the
-seeds cover all of them. :mod:`~kvview.testing.connector.scenes` draws the events.
+Most fields are drawn at random. Geometries and kinds of scenarios are assigned to seeds in turn, so
+that the seeds cover all of them. :mod:`~kvview.testing.connector.scenes` draws the events.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "small pool": 3,
     "large pool": 1,
     "huge pool": 1,
-    "no tier": 2,  # the option of the connector is 0 pages
+    "no tier": 2,  # the tier has 0 pages
     "roomy": 2,  # neither blocks nor pages are ever short
     "steady": 2,
     "usual": 89,
@@ -57,7 +57,7 @@ PIN_BUDGETS = (0.1, 0.25, 0.5)
 PAGE_SIZES = (16, 64, 104, 200)
 LARGE_PAGE_SIZES = (2**16, 2**17)
 SHARES_FAILED_AND_LOST = ((0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05))
-"""Shares of the jobs of a run that fail; each run has one of them."""
+"""Shares of jobs that fail; each run has one of these shares."""
 
 DRAFTS = (1, 3, 5)
 """Maximum of draft tokens in a step."""
@@ -65,7 +65,7 @@ DRAFTS = (1, 3, 5)
 SHARE_WITH_RANKS = 0.2
 SHARE_WITH_CAPS = 0.15
 SHARE_OF_CAPS = 0.5
-"""Share of the requests that have a cap, in a run with caps."""
+"""Share of the requests that have a cap on loads or stores, in a run with caps."""
 SHARE_WITH_DRAFTS = 0.35
 SHARE_WITH_TWO_CONNECTORS = 0.2
 SHARE_ENDING_ABRUPTLY = 0.15
@@ -77,7 +77,7 @@ SHARE_WHOLE_PLANS_IF_COMPUTE_LAGS = 0.6
 SHARE_YIELDING_OFTEN = 0.2  # share of the worker halves with whole plans
 SHARE_OF_EARLY_ENDS = 0.3
 SHARE_OF_USUAL_FATES = 0.4
-_MOST_LARGE_PAGES = 120  # blocks, because all bytes are compared in every step
+_MOST_LARGE_PAGES = 120  # maximum of blocks, because all bytes are compared in every step
 _NUM_FATES = 60
 _NUM_DRAFTS = 7
 
@@ -85,9 +85,9 @@ _GROUPS = ("full", "window", "chunked", "mamba")
 GEOMETRIES = [
     (shape, group)
     for shape, group in product(("one", "equal", "mixed"), _GROUPS)
-    if shape == "one" or group != "full"  # because most shapes of several groups contain one anyway
+    if shape == "one" or group != "full"  # most shapes contain a full group anyway
 ]
-"""Shapes of geometries, each with one kind of group that it must contain."""
+"""Shapes of geometries, each with a kind of group that the geometry must contain."""
 
 
 def _kinds() -> list[Kind]:
@@ -98,7 +98,7 @@ def _kinds() -> list[Kind]:
 
 _KINDS = _kinds()
 STEADY_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "steady"]
-"""Places of the steady runs among a hundred consecutive seeds."""
+"""Indices of the steady runs among a hundred consecutive seeds."""
 
 
 def generate_scenario(seed: int, steps: int = 0) -> Scenario:
@@ -106,7 +106,7 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
 
     Args:
         seed: Any whole number.
-        steps: Minimum of steps, which are reached by repeating rounds; 0 for one round.
+        steps: Minimum of steps, which is reached by repeated rounds; 0 for one round.
     """
     kind = dealt(_KINDS, seed)
     if kind == "steady":
@@ -185,10 +185,9 @@ def _without_shortage(scenario: Scenario) -> Scenario:
 
 
 def _over_ranks(draw: Draw, scenario: Scenario) -> Scenario:
-    """Draw ranks: with equal tensors as in tensor parallelism, or with the layers split over them.
+    """Draw ranks, with equal tensors as in tensor parallelism, or with layers split over the ranks.
 
-    All ranks have the same number of blocks, because vLLM gives each rank the number of the
-    smallest.
+    All ranks have the same number of blocks, because vLLM uses the smallest number for all ranks.
     """
     if not draw.chance(SHARE_WITH_RANKS):
         return scenario
@@ -203,7 +202,7 @@ def _over_ranks(draw: Draw, scenario: Scenario) -> Scenario:
 
 
 def _with_caps(draw: Draw, scenario: Scenario) -> Scenario:
-    """Draw requests with caps on the tokens to load and to store, which need not be aligned."""
+    """Draw requests with caps on the tokens to load and to store; a cap may end inside a block."""
     if not draw.chance(SHARE_WITH_CAPS):
         return scenario
 
@@ -219,7 +218,7 @@ def _with_caps(draw: Draw, scenario: Scenario) -> Scenario:
 
 
 def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:
-    """Draw steps in flight, requests that end unexpectedly in them, and compute that lags."""
+    """Draw steps in flight, requests that end unexpectedly during a step, and compute that lags."""
     steps_in_flight = draw.one_of(STEPS_IN_FLIGHT)
     compute_lags = draw.chance(1 / 3)
     events = scenario.events
@@ -257,9 +256,9 @@ def _generate_worker_half(draw: Draw) -> WorkerHalf:
 def _generate_drafts(
     draw: Draw, geometry: CacheGeometry
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Draw draft tokens, accepted tokens by step, and slots for lookahead; usually none.
+    """Draw draft tokens, accepted tokens by step, and lookahead slots; in most runs no drafts.
 
-    Mamba gets none, because a rejected draft needs a copy of the state before it.
+    Runs with Mamba have no drafts, because a rejected draft needs a copy of the earlier state.
     """
     has_states = any(isinstance(group, Mamba) for group in geometry.groups)
     if has_states or not draw.chance(SHARE_WITH_DRAFTS):
@@ -277,7 +276,7 @@ def _generate_pin_budget(draw: Draw) -> float | None:
 def _generate_pages(
     draw: Draw, num_groups: int, num_gpu_blocks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Draw bytes per group and tensor; empty for equal pages."""
+    """Draw the bytes of a page per group and tensor; empty for equal pages."""
     if draw.chance(0.6):
         return ()
     is_large = draw.chance(0.25) and num_gpu_blocks <= _MOST_LARGE_PAGES
@@ -293,7 +292,7 @@ def _generate_pages(
 
 
 def _generate_geometry(draw: Draw, shape: str, kind: str) -> CacheGeometry:
-    """Draw a geometry of a shape with a group of this kind."""
+    """Draw a geometry of a shape that has a group of this kind."""
     if shape == "one" and kind == "full" and draw.chance(0.7):
         return CacheGeometry.single(4)
     size = draw.one_of([4, 8, 12])
@@ -346,7 +345,7 @@ class Steady:
         has_resets: Whether the caches are reset five times per round.
         share_failed: Share of the jobs that fail.
         share_aborted: Share of the requests that are aborted.
-        pin_budget: As in :class:`Scenario`.
+        pin_budget: As in :class:`~kvview.testing.connector.scenario.Scenario`.
     """
 
     has_window: bool
@@ -362,17 +361,17 @@ STEADY = (
     Steady(has_window=False, share_failed=0.25, share_aborted=0.6),
     Steady(has_window=True, pin_budget=0.1),
 )
-"""The kinds of steady runs, which are dealt in turn."""
+"""The kinds of steady runs, which are played in turn."""
 
 
 def steady_scenario(number: int) -> Scenario:
     """Make a run of equal rounds, for a tier that is too small for all prompts (CONN-10).
 
-    Some prompts are frequent and others occur once. The GPU holds them completely, in part or not
-    at all. Transfers fail, and requests are aborted, wait for free blocks, or come in pairs.
+    Some prompts are frequent and others occur once. The GPU holds a prompt completely, in part or
+    not at all. Transfers fail, and requests are aborted, wait for free blocks, or come in pairs.
 
     Args:
-        number: Number among the steady runs.
+        number: Index among the steady runs.
     """
     draw, steady = Draw(number, "steady"), dealt(STEADY, number)
     size = 4

@@ -1,7 +1,7 @@
-"""The interface of the engine in a simulated run.
+"""The interface that an engine needs for simulated runs.
 
-Any engine with these methods can be simulated. Its package names the factory that builds it
-among the entry points ``kvview.engines``.
+The package of an engine declares the factory that builds the engine as an entry point
+``kvview.engines``.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class SimulationStats(Protocol):
 
     @property
     def mismatches(self) -> int:
-        """Number of blocks whose bytes were not those of their hashes when a request read them."""
+        """Number of blocks that had wrong bytes for their hashes when a request read them."""
 
 
 class ConnectorHarness(Protocol):
     """An engine under simulation.
 
-    1. A full block that is computed holds the bytes that follow from its hash. Blocks are
-       overwritten before a load into them starts, and compared when a request reads them.
+    1. A computed full block holds the bytes that follow from its hash. Blocks are overwritten
+       before a load into them starts, and are compared when a request reads them.
     2. Exceptions of the connector propagate unchanged.
     """
 
@@ -70,11 +70,11 @@ class ConnectorHarness(Protocol):
 
         Args:
             add: The request.
-            serial: Distinguishes its generated tokens from those of other requests.
+            serial: Number from which the generated tokens of the request follow.
 
         Raises:
             ConfigError: No engine would queue the request, because it can never fit, its id is in
-                use, or the request that it continues does not exist. The engine is unchanged.
+                use, or the request that it continues does not exist. The engine has not changed.
         """
 
     def abort(self, request_id: str) -> None:
@@ -84,13 +84,13 @@ class ConnectorHarness(Protocol):
         """Run one scheduler step."""
 
     def squeeze(self, num_blocks: int) -> None:
-        """Release the blocks of the last squeeze, and allocate this many, or all free ones."""
+        """Release the blocks of the last squeeze, and allocate this number, or all free blocks."""
 
     def alias(self) -> bool:
-        """Give the first cached block of a running request a second hash, if there is one."""
+        """Give the first cached block of a running request a second hash, if a block is cached."""
 
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; False if refused.
+        """Reset the caches; returns False if the reset was refused.
 
         Args:
             after_reports: As in :class:`~kvview.testing.connector.scenario.Reset`; ignored by an
@@ -108,7 +108,7 @@ class ConnectorHarness(Protocol):
 
     @property
     def mismatch(self) -> str:
-        """The latest block with wrong bytes: where it differs, and whose KV is there."""
+        """Describe the latest block with wrong bytes: the first difference, and its KV's key."""
 
     def unfinished(self) -> Mapping[str, str]:
         """Unfinished requests, ``{request_id: "waiting", "loading" or "running"}``.
@@ -120,7 +120,7 @@ class ConnectorHarness(Protocol):
         """Whether ``step`` has work to do, including pending work of the connectors."""
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """The key to load into each block of a request that waits for loads; otherwise empty.
+        """Return the key to load into each block of a request; empty unless it waits for loads.
 
         An aborted request also waits for its loads.
         """
@@ -130,19 +130,19 @@ class ConnectorHarness(Protocol):
         """Number of blocks of the pool, including the null block."""
 
     def ref_count(self, block_id: int) -> int:
-        """References of all owners to each block."""
+        """Return the number of references of all owners to a block."""
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """Keys of the KV in each block."""
+        """Return the keys of the KV in each block."""
 
     def free_block_ids(self) -> Sequence[int]:
-        """The free queue, next victim first."""
+        """Return the free queue, next victim first."""
 
     def engine_refs(self) -> Counter[int]:
-        """References by block of the requests and of the squeezed blocks."""
+        """Return the references by block of requests and of the squeeze."""
 
     def held_blocks(self) -> Mapping[int, int]:
-        """References by block that the connectors' views count."""
+        """Return the references by block that the connectors' views count."""
 
 
 class EngineFactory(Protocol):
@@ -156,7 +156,7 @@ class EngineFactory(Protocol):
         """Return the nearest scenario that the engine can play.
 
         Returns:
-            The scenario, and the parts that were left out of it, in a few words each.
+            The scenario, and a few words for each part that was removed from it.
         """
 
     def build(
@@ -175,8 +175,8 @@ class EngineFactory(Protocol):
             connectors: Connectors of the engine, in order of preference for loads.
             owner: Name of the owner in reports of the view.
             clock: Returns seconds, by which leases expire if the engine has leases.
-            stream: Notified of each launch and each output; passed if compute lags in the scenario.
-                The worker halves get it as ``compute_stream``.
+            stream: The compute stream of the worker halves, if compute lags in the scenario. The
+                engine notifies it of each launch and each output.
         """
 
 
@@ -187,7 +187,7 @@ class RunsOwnConnectors(Protocol):
     def simulate_own(
         self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Run such a connector through a scenario; the coverage counts parts that cannot be played.
+        """Run the engine's own connector through a scenario; coverage counts skipped parts.
 
         Args:
             connector_class: A connector of the engine's own kind.
@@ -222,20 +222,21 @@ def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors
 
 
 def load_engines(name: str = "reference") -> EngineFactory:
-    """Return the factory with a name, from an installed package.
+    """Return the engine factory with a name, from an installed package.
 
     Raises:
-        ConfigError: No package has such a factory, or a library that it needs is not installed.
+        ConfigError: No package has this factory, or a library that the factory needs is not
+            installed.
     """
     with _naming_missing_library(name):
         return load_factory_class(name)()
 
 
 def load_factory_class(name: str) -> Callable[[], EngineFactory]:
-    """Return the class of that factory, without an instance.
+    """Return the class of the engine factory with a name.
 
     Raises:
-        ConfigError: As :func:`load_engines`.
+        ConfigError: As for :func:`load_engines`.
     """
     found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:

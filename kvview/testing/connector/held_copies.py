@@ -1,4 +1,4 @@
-"""Hook calls of a worker half whose own threads copy behind a gate.
+"""Calls of a worker half whose own threads copy, with these copies behind a gate.
 
 The hooks run on a separate thread, so that a hook that hangs can be abandoned. The copies of all
 other threads wait at the gate until the simulation lets them pass.
@@ -28,13 +28,13 @@ from kvview.testing.connector.stuck import hint_for, where_all_wait
 from kvview.testing.transfer.compute import GatedComputeEvent
 from kvview.testing.yield_points import num_yields, stop_yielding, yielding_often
 
-_HEAD_START = 0.001  # seconds during which wait() could return too early
-_LAST_HEAD_START = 0.05  # the same for shutdown() with jobs in flight
-_SETTLE = 0.002  # seconds for copies that a wrong worker half does not wait for
-_SHARE_WHOLE_JOBS = 0.3  # share of the copies let in early whose thread may then finish its job
-_SHARE_RACES = 0.3  # share of the times that jobs end in which get_finished is called meanwhile
+_HEAD_START = 0.001  # seconds in which wait() may wrongly return
+_LAST_HEAD_START = 0.05  # seconds in which shutdown() may wrongly return
+_SETTLE = 0.002  # seconds to wait for copies that a wrong worker half forgets
+_SHARE_WHOLE_JOBS = 0.3  # share of early copies whose thread may then finish its job
+_SHARE_RACES = 0.3  # how often get_finished is called while jobs end
 _LOOK = 0.1  # seconds between two checks of a call that does not return
-_LOOKS = [10]  # checks without a running thread until a call is stuck; fewer after the first
+_LOOKS = [10]  # checks without a running thread until a call counts as stuck; fewer after the first
 _WHY_STUCK = {
     "start_plan": ("XFER-5", "copies continue while the engine steps, it must not wait for them"),
     "get_finished": ("CONN-3", "copies continue while the engine steps, it must not wait for them"),
@@ -58,14 +58,14 @@ class HeldCopies:
         self._thread = _HookThread()
         self.gate = Gate(self._thread.is_current)
         self._draw = Random(0).random
-        self._draw_order = Random(1).random  # depends on how often threads reach the gate
+        self._draw_order = Random(1).random  # counts depend on how often threads reach the gate
         self.num_early = 0
         """Number of copies that still waited at the gate when the last hook returned."""
 
     def gated(
         self, kv_caches: CanonicalKVCaches[torch.Tensor], stream: StepStream | None
     ) -> CanonicalKVCaches[torch.Tensor]:
-        """Return the same KV caches behind the gate, with the compute stream if there is one."""
+        """Return the KV caches behind the gate, with the compute stream (None without one)."""
         tensors = [
             replace(cache, tensor=gate_tensor(cache.tensor, self.gate))
             for cache in kv_caches.tensors
@@ -84,31 +84,31 @@ class HeldCopies:
         return self._result_of(name, self._submit(name, args))
 
     def wait(self, job_ids: Sequence[int]) -> None:
-        """Call ``wait``, and shortly afterwards open the gate for all copies."""
+        """Call ``wait``, and shortly after its start open the gate for all copies."""
         call = self._submit("wait", (job_ids,))
         self.num_early = self.gate.num_waiting if _ends_within(_HEAD_START, call) else 0
         self.gate.open(self._draw_order)
         self._result_of("wait", call)
 
     def race(self) -> Any:
-        """Call ``get_finished`` with the gate open, while other threads run in between."""
+        """Call ``get_finished`` with the gate open, while other threads run."""
         call = self._submit("get_finished", (), wrap=yielding_often)
         self.gate.open(self._draw_order)
         return self._result_of("get_finished", call)
 
     def may_race(self) -> bool:
-        """Draw whether reports are requested while jobs end."""
+        """Draw whether ``get_finished`` is called while jobs end."""
         return self._draw() < _SHARE_RACES and bool(self.gate.num_waiting)
 
     def may_let_in(self) -> bool:
-        """Draw whether a copy is let in early."""
+        """Draw whether a copy may pass the gate early."""
         return self._draw() < 0.5
 
     def let_in(self) -> bool:
-        """Let a drawn copy pass, perhaps with the rest of its thread's job.
+        """Let a random copy pass, perhaps with the rest of its thread's job.
 
         Returns:
-            Whether bytes were moved meanwhile.
+            Whether bytes were moved.
         """
         return self.gate.let_in(self._draw(), whole_job=self._draw() < _SHARE_WHOLE_JOBS)
 
@@ -124,7 +124,7 @@ class HeldCopies:
         """Shut the worker half down.
 
         Raises:
-            InvariantBroken: CONN-4, if some of its copies follow after the shutdown.
+            InvariantBroken: CONN-4, if copies of the worker half run after the shutdown.
         """
         num_early = 0
         try:
@@ -161,7 +161,7 @@ class HeldCopies:
         try:
             with calling(name):
                 has_returned = _returns(call)
-        except InvariantBroken:  # the watchdog's
+        except InvariantBroken:  # exceptions of the watchdog
             self._abandon()
             raise
         if not has_returned:
@@ -221,7 +221,7 @@ class _HookThread:
             self._thread = None
 
     def _run(self) -> None:
-        stop_yielding()  # because a slow engine thread would only make every job late
+        stop_yielding()  # a slow engine thread would only make every job late
         while (submitted := self._calls.get()) is not None:
             call, function, args = submitted
             try:
@@ -246,7 +246,7 @@ def _ends_within(seconds: float, call: _Call) -> bool:
 
 
 def _returns(call: _Call) -> bool:
-    """Whether a call ends; False if all threads sleep and do not wake up."""
+    """Wait for the end of a call; returns False if all threads sleep and do not wake up."""
     num_looks, before = 0, num_yields[0]
     while not _ends_within(_LOOK, call):
         num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0
@@ -264,7 +264,7 @@ def _is_simulated(error: BaseException | None) -> bool:
 
 
 def _all_sleep() -> bool:
-    """Whether the system reports that no other thread of this process runs."""
+    """Whether the operating system reports that no other thread of this process runs."""
     own = threading.get_native_id()
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):

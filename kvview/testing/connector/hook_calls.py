@@ -19,12 +19,12 @@ _AT_START = {
     *("__init__", "make_scheduler", "make_worker", "register_kv_caches", "on_engine_ready"),
     *("bind_gpu_block_pool_view", "bind_gpu_block_pool", "bind_kv_cache_manager"),
 }
-_LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # others: CONN-3
+_LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # other hooks: CONN-3
 
 
 @contextmanager
 def hook(name: str, law: str) -> Iterator[None]:
-    """Report an exception of a hook as a broken law: the given one, or that of its message."""
+    """Report an exception of a hook as a broken law: the law in its message, or the given law."""
     jump()
     try:
         with watchdog.calling():

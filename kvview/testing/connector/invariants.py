@@ -1,7 +1,7 @@
 """Invariants between an engine and a connector, which hold after every step.
 
-Each check takes plain values, and raises an :class:`InvariantBroken` with the law and the
-numbers. The checks serve any engine that can report these values.
+Each check takes plain values, and raises an :class:`InvariantBroken` with the law and the numbers.
+The checks apply to any engine that can report these values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class InvariantBroken(AssertionError):
 
     Args:
         law: Number of the law, ``"CONN-4"`` for example.
-        message: The values, and the expected ones.
+        message: The found and the expected values.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
-        hint: The remedy, where it is not that of the law; None for that of the law.
+        hint: The remedy; None for the hint of the law.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class EndedLoudly(InvariantBroken):
 
 
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:
-    """Require that the free queue has each block without references once, and no other block.
+    """Require that the free queue has exactly the blocks without references, each once.
 
     Args:
         free_ids: The free queue, next victim first.
-        ref_counts: References of every block but the null block.
+        ref_counts: References of every block except the null block.
 
     Raises:
         InvariantBroken: POOL-2 or POOL-1 is broken.
@@ -89,8 +89,8 @@ def check_conservation(
     """Require that all references to a block belong to requests or to the connector.
 
     Args:
-        ref_counts: References of every block but the null block.
-        engine_refs: Those among them that belong to block tables.
+        ref_counts: References of every block except the null block.
+        engine_refs: The part of these references that belongs to block tables.
         connector_refs: References that the connector's view counts.
 
     Raises:
@@ -130,9 +130,9 @@ def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> No
     """Require that every block that a request reads has the KV of its hash.
 
     Args:
-        num_wrong: Blocks that differed so far.
-        num_wrong_before: Those of earlier steps.
-        mismatch: One of them.
+        num_wrong: Number of wrong blocks so far.
+        num_wrong_before: Number of wrong blocks in earlier steps.
+        mismatch: Description of a wrong block.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -146,5 +146,5 @@ def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> No
 
 
 def short(key: OffloadKey) -> str:
-    """Format a key for a message, as the start of its hash and its group."""
+    """Format a key for a message: the start of its hash, and its group."""
     return f"{key[:4].hex()}.../{int.from_bytes(key[-4:], 'big')}"

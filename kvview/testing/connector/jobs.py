@@ -1,4 +1,4 @@
-"""Transfer jobs from their plan to their report, and the order in which jobs may start."""
+"""Transfer jobs, from their plan to their report, and the order in which they may start."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _Page = tuple[str, int | None]  # medium and page; None for a medium without num
 class PlannedJob:
     """A transfer job that is not reported yet.
 
-    A job is first planned, then started (the worker half has it), ended (it has a result) and
-    reported.
+    A job is planned, started (passed to the worker half), ended (it has a result) and reported, in
+    this order.
 
     Args:
         transfer: The job as the connector planned it.
         is_load: Whether it is a load.
-        fate: The delays of the move and of the report, and whether the job fails.
+        fate: Delays of the move and of the report, and the outcome of the job.
         gpu_blocks: Blocks that it reads or writes.
         block_keys: Keys of the KV in each source block of a store at the time of the plan.
-        mark: Mark in the compute stream before the job (XFER-6); None if compute does not lag.
+        mark: Event in the compute stream before the job (XFER-6); None if compute does not lag.
     """
 
     transfer: TransferJob
@@ -45,16 +45,16 @@ class PlannedJob:
     expected: Mapping[int, OffloadKey] = field(default_factory=dict)
     """The key that a load must write into each block; empty if page numbers are not compared."""
     on_ranks: list[PlannedJob] = field(default_factory=list)
-    """The same job on each rank, this one included."""
+    """The instances of this job on all ranks, including this one."""
     rows: list[torch.Tensor] = field(default_factory=list)
     """Bytes of the GPU blocks before the transfer, tensor by tensor, once they are computed."""
     age: int = 0
     is_started: bool = False
     may_fail: bool = False
-    """Whether a failure is simulated in this job, or in a job that runs at the same time."""
+    """Whether a failure is simulated in this job or in a job that runs at the same time."""
     result: TransferResult | None = None
     num_moved: int = 0
-    """Number of blocks of a failing store that arrive nevertheless, which are the first ones."""
+    """Number of blocks of a failing store that arrive nevertheless: the first blocks of the job."""
 
     def __post_init__(self) -> None:
         self.may_fail = self.fate.outcome != "ok"
@@ -81,7 +81,7 @@ class PlannedJob:
 
     @property
     def _stored_keys(self) -> set[OffloadKey]:
-        """Keys that a store has stored on its rank: all, none, or those reported as moved."""
+        """Keys that a store has stored on its rank: all, none, or the keys of moved blocks."""
         if self.result is None or self.result.success:
             return self.keys if self.result else set()
         moved = zip(self.gpu_blocks, self.result.moved or (), strict=False)
@@ -94,12 +94,12 @@ class PlannedJob:
 
     @property
     def is_due(self) -> bool:
-        """Whether the bytes of the job may move."""
+        """Whether the bytes of the job may move now."""
         return self.is_computed and self.age >= self.fate.move_after
 
     @property
     def failing_blocks(self) -> list[int]:
-        """Blocks that do not arrive because of the fate of the job."""
+        """Blocks that do not arrive because of the job's fate."""
         moved = {"ok": len(self.gpu_blocks), "half": len(self.gpu_blocks) // 2, "none": 0}
         return self.gpu_blocks[moved[self.fate.outcome] :]
 
@@ -125,16 +125,16 @@ class Start:
 
     @property
     def is_due(self) -> bool:
-        """Whether the first job may move."""
+        """Whether the bytes of the first job may move now."""
         return not self.jobs or self.jobs[0].is_due
 
     @property
     def may_overlap(self) -> bool:
-        """Whether the call may overlap with others: its jobs are plain and will not fail."""
+        """Whether the call may overlap with others: its plan is plain, and no job will fail."""
         return is_plain(self.plan) and all(job.fate.outcome == "ok" for job in self.jobs)
 
     def must_follow(self, other: Start) -> bool:
-        """Whether an earlier start must come first: both touch a page, or one is not plain."""
+        """Whether an earlier start must come first: both touch a page, or a plan is not plain."""
         if not (is_plain(self.plan) and is_plain(other.plan)):
             return True
         return any(job.meets(before) for job in self.jobs for before in other.jobs)

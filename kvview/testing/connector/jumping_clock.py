@@ -1,7 +1,7 @@
 """Clocks of :mod:`time` that jump ahead at each call of a hook.
 
-Loops of :mod:`asyncio` keep the real clock, because a jump would end the timeouts of requests that
-a medium is answering in time. So do the timeouts of locks, queues and sockets.
+Loops of :mod:`asyncio` use the real clock, because a jump would end the timeouts of requests to
+which a medium responds in time. Timeouts of locks, queues and sockets also use the real clock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def jumping_clock(connector_class: type, seconds: float) -> Iterator[None]:
     """Let each call of :func:`jump` in the block move the clocks ahead.
 
     Args:
-        connector_class: Names that its modules have imported from :mod:`time` are moved as well.
+        connector_class: The connector; functions that its modules imported from :mod:`time` also
+            jump.
         seconds: Seconds of one jump; 0 does not change the clocks.
     """
     if not seconds:

@@ -1,7 +1,7 @@
 """KV bytes as a function of the block hash, so that a stale block is detected at once.
 
-A real model writes keys and values. This one writes numbers that follow from the hash of the
-prefix, the group and the layer, so each byte of a loaded block can be compared.
+A real model writes keys and values. The simulated model writes numbers that follow from the hash of
+the prefix, the group and the layer, so each byte of a loaded block can be compared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvview.testing.connector.invariants import short
 
 WORD_BYTES = 8
 _POISON = -0x21524112  # even, because every expected word is odd
-_MIX = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing mod 2**64
+_MIX = 0x1E3779B97F4A7C15  # odd, so that a multiplication mod 2**64 loses no information
 _NUM_WORDS = 2**64
 _UNMIX = pow(_MIX, -1, _NUM_WORDS)
-_REMEMBERED_WRITES = 1000  # for the description of wrong bytes
+_REMEMBERED_WRITES = 1000  # keys of the last steps, to describe wrong bytes
 
 
 class KVBytes:
@@ -39,7 +39,7 @@ class KVBytes:
         num_blocks: Blocks of the pool.
         page_bytes: Bytes of one block in one layer, a multiple of 8.
         num_groups: KV-cache groups; each block belongs to one group at a time.
-        num_layers: Tensors; a block has one page in each.
+        num_layers: Number of tensors; a block has one page in each tensor.
         device: Device of the pages.
         group_pages: Bytes that each group uses of a page of each tensor, 0 for none; by default all
             pages are equal. A tensor's pages have the size of the largest use; the rest is padding
@@ -69,13 +69,13 @@ class KVBytes:
         if type(num_blocks) is not int or num_blocks < 1:
             raise ConfigError(f"num_blocks must be a positive int, got {num_blocks!r}")
         self.block_bytes = sum(pages)
-        self.group_bytes = tuple(map(sum, group_pages))  # of one block, without padding
+        self.group_bytes = tuple(map(sum, group_pages))  # bytes of one block, without padding
         self._layers = [
             torch.zeros((num_blocks, size // WORD_BYTES), dtype=torch.int64, device=device)
             for size in pages
         ]
         self.mismatch = ""
-        """The first difference that the latest comparison found: where, and whose KV is there."""
+        """The first difference that the latest comparison found: its place, and its KV's key."""
         self._written: deque[Sequence[OffloadKey]] = deque(maxlen=_REMEMBERED_WRITES)
         self._device = device
         self._positions = [
@@ -94,7 +94,7 @@ class KVBytes:
         )
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
-        """Write the KV of blocks that follows from their keys."""
+        """Write into blocks the KV that follows from their keys."""
         self._written.append(keys)
         for rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
@@ -123,7 +123,7 @@ class KVBytes:
             wrong: torch.Tensor | None = None
             for layer, expected in pages:
                 found = layer[:, : expected.shape[1]].index_select(0, rows)
-                if not torch.equal(found, expected):  # rare, and cheap to test
+                if not torch.equal(found, expected):  # rare, and a cheap test
                     differs = (found != expected).any(dim=1)
                     if not num_wrong and wrong is None:
                         row = int(differs.nonzero()[0])
@@ -144,7 +144,7 @@ class KVBytes:
         found: torch.Tensor,
         expected: torch.Tensor,
     ) -> str:
-        """Where a page differs, and whose KV is there."""
+        """Describe the place at which a page differs, and the key of the KV there."""
         at = (found != expected).nonzero().flatten().tolist()
         tensor = next(index for index, one in enumerate(self._layers) if one is layer)
         place = tensor, at[0]
@@ -155,18 +155,18 @@ class KVBytes:
         )
 
     def _owner(self, word: int, place: tuple[int, int]) -> str:
-        """The key whose KV a word is; and where in that KV, if it is another place."""
+        """Describe the key of a word's KV, and the word's place in it if the place differs."""
         if word == _POISON:
-            return "nothing that was written since the block was given out"
+            return "no KV that was written since the block was allocated"
         keys = {_seed(key): key for written in self._written for key in written}
         for tensor, positions in enumerate(self._positions):
             for number, position in enumerate(positions.tolist()):
-                for mixed in (word, word - 1):  # its last bit was set
+                for mixed in (word, word - 1):  # the last bit of every expected word is set
                     key = keys.get((mixed * _UNMIX - position) % _NUM_WORDS)
                     if key is not None:
                         at = f", from byte {number * WORD_BYTES} of tensor {tensor}"
                         return f"the KV of key {short(key)}{at * ((tensor, number) != place)}"
-        return "bytes that are no KV of the last steps"
+        return "bytes that are not KV of the last steps"
 
     def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device, non_blocking=True)
@@ -176,7 +176,8 @@ class KVBytes:
     ) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
         """Yield for each group the rows of its keys and the expected bytes of each layer.
 
-        This is computed in numpy, because torch takes four times as long for the blocks of a step.
+        The bytes are computed in numpy, because torch takes four times as long for the blocks of a
+        step.
         """
         named = np.array(block_ids, np.int64)
         heads = [key[:WORD_BYTES].rjust(WORD_BYTES, b"\0") for key in keys]
@@ -198,5 +199,5 @@ class KVBytes:
 
 
 def _seed(key: OffloadKey) -> int:
-    """The number from which the words of a key follow."""
+    """Return the number from which the words of a key follow."""
     return int.from_bytes(key[:WORD_BYTES].rjust(WORD_BYTES, b"\0")) ^ get_offload_group_idx(key)

@@ -1,8 +1,8 @@
 """The exception behind a load that failed without an injected failure.
 
-A worker half turns exceptions into a :class:`~kvview.TransferResult` with a text, so the place is
-lost. A seed with such a load is therefore run once more, and each exception that passes through the
-author's code is recorded.
+A worker half turns an exception into a :class:`~kvview.TransferResult` with a text, so the
+traceback is lost. A seed with such a load is therefore run once more, and each exception that
+passes through the author's code is recorded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def first_load_error(paths: Collection[str], play: Callable[[], SimulationResult
         play: Runs the connector, in this process only.
 
     Returns:
-        The exception with its place, or if no exception was seen the error of the load's result.
+        The exception with its line of source. If no exception was recorded, the error of the load's
+        result.
     """
     recorder = _Recorder(frozenset(paths))
     text = line_of(recorder.run(play).load_error)
@@ -78,7 +79,7 @@ class _Recorder:
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
             kind, value, _ = arg
-            # Because the check tries options that a connector may refuse.
+            # The check tries options that a connector may refuse with such an exception.
             if issubclass(kind, ConfigError):
                 return self._trace
             path = frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)

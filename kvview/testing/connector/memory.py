@@ -27,11 +27,11 @@ from kvview.testing.connector.invariants import InvariantBroken, short
 from kvview.testing.connector.jobs import PlannedJob, blocks_of_loads
 
 _JUNK = 0x5A
-_REMEMBERED_STORES = 8  # stores per page, for the reason why its bytes are wrong
+_REMEMBERED_STORES = 8  # stores that are kept per page, to explain wrong bytes
 
 
 class GPUPages:
-    """The bytes of the GPU blocks, which only loads may write, in the blocks that they name.
+    """The bytes of the GPU blocks, which only loads may write, and only in the blocks they name.
 
     Args:
         tensors: The KV caches, not behind a gate.
@@ -39,10 +39,10 @@ class GPUPages:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._before = [tensor.clone() for tensor in tensors]  # reused, because a clone costs more
+        self._before = [tensor.clone() for tensor in tensors]  # reused: clones cost more
 
     def rows(self, blocks: Iterable[int]) -> list[torch.Tensor]:
-        """Copies of the bytes of blocks, tensor by tensor."""
+        """Return copies of the bytes of blocks, tensor by tensor."""
         numbers = list(blocks)
         return [tensor[numbers] for tensor in self._tensors]
 
@@ -66,7 +66,7 @@ class GPUPages:
     def only_loads_write(
         self, jobs: Sequence[PlannedJob], may_write: Callable[[], set[int]]
     ) -> Iterator[None]:
-        """Compare all blocks before and after, except those that loads may write.
+        """Compare all blocks before and after the block of code, except those that loads write.
 
         Args:
             jobs: Running jobs, for the message.
@@ -115,7 +115,7 @@ class GPUPages:
     def check_arrived(
         self, load: PlannedJob, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     ) -> None:
-        """Find words that a load reported as a success did not change.
+        """Find words that a load did not change although it was reported as a success.
 
         Raises:
             InvariantBroken: XFER-4, if a block was not written, or only in part.
@@ -145,10 +145,10 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
     """Require that no job copied before the steps launched before it were computed.
 
     Args:
-        jobs: Those that may have copied and are not computed.
+        jobs: Jobs that may have copied, and whose steps are not computed.
 
     Raises:
-        InvariantBroken: XFER-6, if there are any.
+        InvariantBroken: XFER-6, if there is such a job.
     """
     if jobs:
         kind = "load" if all(job.is_load for job in jobs) else "store"
@@ -161,7 +161,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
 
 
 class TierPages:
-    """The last stores into each page of a host tier."""
+    """The latest stores into each page of a host tier."""
 
     def __init__(self) -> None:
         self._stores: defaultdict[int, deque[PlannedJob]] = defaultdict(
@@ -185,7 +185,7 @@ class TierPages:
         if not isinstance(source, CPULoadStoreSpec) or not job.expected:
             return
         if len(source.block_ids) != len(job.gpu_blocks):
-            return  # an offloaded block of several GPU blocks
+            return  # the offloaded block has several GPU blocks
         for page, block in zip(source.block_ids, job.gpu_blocks, strict=True):
             self._check_page(job.job_id, page, job.expected[block])
 
@@ -222,7 +222,7 @@ class TierKeys:
         """Keys of stores that were reported as a failure."""
         self.num_events = 0
         self.was_full = False
-        """Whether a key was stored again, because the tier had evicted it."""
+        """Whether a key was stored again, which shows that the tier had evicted it."""
         self._events: FoldedEvents[OffloadKey] = FoldedEvents()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
@@ -237,7 +237,7 @@ class TierKeys:
         return self._events.advertised()
 
     def on_planned(self, job: PlannedJob) -> None:
-        """Add a planned store; the keys of a store that a reset follows are not held (OFF-8)."""
+        """Add a planned store; after a later reset its keys are not held (OFF-8)."""
         if not job.is_load:
             self._current.add(job)
 
@@ -250,8 +250,8 @@ class TierKeys:
             stored = job.stored_keys
             self.stored |= stored
             self.failed |= job.keys - stored
-            # A connector correctly evicts a key whose load failed, and may store a part of a job,
-            # or a block with two keys, again.
+            # A connector correctly evicts a key whose load failed. It may also store a part of a
+            # job, or a block with two keys, again.
             if success and not self._has_failed_loads:
                 once = {keys[0] for keys in job.block_keys.values() if len(keys) == 1}
                 self.was_full |= bool(once & self._stored_once)
@@ -299,7 +299,7 @@ class TierKeys:
         Args:
             request: The request.
             num_computed: Tokens that hit on the GPU.
-            num_promised: Tokens promised beyond them.
+            num_promised: Tokens promised beyond the GPU hit.
             is_silent: Whether the tokens come from a tier without events.
 
         Raises:
@@ -307,17 +307,17 @@ class TierKeys:
         """
         num_tokens = num_computed + num_promised
         if num_tokens % self._geometry.scheduler_block_size or num_tokens >= request.num_tokens:
-            return  # the engine refuses it
+            return  # the engine refuses such a promise
         keys = self._keys_to_load(request, num_computed, num_tokens)
         self._check_promise(request.request_id, keys, None)
         self._promises[request.request_id] = keys, None if is_silent else self.advertised
 
     def has_promise(self, request_id: str) -> bool:
-        """Whether keys were promised to a request since it last got blocks."""
+        """Whether keys were promised to a request since its last allocation."""
         return bool(self._promises.get(request_id, ((), None))[0])
 
     def on_blocks_allocated(self, request_id: str) -> None:
-        """End a promise, whose loads are planned now.
+        """End a promise, because its loads are planned now.
 
         Raises:
             InvariantBroken: CONN-2 or EVENT-2.

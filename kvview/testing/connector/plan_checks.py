@@ -33,10 +33,10 @@ def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
 
 
 def check_load(job: PlannedJob, engine: ConnectorHarness) -> Mapping[int, OffloadKey]:
-    """Require that the request of a load waits for its blocks.
+    """Require that the request of a load waits for the blocks of the load.
 
     Returns:
-        The key that each block needs.
+        The key that must be loaded into each block.
 
     Raises:
         InvariantBroken: XFER-2, if the request does not wait for a block.
@@ -53,7 +53,7 @@ def check_load(job: PlannedJob, engine: ConnectorHarness) -> Mapping[int, Offloa
 
 
 def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
-    """Require references to the source blocks of a store, and note the keys of their KV.
+    """Require references to the source blocks of a store, and record the keys of their KV.
 
     Raises:
         InvariantBroken: CONN-6 for a block that is free or belongs to another request, CONN-8 for a
@@ -70,7 +70,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     keyless = [block for block in blocks if not job.block_keys[block]]
     if not keyless:
         return
-    reads = f"store job {job.job_id} reads blocks {keyless}, in which no KV is computed whole"
+    reads = f"store job {job.job_id} reads blocks {keyless}, whose KV is not completely computed"
     if engine.held_blocks().keys() >= set(keyless):
         raise InvariantBroken(
             "CONN-8",
@@ -79,12 +79,12 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             f"yet",
         )
     raise InvariantBroken(
-        "CONN-6", f"{reads} any more, because they were not held and another request got them"
+        "CONN-6", f"{reads} any more, because they were not held and now belong to another request"
     )
 
 
 def check_held(stores: Iterable[PlannedJob], engine: ConnectorHarness) -> None:
-    """Require references to the source blocks of stores until they are reported.
+    """Require references to the source blocks of stores until the stores are reported.
 
     Raises:
         InvariantBroken: CONN-6, if such a block is free.

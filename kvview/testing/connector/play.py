@@ -1,4 +1,4 @@
-"""One seed of a connector, with its run and the repetitions that confirm its result."""
+"""The play of one seed of a connector: its run, and repetitions that confirm the result."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Played:
 
     Args:
         result: The result of the run; None if the connector refuses the geometry.
-        is_repeatable: Whether two runs had the same result, if there were two.
-        note: Note for the reader, or empty.
-        branches: Branches of the author's code that ran for the first time in this seed, if they
-            are measured.
+        is_repeatable: Whether both runs had the same result, if the seed was run twice.
+        note: Note for the report, or empty.
+        branches: Branches of the author's code that ran for the first time in this seed; empty if
+            not measured.
     """
 
     result: SimulationResult | None
@@ -46,7 +46,7 @@ class Played:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether a smaller run may fail as well: the failure is repeatable, and not a timeout."""
+        """Whether the failure can be shrunk, because it is repeatable and is not a timeout."""
         failure = None if self.result is None else self.result.failure
         if failure is None or failure.is_timeout or not self.is_repeatable:
             return False
@@ -54,7 +54,7 @@ class Played:
 
 
 class SeedPlayer:
-    """Plays the seeds of a connector, and scenarios.
+    """Plays scenarios, drawn from seeds or given, against a connector.
 
     Args:
         connector_class: The connector.
@@ -78,7 +78,7 @@ class SeedPlayer:
         self._tracer = BranchTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """Call a method by its name, and return its result."""
+        """Call a method by its name, with the arguments of a question."""
         name, *arguments = question
         return getattr(self, name)(*arguments)
 
@@ -91,11 +91,11 @@ class SeedPlayer:
 
         Args:
             seed: Any whole number.
-            is_sample: Whether to run the seed twice even if it is green, short, and loads a block.
+            is_sample: Whether to run the seed twice if it is green, short, and loads a block.
             is_measured: Whether to measure which branches of the author's code run.
         """
         scenario = self.scenario(seed)
-        # Threads that yield at each line have their own tracer.
+        # Runs in which threads yield at each line have their own tracer.
         if not is_measured or scenario.threads_yield_often:
             return self._seed(scenario, seed, is_sample)
         with self._tracer.measuring():
@@ -134,9 +134,9 @@ class SeedPlayer:
         return first_load_error(self.code.paths, run)
 
     def explain(self, result: SimulationResult) -> SimulationResult:
-        """Repeat a run whose jobs do not end, and add the exception that may be the cause.
+        """Repeat a run whose jobs do not end, and add the exception that may have caused this.
 
-        A pool of threads keeps the exceptions of its tasks, so no hook and no thread raises them.
+        A thread pool catches the exceptions of its tasks, so no hook and no thread raises them.
         """
         failure = result.failure
         error = self.first_load_error(result.scenario) if self.code is not None else ""
@@ -146,14 +146,14 @@ class SeedPlayer:
         return replace(result, failure=replace(failure, message=message))
 
     def judge(self, result: SimulationResult) -> SimulationResult:
-        """Return a failing run, with the law ``ENGINE`` if it also fails without the connector."""
+        """Return a failing run; its law is ``ENGINE`` if it also fails without the connector."""
         if self._is_own:
             return result
         runs = own_runs(self._engines, self._connector_class)
         return runs.judge_own(self._connector_class, result, self._options)
 
     def simulate(self, scenario: Scenario) -> SimulationResult:
-        """Run, and find out whether the reuse of request ids breaks the law (CONN-5)."""
+        """Play a scenario; find out whether the reuse of request ids causes a failure (CONN-5)."""
         run = partial(simulate, self._connector_class, options=self._options, engines=self._engines)
         result = run(scenario)
         failure = result.failure
@@ -168,7 +168,7 @@ class SeedPlayer:
 
     @property
     def _is_own(self) -> bool:
-        """Whether it is a kvview connector, not a connector for the engine's own interface."""
+        """Whether the connector is a kvview connector, not one for the engine's own interface."""
         return not is_engine_connector(self._connector_class)
 
     def _with_events_wanted(self, result: SimulationResult) -> SimulationResult:
@@ -178,7 +178,7 @@ class SeedPlayer:
 
     @cached_property
     def _wants_events(self) -> bool:
-        """Whether the options enable events, or the connector has that option."""
+        """Whether the options enable events, or the connector has the option ``enable_events``."""
         if not self._is_own:
             return False
         return _asks_for_events(self._options) or (
@@ -186,7 +186,7 @@ class SeedPlayer:
         )
 
     def _takes(self, **more: object) -> bool:
-        """Whether the connector can also be built with these options."""
+        """Whether the connector can be built with these additional options."""
         try:
             with in_fresh_folders({**self._options, **more}) as (options,):
                 sized = in_size(options, _BLOCKS_TO_TRY, 1024)
@@ -210,7 +210,7 @@ class SeedPlayer:
 
 
 def _asks_for_events(options: object) -> bool:
-    """Whether ``enable_events`` is set, here or for a child connector."""
+    """Whether ``enable_events`` is set for the connector or a child connector."""
     if isinstance(options, Mapping):
         return options.get("enable_events") is True or _asks_for_events(list(options.values()))
     return isinstance(options, list | tuple) and any(map(_asks_for_events, options))

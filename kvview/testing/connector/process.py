@@ -2,7 +2,7 @@
 
 The process is forked when the KV caches are registered. A fork takes 20 ms per run, whereas a
 spawned process takes seconds for its imports and lacks classes that are defined in a function or in
-``__main__``. From then on, globals and closures that the halves share are copies.
+``__main__``. After the fork, globals and closures that the halves share are copies.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.stuck import hint_for
 from kvview.testing.connector.thread_errors import raise_thread_error
 
-_BRANCHES = "branches that ran"  # in place of the name of a hook
+_BRANCHES = "branches that ran"  # used instead of the name of a hook
 _PATIENCE = 60.0  # seconds until a call is reported as hanging
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
-"""Runs calls by name; the results are pickled."""
+"""Runs a call, given its name and arguments; the results are pickled."""
 
 
 def can_fork() -> bool:
-    """Whether a process can be forked, which is not safe with threads on macOS."""
+    """Whether a process can be forked; on macOS a fork with threads is not safe."""
     has_fork = "fork" in multiprocessing.get_all_start_methods()
     return has_fork and sys.platform != "darwin"
 
@@ -54,12 +54,12 @@ def can_fork() -> bool:
 class Child:
     """A forked process that runs calls.
 
-    1. A law that is broken in the child is raised here.
-    2. A child that dies breaks CONN-3 at once.
+    1. If a law is broken in the child, the error is raised in this process.
+    2. If the child dies, CONN-3 is broken at once.
 
     Args:
         make: Called once in the child; returns the function that runs the calls.
-        what: Name of the object in the child, for messages.
+        what: Description of the object in the child, for messages.
         patience: Seconds after which a call is reported as hanging.
     """
 
@@ -70,7 +70,7 @@ class Child:
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, self._pipe, make), daemon=True)
         with warnings.catch_warnings():
-            # Threads, which the child does not use.
+            # Python warns about threads of the parent, which the child does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         other.close()
@@ -109,10 +109,10 @@ class Child:
 
 def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> None:
     """Run calls in the child until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops when it gets this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parents.close()  # otherwise the child would not notice the end of the parent
-    torch.set_num_threads(1)  # because the fork does not have the threads of torch's pool
+    parents.close()  # without this, the child would not notice the end of the parent
+    torch.set_num_threads(1)  # the fork does not have the threads of torch's pool
     serve: Serve | None = None
     try:
         with watchdog.watching_child():
@@ -125,14 +125,14 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
                         told = pickle.dumps((None, answer))
                 except (InvariantBroken, MissingLibraryError) as error:
                     told = pickle.dumps((error, None))
-                except Exception as error:  # of the program that runs the hooks
+                except Exception as error:  # a fault of the program that runs the hooks
                     message = f"{name} raised {type(error).__name__} {error} at {where(error)}"
                     told = pickle.dumps((InvariantBroken("ENGINE", message), None))
                 pipe.send_bytes(told)
     except (EOFError, OSError):
         pass
     finally:
-        os._exit(0)  # without the exit handlers of the parent
+        os._exit(0)  # does not run the exit handlers of the parent
 
 
 class RemoteWorker(WorkerConnector):
@@ -171,7 +171,7 @@ class RemoteWorker(WorkerConnector):
 
     @override
     def shutdown(self) -> None:
-        """Shut the half down twice, because an engine may do so, and end its process."""
+        """Shut the half down twice, as an engine may do, and end its process."""
         if self._child is None:
             return
         try:
@@ -191,7 +191,7 @@ def _make_half(
     connector_class: type[Connector], config: bytes, kv_caches: CanonicalKVCaches[torch.Tensor]
 ) -> Serve:
     half = make_worker(connector_class, config)
-    shared = {"register_kv_caches": (kv_caches,)}  # not pickled
+    shared = {"register_kv_caches": (kv_caches,)}  # inherited by the fork, not pickled
 
     def serve(name: str, args: tuple[Any, ...]) -> Any:
         if name == _BRANCHES:

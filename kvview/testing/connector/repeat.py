@@ -1,15 +1,15 @@
-"""Comparison of two runs of one scenario, because a seed can only replay a deterministic run."""
+"""The comparison of two runs of a scenario, because a seed can replay only deterministic runs."""
 
 from __future__ import annotations
 
 from kvview.testing.connector.result import Failure, SimulationResult
 
 EVERY = 10
-"""One of this number of seeds is run twice, if it is clean, short, and has loads."""
+"""One in this number of seeds is run twice, if the seed is clean, short, and has loads."""
 
 
 def difference(first: SimulationResult, second: SimulationResult) -> str | None:
-    """The difference between two runs of one scenario, in one line; None without one.
+    """Return the difference between two runs of one scenario as a line; None if they are equal.
 
     Messages are not compared, because they may quote addresses.
     """

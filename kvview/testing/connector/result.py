@@ -13,7 +13,7 @@ from kvview.testing.connector.scenario import Scenario
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Numbers of blocks after a step; the first three add up to the pool.
+    """Numbers of blocks after a step; ``free``, ``engine`` and ``held`` add up to the pool.
 
     Args:
         step: Number of the step, from 1.
@@ -36,13 +36,13 @@ class Failure:
 
     Args:
         law: Number of the law that was broken.
-        message: The event that broke it.
+        message: The event that broke the law.
         step: Number of steps until the failure.
         num_events: Number of events of the scenario that had started by then.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
         log: The last hooks, transfers and holds before the failure.
-        hint: The remedy, where it is not that of the law; None for that of the law.
+        hint: The remedy; None for the hint of the law.
     """
 
     law: str
@@ -65,7 +65,7 @@ class SimulationResult:
 
     Args:
         scenario: The scenario that was played.
-        failure: None if no law was broken.
+        failure: The failure; None if no law was broken.
         timeline: One snapshot for each of the last steps.
         coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
         loads_of_rounds: Number of tokens that requests were to load, round by round.
@@ -93,8 +93,8 @@ class ConnectorFailure:
     Args:
         seed: Number that replays the run exactly.
         law: Number of the law that was broken, ``"CONN-4"`` for example.
-        message: The event that broke it, in the smallest run that was found.
-        script: Python code that reproduces it.
+        message: The event that broke the law, in the smallest run that was found.
+        script: Python code that reproduces the failure.
         result: The simulated run of the script; None for a run of a real model.
     """
 
@@ -117,7 +117,7 @@ class ConnectorFailure:
 
     @property
     def hint(self) -> str | None:
-        """The remedy, where it is not that of the law."""
+        """The remedy; None for the hint of the law."""
         failure = None if self.result is None else self.result.failure
         return None if failure is None else failure.hint
 
@@ -139,13 +139,13 @@ class ConnectorRuns:
 
     Args:
         connector: Name of the class.
-        engine: Name of the engine that ran it, with its version if it has one.
+        engine: Name of the engine that ran the connector, with its version if known.
         first_seed: The first seed; seeds are consecutive.
         num_seeds: Number of seeds that were played.
         failures: One for each seed that broke a law; the first failure of each law is shrunk.
         seconds: Duration.
         coverage: Number of occurrences of each event, over all seeds.
-        is_interrupted: Whether the check was ended before the last seed.
+        is_interrupted: Whether an interrupt ended the check before the last seed.
         steps: Minimum of scheduler steps in a run; None for the numbers of the scenarios.
         notes: Notes for the reader that no law covers, one line each.
         typical: Snapshots of a run with a typical number of loads.
@@ -153,7 +153,7 @@ class ConnectorRuns:
         gaps: Missing parts of the check that the coverage does not show.
         num_statements: Number of statements in those functions of the author's code that the
             connector uses.
-        unrun: Those of these statements that no run reached.
+        unrun: The statements among them that no run reached.
     """
 
     connector: str
@@ -174,7 +174,7 @@ class ConnectorRuns:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every seed ended, no seed broke a law, and no part of the check is missing."""
+        """Whether all seeds were played, none broke a law, and no part of the check is missing."""
         is_whole = not (self.is_interrupted or self.is_cut_short)
         return is_whole and not (self.failures or self.not_exercised)
 
@@ -214,7 +214,7 @@ class ConnectorRuns:
         return {law: [one for one in self.failures if one.filed_under == law] for law in laws}
 
     def summary(self) -> str:
-        """Write a summary for people: the outcome, and a paragraph and a script for each law."""
+        """Write a summary as text: the outcome, and a message and a script for each broken law."""
         seeds = f"{self.num_seeds} seeds from {self.first_seed}"
         if self.is_cut_short:
             seeds = self.progress() + ", interrupted" * self.is_interrupted

@@ -1,4 +1,4 @@
-"""One simulated run of an engine, a connector and a scenario, with invariants after every step."""
+"""A simulated run of a connector in an engine, with a check of invariants after every step."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def simulate(
         connector_class: A kvview connector, or one of the engine's own kind.
         scenario: The run.
         options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if
-            it takes them.
+            it has these options.
         unique_ids: Whether a reused request id gets another name.
         engines: Builds the engine; the reference engine by default. Parts of the scenario that it
             cannot play are skipped, and counted in the result's coverage.
 
     Raises:
         ConfigError: The connector refuses the options, one of them does not pickle, or
-            the scenario has a size that no engine takes.
+            the scenario has a size that no engine accepts.
         HookError: The connector's constructor raised.
     """
     engines = engines or load_engines()
@@ -112,7 +112,7 @@ def _play(
     """Play a scenario; returns the result, and the names of the threads that the halves left."""
     try:
         with in_fresh_folders(options, scenario.num_connectors) as options_of_each:
-            with watchdog.calling():  # the constructor
+            with watchdog.calling():  # the call of the constructor
                 run = Run(connector_class, scenario, options_of_each, unique_ids, engines)
             with (
                 new_threads_yield_often() if scenario.threads_yield_often else nullcontext(),
@@ -126,15 +126,15 @@ def _play(
 
 
 class _BudgetIgnored(Exception):
-    """A connector that does not query its pin budget exceeded it."""
+    """A connector that does not query its pin budget has exceeded the budget."""
 
 
 class Run:
-    """Builds the connectors and the engine, plays the scenario, and makes the result.
+    """A run: builds the connectors and the engine, plays the scenario, and makes the result.
 
     Args:
         connector_class: The connector.
-        scenario: The run, whether or not the engine can play all of it.
+        scenario: The scenario; parts that the engine cannot play are skipped.
         options_of_each: Options of each instance.
         unique_ids: Whether a reused request id gets another name.
         engines: Builds the engine.
@@ -164,17 +164,17 @@ class Run:
         self._is_roomy = False
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
-        self._loaded: list[int] = []  # tokens so far, at the end of each round
+        self._loaded: list[int] = []  # number of loaded tokens so far, at the end of each round
         self._memory = Memory(connector_class, self.scenario.rounds)
         self._configure(connector_class, options_of_each)
-        # After halves that were only built to see whether the options are accepted.
+        # Created here, after the halves that were only built to test the options.
         self._threads = ThreadWatch()
 
     def _configure(
         self, connector_class: type[Any], options_of_each: Sequence[dict[str, Any]]
     ) -> None:
         scenario = self.scenario
-        configs = [  # engines.fit may have left one connector of two
+        configs = [  # engines.fit may have removed one of two connectors
             configure(connector_class, scenario, options)
             for options in options_of_each[: scenario.num_connectors]
         ]
@@ -182,7 +182,7 @@ class Run:
         knows_size = is_of_size(given, scenario, options_of_each[0])
         self.coverage[OF_THEIR_OWN_SIZE] += not knows_size and scenario.cpu_blocks > 0
         self._is_roomy = scenario.is_roomy and knows_size and not is_in_bytes(options_of_each[0])
-        # Reports name the class.
+        # Reports name the connector by its class.
         part_class = type(connector_class.__name__, (WatchedConnector,), {})
         shared = Shared(
             scenario,
@@ -239,7 +239,7 @@ class Run:
         for event_number, event in enumerate(scenario.events, 1):
             if scenario.ends_abruptly and is_last_round and event_number == len(scenario.events):
                 for part in self.stage.parts:
-                    part.workers[-1].hold()  # one of several ranks may stop by itself
+                    part.workers[-1].hold()  # one of several ranks may have stopped by itself
             self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
@@ -255,15 +255,15 @@ class Run:
 
     def _shutdown(self) -> None:
         check_drained(self.stage.engine.shutdown(), "after shutdown")
-        for part in self.stage.parts:  # because it may be called twice
+        for part in self.stage.parts:  # shutdown may be called twice
             part.scheduler.shutdown()
             for worker in part.workers:
                 worker.shutdown()
 
     def _stop_workers(self) -> None:
-        """Free threads and memory, even after an error."""
+        """Stop threads and free memory, even after an error."""
         if self._stream is not None:
-            self._stream.finish()  # because threads of a worker half may wait for it
+            self._stream.finish()  # threads of a worker half may wait for compute
         if self.stage.built is not None:
             for worker in self.stage.workers:
                 with suppress(InvariantBroken):
@@ -272,7 +272,7 @@ class Run:
     # --- the result ---
 
     def _raise_ignored_budget(self, error: Exception) -> None:
-        """No law requires the query before a hold, so the run is repeated without a budget."""
+        """Make the run repeat without a budget, because no law requires a query before a hold."""
         if self.scenario.pin_budget is None or not _is_refused_hold(error):
             return
         if not any(part.scheduler.asks_for_budget for part in self.stage.parts):
@@ -319,7 +319,7 @@ class Run:
 
 
 def _features(scenario: Scenario) -> Mapping[str, int]:
-    """The features of a scenario that coverage counts."""
+    """Return the features of a scenario that coverage counts."""
     features = {
         "with pages of different sizes": bool(scenario.group_pages),
         "with two connectors": scenario.num_connectors > 1,

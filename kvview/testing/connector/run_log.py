@@ -1,4 +1,4 @@
-"""The last hooks, transfers and holds of a run, which a report lists if the run fails."""
+"""A log of the last hooks, transfers and holds of a run, for the report of a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunLog:
     def add(self, *words: object) -> None:
         """Add an entry, such as the name of a hook and its arguments."""
         kept = [tuple(map(tuple, word)) if type(word) is tuple else word for word in words]
-        self._entries.append(kept)  # with copies of block tables, because the tables grow later
+        self._entries.append(kept)  # copies of block tables, because the tables grow later
 
     def lines(self) -> list[str]:
         """Return the entries as text, the oldest first."""

@@ -1,7 +1,7 @@
-"""Scenarios of simulated runs, which are plain data that can be printed as a script.
+"""Scenarios of simulated runs: plain data that can be printed as a script.
 
-A scenario has everything on which a run depends: sizes, the engine's events in order, and the fate
-of the n-th transfer job. So a seed replays a failure, and a scenario can be shrunk.
+A run depends only on its scenario: sizes, the engine's events in order, and the fate of the n-th
+transfer job. So a seed replays a failure, and a scenario can be shrunk.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ class Add:
     """A request arrives; skipped while a request with this id is unfinished.
 
     Args:
-        request_id: Id of the request, which an earlier request may have had.
+        request_id: Id of the request; an earlier request may have had the same id.
         family: Prompts of one family are prefixes of each other.
-        num_prompt_tokens: Tokens of the prompt; for a next turn, its new tokens.
+        num_prompt_tokens: Number of tokens of the prompt; for a next turn of a conversation, of its
+            new tokens.
         num_output_tokens: Tokens to generate.
-        continues: Id of a request that has ended. This one is the next turn of its
-            conversation: its prompt starts with all tokens of that request, generated ones
-            included. Skipped if that request does not exist. None: the prompt is new.
-        stops_after: Generated tokens after which it ends early, as with a stop token; the
-            steps in flight are then discarded. None: it ends after ``num_output_tokens``, which
-            every engine knows in advance.
-        num_shared_blocks: Number of hash blocks at its start that it shares with all other prompts.
+        continues: Id of an ended request whose conversation this request continues: the prompt
+            starts with all its tokens, including generated tokens. The event is skipped if no such
+            request exists. None for a new prompt.
+        stops_after: Number of generated tokens after which the request ends early, as with a stop
+            token; steps in flight are then discarded. With None, it ends after
+            ``num_output_tokens``, which every engine knows in advance.
+        num_shared_blocks: Number of hash blocks at the start of the prompt that all prompts share.
         max_load_tokens: The client's cap on the tokens to load.
         max_offload_tokens: The client's cap on the tokens to store.
     """
@@ -49,7 +50,7 @@ class Add:
 
     @property
     def transfer_params(self) -> Mapping[str, int] | None:
-        """The parameters that its client sends to the connector; None without any."""
+        """Return the parameters that the client sends to the connector; None without a cap."""
         caps = {name: getattr(self, name) for name in ("max_load_tokens", "max_offload_tokens")}
         return {name: cap for name, cap in caps.items() if cap is not None} or None
 
@@ -63,12 +64,12 @@ class Abort:
 
 @dataclass(frozen=True)
 class AbortLoading:
-    """The request that has waited longest for its loads is aborted, if a request waits."""
+    """The request that has waited longest for its loads is aborted, if any request waits."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The engine steps.
+    """The engine makes steps.
 
     Args:
         count: Number of steps.
@@ -98,7 +99,7 @@ class Reset:
     """The caches are reset, which the engine refuses while blocks are in use (POOL-9).
 
     Args:
-        after_reports: Whether the engine processes reports first, so that the reset comes between
+        after_reports: Whether the engine first processes reports, so that the reset comes between
             ``on_transfers_finished`` and ``plan_step``.
     """
 
@@ -116,20 +117,20 @@ _INDENT, _WIDTH = " " * 8, 92  # of the lists in a script
 _MANY_ITEMS = 40
 
 WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
-"""Ways in which jobs reach the worker half: each job when it is due; whole plans in their step,
-while the copies of its threads wait at a gate; or each job when it is due, in a child
+"""Ways in which jobs are passed to the worker half: each job when it is due; whole plans in their
+step, while the copies of its threads wait at a gate; or each job when it is due, in a child
 process."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """The delays and the outcome of one transfer job, which is by default one step late.
+    """The delays and the outcome of one transfer job; by default the job is one step late.
 
     Args:
         move_after: Steps after which the bytes move; 0 moves them at once.
-        report_after: Steps after which it is reported; 0 in the step after its plan.
-        outcome: The bytes that move, and whether it succeeds.
-        is_lost: Whether it is reported only after all other work.
+        report_after: Steps after which the job is reported; with 0, in the step after its plan.
+        outcome: The bytes that move, and whether the job succeeds.
+        is_lost: Whether the job is reported only after all other work.
     """
 
     move_after: int = 1
@@ -146,28 +147,28 @@ class Scenario:
         geometry: Block sizes and KV-cache groups.
         num_gpu_blocks: Blocks of the pool, the null block included.
         events: The events, in order; after them the engine steps until no work is left.
-        fates: Fates of the jobs by the order of their plans; later jobs have the default.
-        cpu_blocks: Blocks that the tier holds, for an option with a placeholder
-            (:mod:`~kvview.testing.placeholders`) or with this name.
-        num_connectors: 2 for two connectors side by side.
+        fates: Fates of the jobs, in the order of their plans; further jobs have the default fate.
+        cpu_blocks: Blocks that the tier holds; set through an option with a placeholder
+            (:mod:`~kvview.testing.placeholders`) or the option of this name.
+        num_connectors: Number of connectors, 1 or 2.
         max_running: Maximum of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
-        drafts: Speculative decoding: the draft tokens of a decode step, and the number of them
-            that are accepted, for the steps of a request in turn. Slots of rejected drafts have
-            KV of no request. Empty for none; ``decode_tokens`` then has no effect.
+        drafts: For speculative decoding: numbers of draft tokens and of accepted drafts, for the
+            decode steps of a request in turn. Slots of rejected drafts have KV that belongs to no
+            request. Empty without drafts; with drafts, ``decode_tokens`` has no effect.
         lookahead_tokens: Tokens for which a step has slots beyond those that it computes.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
         loads_may_fail: Whether loads have the outcomes of their fates; otherwise all loads succeed.
         loads_may_be_late: Whether loads have the delays of their fates; otherwise no load is late.
-        loads_after_hits: Whether a request with a hit on the GPU may load as well.
+        loads_after_hits: Whether a request with a GPU hit may also load.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is taken; 1 for a synchronous engine.
         compute_lags: Whether the KV of a step is written only when its output is taken, so
             that a worker half that ignores the compute stream (XFER-6) reads and writes too
             early; otherwise it is written when the step is launched.
         worker_half: The delivery of jobs to the worker half.
-        group_pages: Bytes that each group uses of a block's page in each tensor, 0 for none; the
+        group_pages: Bytes of a block's page that each group uses in each tensor, 0 for none; the
             rest of the page is padding. Empty for two tensors with equal pages. An engine with its
             own layout ignores it.
         ranks: Numbers of the tensors of each rank, for an engine with one worker half per rank;
@@ -175,11 +176,11 @@ class Scenario:
         rounds: Number of times that the events are played. Each round has its own prompts and its
             own order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. If a
-            connector never queries the budget and raises ``PinBudgetExceeded``, the run is repeated
-            without a budget.
-        threads_yield_often: Whether threads yield before each of their lines, so that races
-            show.
-        rounds_until_reuse: Rounds after which the prompts of the first round are reused.
+            connector never queries the budget and a hold raises ``PinBudgetExceeded``, the run is
+            repeated without a budget.
+        threads_yield_often: Whether threads yield before each line of code, so that races become
+            visible.
+        rounds_until_reuse: Number of rounds after which the prompts of the first round are reused.
         first_round: Number of the first round; earlier rounds are skipped.
         clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
     """
@@ -218,7 +219,7 @@ class Scenario:
 
     @property
     def num_blocks_of_all(self) -> int:
-        """Number of blocks for all tokens of all requests if they share no blocks."""
+        """Number of blocks that all tokens of all requests need if they share no blocks."""
         lengths: dict[str, int] = {}
         num_blocks = 0
         for add in self.events:
@@ -241,7 +242,7 @@ class Scenario:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether neither blocks nor pages of the tier are ever short, and no transfer fails."""
+        """Whether blocks and pages of the tier are never short, and no transfer fails."""
         return (
             min(self.cpu_blocks, self.num_gpu_blocks // 2) >= self.num_blocks_of_all
             and all(fate.outcome == "ok" and not fate.is_lost for fate in self.fates)
@@ -249,7 +250,7 @@ class Scenario:
         )
 
     def fate_of_load(self, fate: Fate) -> Fate:
-        """The fate of a load, derived from a fate of the list."""
+        """Return the fate of a load, derived from a fate of the list."""
         if not self.loads_may_fail:
             fate = replace(fate, outcome="ok")
         return fate if self.loads_may_be_late else Fate(0, 0, fate.outcome)
@@ -291,7 +292,7 @@ def to_script(
         options: Options of the connector.
         comment: Comment above the script.
         engines: A factory of engines that is built without arguments.
-        times: Number of tries, for failures that do not occur every time.
+        times: Number of runs, for failures that do not occur every time.
     """
     shown = compact_repr(scenario.geometry)
     names = sorted({"CacheGeometry", *(type(g).__name__ for g in scenario.geometry.groups)})
@@ -330,7 +331,7 @@ def to_script(
 
 
 def _listed(items: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a list: one for each item, or for as many as fit if there are many."""
+    """Yield the lines of a list: one item per line, or as many as fit if the list is long."""
     width = _WIDTH if len(items) > _MANY_ITEMS else 0
     line = ""
     for item in items:

@@ -1,7 +1,7 @@
-"""The events of generated scenarios: scenes, and random events between them.
+"""The events of generated scenarios: scenes, with random events between the scenes.
 
-Each seed plays all of its scenes, so that any two hundred consecutive seeds have loads of all kinds
-with all results (:mod:`~kvview.testing.connector.coverage`).
+Each seed plays all scenes, so that any two hundred consecutive seeds have loads of all kinds with
+all results (:mod:`~kvview.testing.connector.coverage`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvview.testing.connector.scenario import (
 )
 
 SHARED_BLOCKS = (0, 1, 2, 2, 8)
-"""Number of hash blocks that the prompts of a family share with those of other families."""
+"""Number of hash blocks at the start of a prompt that all families share."""
 SHARE_OF_NEXT_TURNS = 0.3
 SHARE_OF_TWINS = 0.1
 SHARE_OF_REUSED_IDS = 0.3
@@ -50,7 +50,7 @@ class Scenes:
         self._num_families = draw.number(2, 4)
         self._num_shared = [draw.one_of(SHARED_BLOCKS) for _ in range(self._num_families + 1)]
         self._num_ids = 0
-        self._num_tokens: dict[str, int] = {}  # by request so far
+        self._num_tokens: dict[str, int] = {}  # number of tokens so far, by request
         self._events: list[Event] = []
 
     def generate(self) -> tuple[Event, ...]:
@@ -66,7 +66,7 @@ class Scenes:
         return tuple(self._events)
 
     def end_in_flight(self) -> tuple[Event, ...]:
-        """Return the events so far, and prompts that load or are stored at the last step."""
+        """Return the events so far, with prompts that load or are stored at the last step."""
         families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
         self._step(6)
         self._add_each(families, length)
@@ -79,17 +79,17 @@ class Scenes:
     # --- scenes ---
 
     def _load(self, end: Event | None) -> None:
-        """Computed prompts are reused; the GPU has none or some of their blocks.
+        """Reuse computed prompts, of which the GPU has no blocks or some blocks.
 
         Args:
-            end: Ends the loads of each prompt; None lets them end by themselves.
+            end: How the loads of each prompt end; with None they end by themselves.
         """
         draw, size = self._draw, self._size
         num_blocks = (self._longest - 1) // size
         families = draw.shuffled(range(1, self._num_families + 1))[:2]
         self._events.append(Squeeze(0))
         for has_gpu_hit in draw.shuffled([False, True]):
-            # Whole blocks, because Mamba stores its last state.
+            # The prompt has whole blocks, because Mamba stores its last state.
             self._add_each(families, num_blocks * size)
             self._step(draw.number(5, 8))
             self._evict()
@@ -103,7 +103,7 @@ class Scenes:
             self._step(draw.number(2, 4))
 
     def _storm(self) -> None:
-        """Requests that generate lose their blocks again and again."""
+        """Let decoding requests lose their blocks again and again."""
         draw = self._draw
         for _ in range(draw.number(2, 4)):
             room = self._most_tokens - self._longest
@@ -116,7 +116,7 @@ class Scenes:
             self._events.append(Squeeze(0))
 
     def _talk(self) -> None:
-        """A request is ended early, and two requests continue it, one of them to its end."""
+        """End a request early, and let two requests continue it, one of which runs to its end."""
         draw, size = self._draw, self._size
         first = self._add(draw.number(1, self._num_families), size + draw.number(1, size), 2 * size)
         self._step(draw.number(1, 4))
@@ -131,7 +131,7 @@ class Scenes:
             self._step(draw.number(0, 4))
 
     def _twins(self) -> None:
-        """Equal prompts start in one step, so two blocks get one hash."""
+        """Start equal prompts in one step, so that two blocks have one hash."""
         draw = self._draw
         family, length = draw.number(1, self._num_families), self._any_length()
         if draw.chance(0.5):
@@ -141,7 +141,7 @@ class Scenes:
         self._step(draw.number(2, 5))
 
     def _return(self) -> None:
-        """A prompt is reused after another one, which may share its start (A, B, A)."""
+        """Reuse a prompt after another one (A, B, A), which may share the start of the prompt."""
         draw, size = self._draw, self._size
         first, second = draw.shuffled(range(1, self._num_families + 1))[:2]
         for family in (first, second, first):
@@ -174,7 +174,7 @@ class Scenes:
         draw = self._draw
         name = self._new_id()
         if draw.chance(SHARE_OF_REUSED_IDS):
-            name = f"r{draw.number(1, self._num_ids)}"  # perhaps unfinished, or a reused id
+            name = f"r{draw.number(1, self._num_ids)}"  # an unfinished or reused id, perhaps
         if self._num_tokens and draw.chance(SHARE_OF_NEXT_TURNS):
             self._continue(name, draw.one_of(list(self._num_tokens)[-3:]))
             return
@@ -186,7 +186,7 @@ class Scenes:
             self._add(family, length, num_output)
 
     def _abort_a_late_request(self) -> None:
-        """Abort one of the last requests, because earlier ones have mostly ended."""
+        """Abort one of the last requests, because most earlier ones have ended."""
         self._events.append(Abort(f"r{max(1, self._num_ids - self._draw.number(0, 5))}"))
 
     def _squeeze(self) -> None:
@@ -226,7 +226,7 @@ class Scenes:
 
     def _append(self, add: Add, num_tokens: int) -> None:
         self._events.append(add)
-        self._num_tokens.pop(add.request_id, None)  # the last request of an id becomes the newest
+        self._num_tokens.pop(add.request_id, None)  # the last request becomes the newest
         self._num_tokens[add.request_id] = num_tokens
 
     def _step(self, count: int) -> None:

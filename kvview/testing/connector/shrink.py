@@ -1,7 +1,7 @@
-"""Makes a failing scenario smaller, as long as it breaks the same law.
+"""The reduction of a failing scenario to a smaller one that breaks the same law.
 
-It uses delta debugging over the events, then simpler fates, requests and sizes, round after round,
-until no part can be removed or the budget is used up.
+Delta debugging removes events; then simpler fates, requests and sizes are tried. This repeats until
+no part can be removed or the budget of runs is used up.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import Add, Fate, Scenario, Squeeze, Step
 
 PlayAll = Callable[[Iterable[Scenario]], Generator[SimulationResult, None, None]]
-"""Plays scenarios, perhaps in advance, and yields their results in order."""
+"""Plays scenarios, some of them in advance, and yields their results in order."""
 
 MAX_RUNS = 400
 """Default number of scenarios that are tried."""
-_STEPS_THAT_COUNT = 50  # count as one further run, because shrinking a long run would take minutes
+_STEPS_THAT_COUNT = 50  # count as one more run, so that long runs are shrunk in time
 
 
 def shrink(
@@ -31,7 +31,7 @@ def shrink(
     Args:
         result: A run that failed.
         play_all: Plays scenarios.
-        max_runs: Maximum of scenarios to try; a long one counts as several.
+        max_runs: Maximum of scenarios to try; a long scenario counts as several.
     """
     shrinker = Shrinker(result, play_all, max_runs)
     shrinker.shrink()
@@ -59,10 +59,10 @@ class Shrinker:
         failure = self.best.failure
         assert failure is not None, "the best run fails"
         rounds = self._scenario.rounds
-        fewest = FEWEST_ROUNDS if failure.law == "CONN-10" else 1  # fewer are not compared
+        fewest = FEWEST_ROUNDS if failure.law == "CONN-10" else 1  # fewer rounds are not compared
         while rounds // 2 >= fewest and self._takes(replace(self._scenario, rounds=rounds // 2)):
             rounds //= 2
-        if rounds >= FEWEST_ROUNDS:  # a run costs seconds, so there are runs for little else
+        if rounds >= FEWEST_ROUNDS:  # each run costs seconds, so little else is tried
             self._drop_events()
             self._takes(replace(self._scenario, fates=()))
             return
@@ -86,7 +86,7 @@ class Shrinker:
         return self._take_first([scenario]) is not None
 
     def _take_first(self, scenarios: Iterable[Scenario]) -> int | None:
-        """Take the first candidate that still fails; returns its place, or None."""
+        """Take the first candidate that still fails; returns its index, or None."""
         if self.runs_left <= 0:
             return None
         asked: list[Scenario] = []
@@ -112,7 +112,7 @@ class Shrinker:
             return False
         before, after = self._scenario, result.scenario
         is_other = asked.geometry != before.geometry
-        # Otherwise the engine cannot play the simpler scenario.
+        # Other results mean that the engine cannot play the simpler scenario.
         return after != before and not (is_other and after.geometry == before.geometry)
 
     def _drop_events(self) -> None:
@@ -130,14 +130,14 @@ class Shrinker:
 
 
 def _without(scenario: Scenario, start: int, size: int) -> Iterator[Scenario]:
-    """Yield the scenario without some consecutive events, from each place on."""
+    """Yield scenarios without ``size`` consecutive events, starting at each place."""
     events = scenario.events
     for at in range(start, len(events), size):
         yield replace(scenario, events=events[:at] + events[at + size :])
 
 
 def simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
-    """The same run with fewer KV-cache groups."""
+    """Yield the same run with fewer KV-cache groups."""
     geometry = scenario.geometry
     single = CacheGeometry.single(4)
     if geometry != single:
@@ -197,7 +197,7 @@ def _weight(add: Add) -> int:
 
 
 def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
-    """The same run with one of its sizes as usual."""
+    """Yield the same run, with one of its sizes set to the default."""
     if scenario.ends_abruptly:
         yield replace(scenario, ends_abruptly=False)
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
@@ -216,7 +216,7 @@ def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
         "lookahead_tokens",
     ):
         if name == "group_pages" and scenario.ranks:
-            continue  # the ranks share the tensors that the pages describe
+            continue  # because the pages describe the tensors that the ranks share
         if getattr(scenario, name) != getattr(usual, name):
             yield replace(scenario, **{name: getattr(usual, name)})
     for num_gpu_blocks in (scenario.num_gpu_blocks // 2, scenario.num_gpu_blocks - 1):

@@ -1,4 +1,4 @@
-"""The engine of a run and its connectors. Each action is followed by the invariants."""
+"""The engine and the connectors of a run. After each action the invariants are checked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvview.testing.connector.watched_connector import WatchedConnector
 from kvview.testing.connector.worker import WorkerHarness
 
 _STEPS_PER_LOOK_AT_KEYS = 8
-_LONGEST_TIMELINE = 2000  # last steps that are kept
-_HUGE_POOL = 1000  # pool size from which on only some blocks are checked in every step
+_LONGEST_TIMELINE = 2000  # number of steps of which snapshots are kept
+_HUGE_POOL = 1000  # size of a pool above which not every block is checked in every step
 _STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
 
 
@@ -21,7 +21,7 @@ class Stage:
     """The engine, the connectors, and the clock of the leases.
 
     Args:
-        coverage: Counts of the run's events.
+        coverage: Counters of the run's events.
     """
 
     def __init__(self, coverage: Counter[str]) -> None:
@@ -63,7 +63,7 @@ class Stage:
     # --- actions ---
 
     def step(self) -> None:
-        """Run one step, which takes a simulated second."""
+        """Make one step, which takes a simulated second."""
         self.seconds += 1.0
         self.engine.step()
         self.check(is_step=True)
@@ -77,7 +77,7 @@ class Stage:
             self.check()
 
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; False if the engine or a connector refuses."""
+        """Reset the caches; returns False if the engine or a connector refuses."""
         self.coverage["resets with jobs in flight"] += bool(self.num_in_flight)
         was_reset = self.engine.reset(after_reports=after_reports)
         self.coverage["resets"] += was_reset
@@ -87,7 +87,7 @@ class Stage:
     # --- the invariants ---
 
     def check(self, *, is_step: bool = False) -> None:
-        """Check all invariants; in a huge pool, those of every block are checked rarely."""
+        """Check all invariants; in a huge pool, all blocks are checked only rarely."""
         self.num_steps += is_step
         is_huge = self.engine.num_blocks > _HUGE_POOL
         if not (is_huge and self.num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL):
@@ -100,7 +100,7 @@ class Stage:
 
     def _check_blocks(self, *, is_step: bool) -> None:
         engine = self.engine
-        held = engine.held_blocks()  # first, because it may end leases that are due
+        held = engine.held_blocks()  # comes first, because the call may end leases that are due
         refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
         owned = engine.engine_refs()
         free = engine.free_block_ids()

@@ -1,4 +1,4 @@
-"""The compute stream of a simulated engine, whose marks are reached when outputs are taken."""
+"""The compute stream of a simulated engine; its events end when the engine takes outputs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvview.testing.transfer.compute import GatedComputeEvent, GatedComputeStrea
 class StepStream:
     """The steps that a simulated model runner has launched, in order.
 
-    1. A job that starts between two launches follows all steps that were launched before. So its
-       mark is reached when the output of the last of them is taken.
-    2. The thread that steps the engine must not wait for a mark; another thread may.
+    1. A job that starts between two launches follows all steps that were launched before it. So the
+       event of the job ends when the output of the last of these steps is taken.
+    2. The thread that steps the engine must not wait for an event; other threads may.
     """
 
     def __init__(self) -> None:
         self._launched: deque[GatedComputeStream] = deque()
 
     def launch(self) -> None:
-        """Launch a step."""
+        """Record the launch of a step."""
         gate = GatedComputeStream()
         gate.hold()
         self._launched.append(gate)
 
     def take(self) -> None:
-        """Take the output of the oldest step, after which its bytes are written."""
+        """Take the output of the oldest step; its bytes are then written."""
         self._launched.popleft().release()
 
     def finish(self) -> None:
@@ -34,6 +34,6 @@ class StepStream:
             self.take()
 
     def record_event(self) -> GatedComputeEvent:
-        """Record a mark after the steps that are launched so far."""
+        """Record an event after the steps that were launched so far."""
         newest = self._launched[-1] if self._launched else GatedComputeStream()
         return newest.record_event()

@@ -1,4 +1,4 @@
-"""Places in the author's code at which threads and tasks wait when a call does not return."""
+"""The lines of the author's code at which threads and tasks wait if a call does not return."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ HOOK_RETURNS = (
 
 
 def hint_for(hook: str) -> str:
-    """The remedy for a hook that does not return."""
+    """Return the remedy for a hook that does not return."""
     return SHUTDOWN_RETURNS if hook == "shutdown" else HOOK_RETURNS
 
 
 def where_all_wait(hook_thread: int) -> str:
-    """The author's line at which each thread and each task waits.
+    """Return the line of the author's code at which each thread and each task waits.
 
     Args:
         hook_thread: Identifier of the thread that calls the hook.
@@ -61,9 +61,9 @@ def _waiting(hook_thread: int) -> Iterator[str]:
 
 
 def _tasks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
-    """The lines at which the tasks of a loop wait."""
+    """Yield the lines at which the tasks of an event loop wait."""
     tasks: set[asyncio.Task[Any]] = set()
-    with suppress(RuntimeError):  # the set of tasks changed meanwhile
+    with suppress(RuntimeError):  # the set of tasks changed during the iteration
         tasks = asyncio.all_tasks(loop)
     for task in tasks:
         frames: list[FrameType] = []

@@ -1,7 +1,7 @@
 """Exceptions that end a thread of a connector.
 
-A dead thread has other effects: a job is never reported, or a hook waits forever. The exception is
-the cause, so it is the failure of the run, even if other laws broke.
+If a thread dies, a job is never reported, or a hook waits forever. The exception is the cause of
+such effects, so it is reported as the failure of the run, even if other laws were broken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _noted: list[str] = []
 
 @contextmanager
 def noting_thread_errors() -> Iterator[None]:
-    """Note the exceptions that end threads in the block; they are not written to stderr."""
+    """Record exceptions that end threads in the ``with`` block, instead of a print to stderr."""
 
     def note(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is None or isinstance(args.exc_value, SystemExit):
@@ -43,7 +43,7 @@ def noting_thread_errors() -> Iterator[None]:
 
 
 def with_thread_error(result: SimulationResult) -> SimulationResult:
-    """Replace the failure of a result by the exception that ended a thread, if there is one."""
+    """Replace the failure of a result by the exception that ended a thread, if a thread died."""
     if not _noted:
         return result
     failure = result.failure or failure_at_the_end(result, "CONN-3", "")

@@ -1,7 +1,7 @@
 """Threads that a connector's halves leave running after their shutdown (CONN-12).
 
 A thread pool that all instances share is not a leak, although its threads stay. So a run that
-leaves threads is repeated, more often than such a pool has threads. The law is broken only if each
+leaves threads is repeated more times than such a pool has threads. The law is broken only if each
 repetition leaves new threads.
 """
 
@@ -14,20 +14,20 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 _PATIENCE = 0.2  # seconds in which the threads of a half that was shut down may end
-_DEFAULT_POOL = min(32, (os.cpu_count() or 1) + 4)  # threads, of concurrent.futures
+_DEFAULT_POOL = min(32, (os.cpu_count() or 1) + 4)  # threads of a concurrent.futures pool
 _TIMES = _DEFAULT_POOL + 4
 
 _leaks: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 class ThreadWatch:
-    """The threads that were started after this object was made."""
+    """Finds the threads that were started after this object was made."""
 
     def __init__(self) -> None:
         self._before = set(threading.enumerate())
 
     def left(self) -> list[str]:
-        """Wait for the threads; returns the names of those that do not end."""
+        """Wait for these threads to end; returns the names of threads that do not end."""
         deadline = time.monotonic() + _PATIENCE
         new = [thread for thread in threading.enumerate() if thread not in self._before]
         for thread in new:
@@ -37,10 +37,10 @@ class ThreadWatch:
 
 
 def leaves_threads(connector_class: type, play_again: Callable[[], list[str]]) -> bool:
-    """Whether every run of a class leaves threads; called after one run has.
+    """Whether every run of a class leaves threads; called after a run that has left threads.
 
     Args:
-        connector_class: The connector; it is played again only the first time.
+        connector_class: The connector; its run is repeated only at the first call for this class.
         play_again: Plays the run once more; returns the names of the new threads that it leaves.
     """
     if connector_class not in _leaks:

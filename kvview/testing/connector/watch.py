@@ -48,7 +48,7 @@ _LAW_OF_HOOK = {
     "on_transfers_finished": "CONN-3",
     "has_pending_work": "CONN-3",
     "take_events": "EVENT-3",
-}  # the others: CONN-4
+}  # for other hooks: CONN-4
 
 
 class JobCounts:
@@ -65,9 +65,9 @@ class JobCounts:
         """Error of the first load that failed without an injected failure."""
         self._rows = list(rows_of(geometry))
         self._loading: set[PlannedJob] = set()
-        # Loads that were not ended by a reset or an abort.
+        # Loads that neither a reset nor an abort ended.
         self._left_alone: set[PlannedJob] = set()
-        self._gpu_hits: dict[str, str] = {}  # by request that loads
+        self._gpu_hits: dict[str, str] = {}  # by loading request
 
     def on_planned(self, job: PlannedJob) -> None:
         """Count a planned job."""
@@ -114,7 +114,7 @@ class JobCounts:
         self.coverage["tokens promised"] += num_promised
 
     def on_blocks_allocated(self, request_id: str, num_computed: int, num_external: int) -> None:
-        """Count the tokens that a request is to load."""
+        """Count the tokens that a request will load."""
         if num_external:
             self.num_tokens_to_load += num_external
             self._gpu_hits[request_id] = "gpu-hit" if num_computed else "no-gpu-hit"
@@ -135,14 +135,14 @@ class Record:
     def __init__(self, geometry: CacheGeometry, num_ranks: int = 1) -> None:
         self.geometry = geometry
         self._num_ranks = num_ranks
-        self._jobs: dict[int, list[PlannedJob]] = {}  # on the ranks that have started it
+        self._jobs: dict[int, list[PlannedJob]] = {}  # by job id, one for each started rank
         self._reported: Counter[int] = Counter()  # ranks that have reported a job
         self.keys = TierKeys(geometry)
         self.pages = TierPages()
         self.counts = JobCounts(geometry)
 
     def on_planned(self, job: PlannedJob) -> None:
-        """Add a planned job of a rank; it is checked on the first rank that gets it."""
+        """Add a planned job of a rank; the job is checked on the first rank that receives it."""
         job.on_ranks = self._jobs.setdefault(job.job_id, [])
         job.on_ranks.append(job)
         if len(job.on_ranks) > 1:
@@ -155,7 +155,7 @@ class Record:
         self.counts.on_planned(job)
 
     def on_reported(self, job: PlannedJob) -> None:
-        """Add the report of a job on a rank; the last one ends the job."""
+        """Add the report of a rank on a job; the last report ends the job."""
         self._reported[job.job_id] += 1
         if self._reported[job.job_id] < self._num_ranks:
             return
@@ -167,7 +167,7 @@ class Record:
 
 
 def _passed_on(name: str) -> Any:
-    """A hook that is called without further checks."""
+    """Return a hook that only calls the half's hook, without further checks."""
 
     def call(self: WatchedScheduler, *args: Any) -> None:
         self._call(name, *args)
@@ -190,7 +190,7 @@ class WatchedScheduler(SchedulerConnector):
         self._log = log
         self._view: GPUBlockPoolView | None = None
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
-        self._promised_to: str | None = None  # until any other hook is called
+        self._promised_to: str | None = None  # request, until another hook is called
         self.unanswered: set[str] = set()
         """Requests for which the last ``match_prefix`` returned None."""
         self.asks_for_budget = False
@@ -213,7 +213,7 @@ class WatchedScheduler(SchedulerConnector):
 
     def fold_events(self) -> None:
         """Fold the events so far into the model."""
-        with hook("take_events", "EVENT-3"):  # it may be a generator
+        with hook("take_events", "EVENT-3"):  # the events may be a generator
             events = list(self._call("take_events"))
             require_type("take_events", events, "EVENT-3")
             self._record.counts.coverage["events"] += len(events)
@@ -231,7 +231,7 @@ class WatchedScheduler(SchedulerConnector):
     @property
     def num_skipped(self) -> int | None:
         """Number of blocks that the half counts as not stored; None if it does not count them."""
-        # isinstance treats a property that raises AttributeError as missing.
+        # isinstance would treat a property that raises AttributeError as missing.
         if getattr_static(self._half, "num_skipped_blocks", None) is None:
             return None
         with hook("num_skipped_blocks", "CONN-13"):
@@ -259,7 +259,7 @@ class WatchedScheduler(SchedulerConnector):
             return None
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
-        if not self._record.keys.has_promise(request.request_id):  # else a repeated call, later
+        if not self._record.keys.has_promise(request.request_id):  # else the call is repeated
             self._check_gpu_hit(request, num_computed_tokens)
         self.fold_events()
         self._record.counts.on_promise(request, num_computed_tokens, answer)
@@ -269,7 +269,7 @@ class WatchedScheduler(SchedulerConnector):
         return answer
 
     def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
-        """Require a hit of the longest prefix in the pool, with one group of full attention."""
+        """Require a GPU hit of the longest cached prefix, if the only group is full attention."""
         view, geometry = self._view, self._record.geometry
         is_one = len(geometry.groups) == 1 and isinstance(geometry.groups[0], FullAttention)
         if not is_one or not isinstance(view, SupportsFindCachedBlock):

@@ -1,4 +1,4 @@
-"""One connector of a run: its two halves, each built separately and wrapped in its harness."""
+"""A connector of a run: two halves, each built separately and wrapped in a harness."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvview.testing.connector.worker import Shared, WorkerHarness
 class WatchedConnector(Connector):
     """A connector for the engine, with both halves in their harnesses.
 
-    Each half is made by a separate instance, from an equal, pickled configuration, so that the
-    halves share no data through ``self``.
+    A separate instance, with an equal, pickled configuration, makes each half, so that the halves
+    share no data through ``self``.
 
     Args:
         connector_class: The connector.
@@ -31,7 +31,7 @@ class WatchedConnector(Connector):
         super().__init__(ConnectorConfig(geometry))
         self.record = Record(geometry, max(1, len(shared.scenario.ranks)))
         self.workers: list[WorkerHarness] = []
-        """A harness for each rank."""
+        """The harness of the worker half of each rank."""
         self.halves: list[SchedulerConnector | WorkerConnector] = []
         """The halves in this process."""
         self._connector_class = connector_class

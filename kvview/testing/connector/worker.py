@@ -1,9 +1,9 @@
 """The harness of a worker half: late, failed, lost and overlapping transfers.
 
-Mocks that complete at once hide most bugs (vLLM #46014). Here each job has a fate: it moves its
-bytes some steps after its plan, and is reported some steps later, out of order, as a failure, or
-only when no other work is left. When bytes are to move, the harness waits for the worker half, so
-the timing of its threads has no effect.
+Mocks that complete at once hide most bugs (vLLM #46014). In this harness each job has a fate: its
+bytes move some steps after its plan, and it is reported some steps later, out of order, as a
+failure, or only when no other work is left. When bytes must move, the harness waits for the worker
+half, so the timing of threads has no effect.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Shared:
     Args:
         scenario: The run.
         fates: Fates of the jobs by the order of their plans.
-        engine: Returns the engine, once it is built.
+        engine: Returns the engine, after it was built.
         blocks_to_load: Returns the blocks that loads in flight of all connectors write.
         stream: The compute stream of the engine, if it lags.
-        log: The last hooks and transfers.
+        log: Log of the last hooks and transfers.
     """
 
     scenario: Scenario
@@ -131,12 +131,12 @@ class WorkerHarness(WorkerConnector):
         return blocks_of_loads(self._jobs.values())
 
     def release_lost(self) -> None:
-        """Report lost jobs from now on, and give later jobs the usual fate."""
+        """Report lost jobs from now on, and give later jobs the default fate."""
         self._is_lost_over = True
         self._fates = iter(())
 
     def hold(self) -> None:
-        """Delay later jobs so much that the engine ends before them."""
+        """Delay later jobs so long that the engine ends before the jobs."""
         self._fates = repeat(Fate(_MUCH_LATER, _MUCH_LATER))
 
     # --- the hooks ---
@@ -176,7 +176,7 @@ class WorkerHarness(WorkerConnector):
         self._advance()
         self._poll()
         ended = [job for job in self._jobs.values() if self._may_report(job)]
-        # From the last planned job to the first.
+        # Reports come from the last planned job to the first.
         return [self._report(job) for job in reversed(ended)]
 
     @override
@@ -217,7 +217,7 @@ class WorkerHarness(WorkerConnector):
             job.mark = self._stream.record_event()
         if is_load:
             expected = check_load(job, self._engine())
-            # Because children of another plan may have pages with the same numbers.
+            # Jobs of other child connectors may name other pages by the same numbers.
             if is_plain(plan):
                 job.expected = expected
         else:
@@ -226,7 +226,7 @@ class WorkerHarness(WorkerConnector):
         return job
 
     def _note_rows(self) -> None:
-        """Copy the blocks of jobs whose steps an engine has computed since the last hook."""
+        """Copy the source blocks of jobs whose steps were computed since the last hook."""
         for job in self._jobs.values():
             self._note_rows_of(job)
 
@@ -238,7 +238,7 @@ class WorkerHarness(WorkerConnector):
     # --- jobs that start when they are due ---
 
     def _start_due(self) -> None:
-        """Start the due jobs; those without a simulated failure run at the same time."""
+        """Start the due jobs; jobs without a simulated failure run at the same time."""
         last_prompt_load = self._last_prompt_load()
         waiting: list[Start] = []
         together: list[Start] = []
@@ -256,7 +256,7 @@ class WorkerHarness(WorkerConnector):
         self._queue = waiting
 
     def _last_prompt_load(self) -> int:
-        """Place of the last load in the queue, if loads must end in their step; otherwise -1."""
+        """Return the index of the last queued load; -1 unless loads must end in their step."""
         if self._scenario.loads_may_be_late:
             return -1
         places = [i for i, start in enumerate(self._queue) if any(j.is_load for j in start.jobs)]
@@ -284,7 +284,7 @@ class WorkerHarness(WorkerConnector):
                 self._pages.corrupt(job.failing_blocks)
 
     def _failing_blocks(self, jobs: Sequence[PlannedJob]) -> set[int]:
-        """Source blocks of the stores that are to fail, unless another store needs them."""
+        """Return the source blocks of stores that must fail, unless another store needs them."""
         stores = [job for job in jobs if not job.is_load]
         failing = {block for job in stores for block in job.failing_blocks}
         for job in stores:
@@ -301,7 +301,7 @@ class WorkerHarness(WorkerConnector):
         for job in jobs:
             job.is_started = True
             self._held[job.job_id] = job
-            if job.is_load and job.is_computed:  # the right bytes may be there by chance
+            if job.is_load and job.is_computed:  # the block may have the right bytes by chance
                 self._pages.corrupt(job.gpu_blocks)
                 job.rows = self._pages.rows(job.gpu_blocks)
         in_flight = list(self._jobs.values())
@@ -309,7 +309,7 @@ class WorkerHarness(WorkerConnector):
             self._fail_copies(copies, jobs[:1], jobs)
             try:
                 copies.call("start_plan", plan)
-            except CopyFailed:  # the exception is enough; earlier jobs of the plan may be lost, too
+            except CopyFailed:  # after an exception, earlier jobs of the plan may be lost, too
                 self._abandoned = {job for job in in_flight if job.result is None}
             self._poll()
             self._check_failures_reported(copies, jobs)
@@ -340,7 +340,7 @@ class WorkerHarness(WorkerConnector):
     def _end_together(self, copies: HeldCopies, jobs: Sequence[PlannedJob]) -> None:
         too_early = self._reported_early() if copies.gate.num_waiting else set()
         with self._pages.corrupted(too_early):
-            if copies.may_race():  # a report that is lost now is never repeated
+            if copies.may_race():  # a report that is dropped now is never repeated
                 for _ in range(_POLLS):
                     self._take_in(copies.race())
                     if all(job.result for job in jobs):
@@ -354,7 +354,7 @@ class WorkerHarness(WorkerConnector):
         self._check_failures_reported(copies, jobs)
 
     def _reported_early(self) -> set[int]:
-        """Overwrite source blocks of stores that were reported behind the closed gate."""
+        """Overwrite the source blocks of stores that were reported although the gate was closed."""
         stores = [
             job for job in self._early if not job.is_load and job.result and job.result.success
         ]
@@ -364,7 +364,7 @@ class WorkerHarness(WorkerConnector):
     def _fail_copies(
         self, copies: HeldCopies, due: Sequence[PlannedJob], moving: Sequence[PlannedJob]
     ) -> None:
-        """Let copies fail from now on, if a due job is to fail."""
+        """Let copies fail from now on, if a due job must fail."""
         num_good = self._num_good_copies(due, moving)
         copies.fail_after(num_good)
         if num_good is not None:
@@ -376,8 +376,9 @@ class WorkerHarness(WorkerConnector):
     ) -> int | None:
         """Return the number of copies that succeed before a failure; None without a failure.
 
-        Failures must not depend on threads, so they start at the first copy, or at the second
-        one of a job that moves alone, and never after a copy that was let in early.
+        Failures must not depend on the timing of threads. So they start at the first copy, or at
+        the second copy of a job that moves alone, and never after a copy that passed the gate
+        early.
         """
         outcomes = {job.fate.outcome for job in due} - {"ok"}
         spares_loads = not self._scenario.loads_may_fail
@@ -390,7 +391,7 @@ class WorkerHarness(WorkerConnector):
     def _check_failures_reported(self, copies: HeldCopies, jobs: Sequence[PlannedJob]) -> None:
         gate = copies.gate
         is_silent = all(job.result and job.result.success for job in jobs)
-        # After a recovery a copy may have been repeated, so its bytes are compared later.
+        # After a recovery a worker may have repeated a copy, so the bytes are compared later.
         if gate.num_failed and is_silent and not gate.has_recovered:
             raise InvariantBroken(
                 "XFER-4",
@@ -424,7 +425,7 @@ class WorkerHarness(WorkerConnector):
                 job.result = self._with_fault(job, result)
 
     def _with_fault(self, job: PlannedJob, result: TransferResult) -> TransferResult:
-        """Return the result of the worker half, changed to a failure if that is the job's fate."""
+        """Return the result of the worker half, or a failure if the job's fate is a failure."""
         if job.fate.outcome == "ok":
             return result
         if not job.num_moved or not result.success:
@@ -432,7 +433,7 @@ class WorkerHarness(WorkerConnector):
         return job.failed([number < job.num_moved for number in range(len(job.gpu_blocks))])
 
     def _check_success(self, job: PlannedJob, result: TransferResult) -> None:
-        """Compare a success with the time of compute and the bytes of a load."""
+        """Check that a success came after the compute, and the bytes of a load."""
         if not result.success:
             return
         if not job.is_computed:

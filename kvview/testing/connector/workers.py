@@ -1,7 +1,7 @@
-"""Forked processes that play seeds on all cores; a crash only ends one of them.
+"""Forked processes that play seeds on all cores; a crash ends only one process.
 
-The processes are forked before any thread is started. So they have classes that are defined in
-a function or in ``__main__``, and import nothing again.
+The processes are forked before any thread is started. So they have the classes that are defined in
+a function or in ``__main__``, and import no module again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvview.testing.connector.process import can_fork
 
 Answer = Callable[[Any], Any]
 
-_SECONDS_PER_POLL = 1.0  # a child of a dead process may keep its pipe open
-_SECONDS_TO_END = 1.0  # after SIGTERM, until a process is killed
+_SECONDS_PER_POLL = 1.0  # seconds, because a child of a dead process may keep its pipe open
+_SECONDS_TO_END = 1.0  # seconds after SIGTERM until a process is killed
 
 
 @dataclass(frozen=True)
 class Died:
-    """The answer to a question whose process died.
+    """The answer to a question if the process that played it died.
 
     Args:
         how: Its signal or exit code.
@@ -44,10 +44,10 @@ class Died:
 
 
 def default_processes() -> int:
-    """The number of cores that this process may use; 0 where a fork is not safe.
+    """Return the number of cores that this process may use; 0 if a fork is not safe.
 
-    A fork copies one thread: locks of other threads stay locked, a CUDA context does not work,
-    and a daemon of :mod:`multiprocessing` may have no children.
+    A fork copies only one thread, so locks of other threads stay locked. A CUDA context does not
+    work in a fork, and a daemon of :mod:`multiprocessing` may not have children.
     """
     is_alone = threading.active_count() == 1
     is_daemon = multiprocessing.current_process().daemon
@@ -61,13 +61,13 @@ def default_processes() -> int:
 class Workers:
     """Processes that answer questions.
 
-    1. Answers come in the order of the questions, for any number of processes.
+    1. Answers are returned in the order of the questions, for any number of processes.
     2. A process that dies is replaced; the answer to its question is :class:`Died`.
-    3. Temporary files of the processes are removed with them.
+    3. Temporary files of a process are removed at its end.
 
     Args:
-        answer: Answers a question, in the processes; its results are pickled.
-        number: Number of processes; 0 answers in this one.
+        answer: Function that answers a question in a process; its results are pickled.
+        number: Number of processes; with 0, this process answers.
     """
 
     def __init__(self, answer: Answer, number: int) -> None:
@@ -82,10 +82,10 @@ class Workers:
             raise
 
     def map(self, questions: Iterable[Any]) -> Generator[Any, None, None]:
-        """The answers, in order; a free process gets the next question at once.
+        """Yield the answers in order; a free process receives the next question at once.
 
         Raises:
-            Exception: The first exception of an answer.
+            Exception: The first exception that a question raised.
         """
         if not self._workers:
             yield from map(self._answer, questions)
@@ -115,7 +115,7 @@ class Workers:
                 worker.number = None  # a late answer is dropped
 
     def _answered(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
-        """Wait for answers, by the number of their question."""
+        """Yield answers as they arrive, with the numbers of their questions."""
         busy = {worker.pipe: worker for worker in self._workers if not worker.is_free}
         ready = set(wait(list(busy), _SECONDS_PER_POLL))
         for pipe, worker in busy.items():
@@ -146,7 +146,7 @@ class Workers:
 
 @contextmanager
 def workers(answer: Answer, number: int) -> Iterator[Workers]:
-    """:class:`Workers` that end with the block."""
+    """Make :class:`Workers` that end with the ``with`` block."""
     made = Workers(answer, number)
     try:
         yield made
@@ -165,22 +165,22 @@ class _Worker:
         not_its_own = [self.pipe, *of_others]
         self.process = context.Process(target=_serve, args=(child_end, not_its_own, answer, folder))
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # otherwise both processes write its buffer
+            stream.flush()  # otherwise both processes would write the buffered text
         self.process.start()
         assert self.process.pid is not None, "a process that is started has an id"
         self._pid = self.process.pid
-        with suppress(OSError):  # the process has done so itself, or has ended
+        with suppress(OSError):  # the process has set its group itself, or has ended
             os.setpgid(self._pid, self._pid)
         child_end.close()
 
     def ask(self, number: int, question: Any) -> None:
         """Send a question; the process must be free."""
         self.is_free, self.number = False, number
-        with suppress(OSError):  # a dead process shows in its answer
+        with suppress(OSError):  # the answer reports a dead process
             self.pipe.send_bytes(pickle.dumps(question))
 
     def take(self) -> tuple[bool, Any]:
-        """Whether the answer is an error to raise, and the answer."""
+        """Return whether the answer is an error to raise, and the answer."""
         self.is_free, self.number = True, None
         try:
             if self.pipe.poll():
@@ -202,7 +202,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, folder: str) -> None:
-    """Answer questions in the process, until the pipe is closed."""
+    """Answer questions in a process until the pipe is closed."""
     is_ending = False
 
     def end(signum: int, frame: FrameType | None) -> NoReturn:
@@ -211,11 +211,11 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    os.setpgid(0, 0)  # only the parent gets Ctrl-C, and all children end with this process
+    os.setpgid(0, 0)  # only the parent receives Ctrl-C, and all children end with this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
     for other in not_its_own:
-        other.close()  # otherwise the end of the parent goes unnoticed
+        other.close()  # otherwise the process would not notice the end of the parent
     tempfile.tempdir = folder
     try:
         while not is_ending:
@@ -226,17 +226,17 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
     except (EOFError, OSError, KeyboardInterrupt):
         pass
     finally:
-        os._exit(0)  # without the exit handlers of the parent
+        os._exit(0)  # does not run the exit handlers of the parent
 
 
 def _answered(answer: Answer, question: Any) -> bytes:
     try:
         return pickle.dumps((False, answer(question)))
-    except BaseException as error:  # a hook may raise an interruption, too
+    except BaseException as error:  # a hook may also raise KeyboardInterrupt
         text = "".join(traceback.format_exception(error))
         try:
             pickled = pickle.dumps((True, error))
             pickle.loads(pickled)
-        except Exception:  # the error does not pickle
+        except Exception:  # the error cannot be pickled
             pickled = pickle.dumps((True, RuntimeError(text)))
         return pickled

@@ -1,1 +1,1 @@
-"""The event contract under test."""
+"""The checks of the event contract."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvview.testing.events.stream_fold import Finding, StreamFold
     from kvview.testing.events.wire_sizes import WireSizes
 
-_SHOWN = 20  # findings that are printed; the JSON has more
+_SHOWN = 20  # maximum of findings that are printed; the JSON has more
 _KEPT = 10_000
 _JSON = json_option({"events": "kvview.testing.events.stream_report:StreamReport"})
 _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
@@ -137,7 +137,7 @@ def record(endpoint: str, file: str, **options: Any) -> None:
             f"{endpoint!r} is not an endpoint: expected tcp://HOST:PORT or ipc://PATH"
         )
     report = _Report(StreamFold())
-    messages = _messages(endpoint, report, **options)  # before a file is overwritten
+    messages = _messages(endpoint, report, **options)  # checked before a file is overwritten
     with Recording(file) as recording:
         report.read(messages, lambda message, *_: recording.write(message))
     echo(f"{report.fold.num_messages} messages in {file}")
@@ -174,7 +174,7 @@ def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger:
     from kvview.events.channel import Publisher
 
     messages = _recorded(file, "")
-    first = list(islice(messages, 1))  # reports an unreadable file before readers connect
+    first = list(islice(messages, 1))  # so that an unreadable file is reported first
     payloads = (message.payload for message in chain(first, messages))
     with Publisher(endpoint, replay_to) as publisher:
         echo(f"publishing at {publisher.endpoint}", err=True)
@@ -211,7 +211,7 @@ def _recorded(source: str, topic: str) -> Iterator[Message]:
 
 
 def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterator[Message]:
-    """Yield messages in order, with replayed messages in their places."""
+    """Yield messages in order; missed messages come before the messages that follow them."""
     end = None if seconds is None else time.monotonic() + seconds
     with listener:
         while end is None or time.monotonic() < end:
@@ -240,7 +240,7 @@ class _Report:
         messages: Iterator[Message],
         handle: Callable[[Message, Batch | None, list[Finding]], object],
     ) -> None:
-        """Fold messages until their end or an interrupt, and handle each of them."""
+        """Fold messages until their end or an interrupt, and handle each message."""
         with suppress(KeyboardInterrupt):
             for message in messages:
                 batch, found = self.fold.apply(message.sequence, message.payload)
@@ -250,7 +250,7 @@ class _Report:
             self.has_ended = True
 
     def note_trouble(self, trouble: str) -> None:
-        """Count a problem of the connection, and print the first one of each kind."""
+        """Count a problem of the connection, and print the first problem of each kind."""
         self.num_troubles += 1
         kinds = {line.partition(":")[0] for line in self.trouble}
         if trouble.partition(":")[0] not in kinds:
@@ -275,7 +275,7 @@ class _Report:
         return ExitCode.CLEAN
 
     def show(self, is_quiet: bool) -> None:
-        """Print the report, on stderr if the JSON goes to stdout."""
+        """Print the report, to stderr if stdout has the JSON."""
         for finding in self.findings[:_SHOWN]:
             echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
         if self.num_findings > _SHOWN:

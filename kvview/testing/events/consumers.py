@@ -1,8 +1,8 @@
-"""The readers of KV events, and the rules in their sources for each event.
+"""The readers of KV events, and the rules that each reader's source applies to events.
 
-Each profile follows one version of one public decoder, which it names. Its rules also cover the
-treatment of decoded events, if that treatment loses or changes a block. A profile examines one
-batch at a time and keeps no state.
+Each profile follows one named version of one public decoder. Its rules also cover the treatment of
+decoded events, if that treatment loses or changes a block. A profile examines one batch at a time
+and keeps no state.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Reception(IntEnum):
 
     @property
     def text(self) -> str:
-        """The words of reports."""
+        """The text in reports."""
         return ("accepted", "accepted, but", "rejected", "whole batch lost")[self]
 
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """The outcome of an event, with its reason.
+    """The outcome of an event for a reader, and the reason.
 
     Args:
         verdict: The outcome.
@@ -56,12 +56,12 @@ class Treatment:
 
 
 Problem = Callable[[AnyEvent, Batch], str]
-"""Returns the problem of a reader with an event; empty if it has none."""
+"""Returns the problem that a reader has with an event; empty if it has no problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderRule:
-    """A problem, and its consequence.
+    """A problem and the resulting outcome.
 
     Args:
         verdict: The outcome of an event with this problem.
@@ -84,11 +84,11 @@ class Consumer:
     """A reader of KV events.
 
     Args:
-        name: Its name for ``--consumer``.
-        title: Its full name.
+        name: Name of the reader for ``--consumer``.
+        title: Full name of the reader.
         source: Source of the rules: repository, file, commit.
-        read_on: Date of that commit, or of the reading if there is no commit.
-        rules: The rules of the reader, of which the worst outcome counts.
+        read_on: Date of that commit; without a commit, the date on which the source was read.
+        rules: The rules of the reader; the worst outcome of all rules counts.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Consumer:
     rules: tuple[ReaderRule, ...]
 
     def treat(self, batch: Batch) -> list[Treatment]:
-        """Return the outcome of each event; if one event loses the batch, all are lost."""
+        """Return the outcome of each event; if one event loses the batch, all events are lost."""
         treated = [self._treat(event, batch) for event in batch.events]
         worst = max(treated, key=lambda one: one.verdict, default=None)
         if worst is not None and worst.verdict is Reception.BATCH_LOST:
@@ -141,38 +141,43 @@ def _hashes(event: AnyEvent) -> list[Hash]:
 
 
 def _unreadable(event: AnyEvent, batch: Batch) -> str:
-    return f"it cannot be read: {event.why}" if isinstance(event, UnreadableEvent) else ""
+    return f"the event cannot be read: {event.why}" if isinstance(event, UnreadableEvent) else ""
 
 
 def _is_map(event: AnyEvent, batch: Batch) -> str:
-    return "events are read as arrays, and are maps" if batch.wire_format.is_map else ""
+    return "the reader expects arrays, but events are maps" if batch.wire_format.is_map else ""
 
 
 def _is_array(event: AnyEvent, batch: Batch) -> str:
-    return "" if batch.wire_format.is_map else "events are read as maps, and are arrays"
+    return "" if batch.wire_format.is_map else "the reader expects maps, but events are arrays"
 
 
 def _batch_is_array(event: AnyEvent, batch: Batch) -> str:
-    return "a batch is read as a map, and is an array"
+    return "the reader expects a map as a batch, but the batch is an array"
 
 
 def _has_no_rank(event: AnyEvent, batch: Batch) -> str:
-    return "" if batch.wire_format.has_rank else "a batch is read as three elements, and has two"
+    return (
+        ""
+        if batch.wire_format.has_rank
+        else "the reader expects a batch of three elements, not two"
+    )
 
 
 def _hash_is_bytes(event: AnyEvent, batch: Batch) -> str:
     is_bytes = any(isinstance(one, bytes) for one in _hashes(event))
-    return "hashes are read as integers, and are bytes" if is_bytes else ""
+    return "the reader expects hashes as integers, but they are bytes" if is_bytes else ""
 
 
 def _has_metadata(event: AnyEvent, batch: Batch) -> str:
     has_metadata = isinstance(event, StoredEvent) and event.metadata is not None
-    return "the eighth field is read as the adapter's name, and is a map" if has_metadata else ""
+    why = "the reader expects the adapter's name as the eighth field, which is a map"
+    return why if has_metadata else ""
 
 
 def _clears_all(event: AnyEvent, batch: Batch) -> str:
     is_clear = isinstance(event, ClearedEvent)
-    return "it clears every medium, not the GPU alone" if is_clear else ""
+    return "the reader clears every medium, not only the GPU" if is_clear else ""
 
 
 def _kind_is_not_full(event: AnyEvent, batch: Batch) -> str:
@@ -181,7 +186,7 @@ def _kind_is_not_full(event: AnyEvent, batch: Batch) -> str:
 
 
 def _ignores(*names: str) -> Problem:
-    """Return the fields that a reader ignores although their values distinguish blocks."""
+    """Make the problem of a reader that ignores fields whose values distinguish blocks."""
 
     def problem(event: AnyEvent, batch: Batch) -> str:
         ignored = [name for name in names if getattr(event, name, None)]
@@ -193,7 +198,7 @@ def _ignores(*names: str) -> Problem:
 
 
 def _lacks_fields_of(name: str) -> Problem:
-    """Return the fields that a producer's own classes require and the format lacks."""
+    """Make the problem of fields that a producer's own classes require but the format lacks."""
     classes = find_format(name)
 
     def problem(event: AnyEvent, batch: Batch) -> str:
@@ -238,7 +243,7 @@ def _dynamo_repeats(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent) or not event.block_hashes:
         return ""
     hashes = _hashes(event)
-    return "it has a hash twice" if len({*hashes}) < len(hashes) else ""
+    return "the event names a hash twice" if len({*hashes}) < len(hashes) else ""
 
 
 def _dynamo_tokens(event: AnyEvent, batch: Batch) -> str:
@@ -274,7 +279,7 @@ _DYNAMO = (
 
 def _aibrix_rank(event: AnyEvent, batch: Batch) -> str:
     is_nil = batch.wire_format.has_rank and batch.data_parallel_rank is None
-    return "the rank is read as a number, and is nil" if is_nil else ""
+    return "the reader expects a number as the rank, which is nil" if is_nil else ""
 
 
 def _aibrix_division(event: AnyEvent, batch: Batch) -> str:
@@ -301,7 +306,7 @@ def _aibrix_blocks(event: AnyEvent, batch: Batch) -> str:
 def _llmd_hash(event: AnyEvent, batch: Batch) -> str:
     for one in _hashes(event):
         if isinstance(one, int) and -(2**31) <= one < 2**32:
-            return "a hash is written in fewer than 8 bytes, and only hashes of 8 bytes are read"
+            return "a hash has fewer than 8 bytes, but only hashes of 8 bytes are read"
         if one == b"":
             return "a hash has no bytes"
     return ""
@@ -313,7 +318,7 @@ def _llmd_place(event: AnyEvent, batch: Batch) -> str:
 
 
 def _llmd_group(event: AnyEvent, batch: Batch) -> str:
-    return "its group is negative" if (getattr(event, "group_idx", None) or 0) < 0 else ""
+    return "the group is negative" if (getattr(event, "group_idx", None) or 0) < 0 else ""
 
 
 def _has_group(event: AnyEvent, *, kind: bool) -> bool:
@@ -331,12 +336,17 @@ def _llmd_format_has_no_kind(event: AnyEvent, batch: Batch) -> str:
         return ""
     has_kinds = any(field.name == "kv_cache_spec_kind" for field in batch.wire_format.stored)
     name = batch.wire_format.name
-    return "" if has_kinds else f"it has a group, and no event of {name} gives its kind"
+    return (
+        ""
+        if has_kinds
+        else f"the event has a group, but no event of {name} gives the kind of the group"
+    )
 
 
 def _llmd_kind_of_earlier(event: AnyEvent, batch: Batch) -> str:
     is_open = _has_group(event, kind=False)
-    return "its kind is that of an earlier event; without one it is skipped" if is_open else ""
+    why = "the kind of the group is taken from an earlier event; without one the event is skipped"
+    return why if is_open else ""
 
 
 def _llmd_kind(event: AnyEvent, batch: Batch) -> str:
@@ -353,14 +363,14 @@ def _llmd_tokens(event: AnyEvent, batch: Batch) -> str:
     )
     if not tokens or (size > 0 and tokens == size * blocks):
         return ""
-    return f"{tokens} tokens are not those of {blocks} blocks of {size}"
+    return f"{tokens} tokens do not fill {blocks} blocks of {size} exactly"
 
 
 def _llmd_adapter(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent) or not event.lora_name:
         return ""
     is_named = any(event.lora_name in (keys or ()) for keys in event.extra_keys or ())
-    return "the adapter's name in extra_keys is read as that of an image" if is_named else ""
+    return "the adapter's name in extra_keys is read as the name of an image" if is_named else ""
 
 
 _LLMD = (
@@ -382,7 +392,7 @@ _SGLANG_MEDIA = ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")
 
 def _hash_is_large(event: AnyEvent, batch: Batch) -> str:
     is_large = any(isinstance(one, int) and one >= 2**63 for one in _hashes(event))
-    why = "hashes are read as signed, and one is 2^63 or more, as half of vLLM's are"
+    why = "the reader expects signed hashes, but one is 2^63 or more, like half of vLLM's"
     return why if is_large else ""
 
 
@@ -395,7 +405,7 @@ def _sglang_stored(event: AnyEvent, batch: Batch) -> str:
 def _sglang_removed(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, RemovedEvent) or event.medium in (None, *_SGLANG_MEDIA):
         return ""
-    return f"medium {event.medium} is unknown: removed from every medium"
+    return f"medium {event.medium} is unknown, so the blocks are removed from every medium"
 
 
 def _smg_tokens(event: AnyEvent, batch: Batch) -> str:
@@ -403,7 +413,11 @@ def _smg_tokens(event: AnyEvent, batch: Batch) -> str:
         return ""
     size, tokens = max(event.block_size or 0, 0), len(event.token_ids or ())
     is_short = not size or tokens < size * len(event.block_hashes)
-    return "blocks are found by their tokens, and some have none or too few" if is_short else ""
+    return (
+        "the reader finds blocks by their tokens, but some have no or too few tokens"
+        if is_short
+        else ""
+    )
 
 
 _MAPS = "vllm-project/vllm#42892"

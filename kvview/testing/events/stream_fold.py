@@ -3,9 +3,9 @@
 1. Sequence numbers rise by one. Gaps, repeated numbers and restarted publishers are reported.
    After a gap, or if the start of the stream is missing, the removal of an unknown key is not a
    fault (EVENT-1, EVENT-3). A lower number with a later time means that the publisher has
-   restarted, so the keys of the old one are gone. A repeated message counts once.
-2. In a tier a key is stored once and then removed; on the GPU several blocks may have it.
-3. ``AllBlocksCleared`` empties only the GPU (EVENT-5): it names no medium, and the keys of a
+   restarted, so the keys of the old publisher are gone. A repeated message counts once.
+2. In a tier a key is stored once and then removed; on the GPU several blocks may have one key.
+3. ``AllBlocksCleared`` empties only the GPU (EVENT-5), because it names no medium and the keys of a
    tier stay loadable.
 4. vLLM reports the removal of each block, even if another block has the same key
    (vllm-project/vllm#55092), so a reader that keeps a set without counts loses the key.
@@ -13,9 +13,9 @@
 5. A store of a window names fewer blocks than its tokens fill: vLLM omits blocks that the
    window never reads (``BlockPool.cache_full_blocks``) and does not name them.
    ``num_sparse`` counts these stores.
-6. Two properties are not visible in a stream and so are not checked: whether an advertised key
-   is loadable (EVENT-2), and whether failed stores are silent (EVENT-4). Compare
-   :attr:`StreamFold.held` with the tier.
+6. A stream does not show whether an advertised key is loadable (EVENT-2), and whether failed stores
+   emit no event (EVENT-4), so these laws are not checked. Compare :attr:`StreamFold.held` with the
+   tier.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_FINDINGS = 1000
 """Number of findings that are kept per message; further findings are only counted."""
 
 MAX_GAPS = 1000
-"""Number of last gaps that are kept, because a missed message may come late."""
+"""Number of last gaps that are kept, because a missed message may arrive late."""
 
 _Key = tuple[Hash, int | None]  # the hash and the group of a block
 
@@ -86,13 +86,13 @@ class StreamFold:
     num_sparse: int = 0
     sizes: WireSizes = field(default_factory=WireSizes)
     _next: int | None = None
-    _time: float = 0.0  # of the last batch
+    _time: float = 0.0  # time of the last batch
 
     def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
         """Apply one message.
 
         Args:
-            sequence: Its sequence number.
+            sequence: Sequence number of the message.
             payload: The batch.
 
         Returns:
@@ -126,7 +126,7 @@ class StreamFold:
             yield Finding(sequence, "FORMAT", f"event {number} {fault}")
 
     def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
-        """Return whether a message is new, and the fault of its number."""
+        """Return whether a message is new, and the faults of its sequence number."""
         expected, is_later = self._next, time is not None and time > self._time
         if is_later:
             self._time = time or 0.0

@@ -1,4 +1,4 @@
-"""The JSON of ``kvview events validate`` and ``tail``."""
+"""The JSON report of ``kvview events validate`` and ``kvview events tail``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from kvview.testing.events.stream_fold import Finding
 
 @dataclass(frozen=True)
 class TreatedEvents:
-    """The treatment of some events by a reader.
+    """The treatment of a number of events by a reader.
 
     Args:
         verdict: The outcome of these events.
-        why: The part that is lost, or the reason why all of it is; empty if nothing is lost.
+        why: The part that is lost, or the reason why the whole event is lost; empty if nothing is
+            lost.
         thread: The public report, ``owner/name#number``; empty if none is known.
         events: Number of events.
     """
@@ -37,18 +38,20 @@ class StreamReport:
         events: Number of events, by kind.
         formats: Messages by wire format.
         held: Number of blocks at the end, by medium.
-        tokens: Keys and bytes by medium; sizes are joined from the GPU's events.
+        tokens: Number of tokens by medium, with block sizes joined from the GPU's events.
         unsized: Number of blocks of unknown size, by medium.
         copies_left: Number of removals that left another copy.
         sparse: Number of stores of windows that name fewer blocks than their tokens fill.
-        knows_all: Whether ``held`` is the whole, because nothing was missed.
-        missing: First sequence number of a gap, and the one after its last; the last 1,000 gaps.
+        knows_all: Whether ``held`` is complete, because no message was missed.
+        missing: The last 1,000 gaps, each as its first sequence number and the number after its
+            last.
         num_findings: Number of all findings.
         findings: The first 10,000 findings.
         trouble: Problems of the connection.
         connection: Changes of the connection: the last 20 lines.
         consumers: Treatment of the events, by requested reader.
-        schema_version: Rises if a field is removed or changes its meaning.
+        schema_version: Version of the JSON; increased when a field is removed or changes its
+            meaning.
     """
 
     source: str

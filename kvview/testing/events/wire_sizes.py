@@ -1,4 +1,4 @@
-"""Block sizes in a stream: given by an event, or joined from the GPU's events."""
+"""The block sizes in a stream, which an event gives or which are joined from GPU events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WireSizes:
     1. An event of a tier without a size (vLLM's own offloading, ``location_only``) takes
        the size of the GPU's event of the same block and group, found by
        :class:`~kvview.BlockSizeIndex`, because vLLM publishes the events of a tier last.
-    2. An event whose size differs from that of the GPU's event of its block is reported.
+    2. An event whose size differs from the size in the GPU's event of the same block is reported.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class WireSizes:
         """Apply a batch.
 
         Returns:
-            The number of each event that contradicts a GPU event (2.), and the fault.
+            The index of each event that contradicts a GPU event (2.), and the fault.
         """
         self._index.apply_batch(_translated(events))
         for number, event in enumerate(events):
@@ -51,7 +51,7 @@ class WireSizes:
                         break
 
     def find(self, block_hash: Hash, group: int | None) -> int | None:
-        """Return the tokens of a block; None if no event has them."""
+        """Return the number of tokens in a block; None if no event gives it."""
         return self._index.block_size(_key(block_hash, group))
 
     def num_tokens(self, blocks: Iterable[tuple[Hash, int | None]]) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""The geometry contract under test."""
+"""The checks of the geometry contract."""

@@ -1,8 +1,8 @@
 """The geometry contract as an executable model: attention masks, cached prefixes, and the laws.
 
-The model finds a hit by trying all prefixes: it is the longest prefix whose blocks are cached in
-every group. The blocks that a prefix needs are those that the mask lets the next token read. The
-model does not search, so it shares no mistake with the code under test.
+The model tries all prefixes: a hit is the longest prefix whose needed blocks are cached in every
+group. A prefix needs the blocks that the attention mask lets the next token read. The model has no
+search of its own, so it shares no mistake with the code under test.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import cache
 from kvview.geometry import CacheGroup, ChunkedLocalAttention, Mamba, SlidingWindow
 
 Key = tuple[int, tuple[bytes, ...]]
-"""A group, and the hashes of the whole prefix up to the end of a block."""
+"""The name of a block: its group, and the hashes of the prefix up to the end of the block."""
 
 
 def is_read(group: CacheGroup, token: int, position: int) -> bool:
-    """Whether ``token`` reads the KV at an earlier position: one cell of the mask (GEO-3)."""
+    """Whether ``token`` reads the KV at an earlier position, by one cell of the mask (GEO-3)."""
     if isinstance(group, SlidingWindow):
         return token - position < group.sliding_window
     if isinstance(group, ChunkedLocalAttention):
@@ -29,12 +29,12 @@ def is_read(group: CacheGroup, token: int, position: int) -> bool:
 
 @cache
 def blocks_read(group: CacheGroup, token: int) -> frozenset[int]:
-    """Numbers of the blocks before ``token`` that it reads."""
+    """Return the numbers of the blocks before ``token`` that the token reads."""
     return frozenset(p // group.block_size for p in range(token) if is_read(group, token, p))
 
 
 def misfits(scheduler: int, hashed: int, block_sizes: Sequence[int]) -> list[set[int]]:
-    """The sizes that do not fit (GEO-2); an error names all sizes of one of the sets."""
+    """Return sets of sizes that do not fit (GEO-2); an error must name all sizes of one set."""
     sizes = (scheduler, hashed, *block_sizes)
     if any(size <= 0 for size in sizes):
         return [{size} for size in sizes if size <= 0]
@@ -46,11 +46,12 @@ class GeometryModel:
     """The prefix cache of one geometry.
 
     Args:
-        scheduler_block_size: Tokens; every hit is a multiple of it (GEO-1).
+        scheduler_block_size: A number of tokens; the length of every hit is a multiple of it
+            (GEO-1).
         hash_block_size: Tokens of one block hash.
         groups: The KV-cache groups.
         null: The null block.
-        is_on: Whether there is a prefix cache.
+        is_on: Whether the prefix cache is on.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class GeometryModel:
         self.step, self.hash_block_size, self.groups = scheduler_block_size, hash_block_size, groups
         self.null, self.is_on = null, is_on
         self.cached: dict[Key, int] = {}
-        """The pool block of each block that is cached."""
+        """The pool block of each cached block."""
 
     def key(self, hashes: Sequence[bytes], group: int, block: int) -> Key:
         """Return the name of a block, which follows from its group and its prefix."""
@@ -73,7 +74,7 @@ class GeometryModel:
         return group, tuple(hashes[: end // self.hash_block_size])
 
     def needed(self, num_tokens: int) -> list[tuple[int, int]]:
-        """The blocks of each group that the token behind a prefix reads (GEO-3)."""
+        """Return the blocks of each group that the token after a prefix reads (GEO-3)."""
         return [
             (number, block)
             for number, group in enumerate(self.groups)
@@ -85,12 +86,12 @@ class GeometryModel:
         return all(self.key(hashes, *one) in self.cached for one in self.needed(num_tokens))
 
     def longest_hit(self, hashes: Sequence[bytes], max_tokens: int) -> int:
-        """The longest hit, a multiple of the scheduler's block size (GEO-1, GEO-4)."""
+        """Return the longest hit, a multiple of the scheduler's block size (GEO-1, GEO-4)."""
         prefixes = range(0, max_tokens + 1, self.step)
         return max(n for n in prefixes if n == 0 or (self.is_on and self.is_hit(hashes, n)))
 
     def tables(self, hashes: Sequence[bytes], num_tokens: int) -> list[list[int]]:
-        """The block tables of a hit: the blocks that are read, and null before them (GEO-3)."""
+        """Return the block tables of a hit: null blocks, then the blocks that are read (GEO-3)."""
         tables = []
         for number, group in enumerate(self.groups):
             read = blocks_read(group, num_tokens)

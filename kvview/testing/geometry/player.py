@@ -37,9 +37,11 @@ class GeometryPlayer(Player):
     subject_name = "coordinator"
     labels: ClassVar[Mapping[str, Label]] = {
         "GEO-1": Label("A hit is a multiple of the scheduler's block size, as it was given."),
-        "GEO-2": Label("Sizes that do not divide are refused, by name; all others are taken."),
+        "GEO-2": Label(
+            "Sizes that do not divide each other are refused by name; all others are accepted."
+        ),
         "GEO-3": Label("A hit has the blocks that the next token reads, and no others."),
-        "GEO-4": Label("The hit of several groups is the longest that all have.", (C.HYBRID,)),
+        "GEO-4": Label("The hit of several groups is the longest common hit.", (C.HYBRID,)),
     }
 
     @override
@@ -55,7 +57,7 @@ class GeometryPlayer(Player):
     # --- draws ---
 
     def draw_group(self, size: int) -> CacheGroup:
-        """Draw a group of a kind that the harness accepts."""
+        """Draw a group whose kind the harness accepts."""
         span = self.rng.choice((1, size, 2 * size, self.rng.randint(1, 4 * size)))
         kinds: dict[C, CacheGroup] = {
             C.SLIDING_WINDOW: SlidingWindow(size, span),
@@ -66,7 +68,7 @@ class GeometryPlayer(Player):
         return self.rng.choice([FullAttention(size), *others])
 
     def draw_sizes(self) -> Sizes:
-        """Draw sizes that divide, for one group or for several."""
+        """Draw sizes that divide each other, for one group or several."""
         hash_block_size = self.rng.randint(1, 4)
         number = self.rng.choice((1, 2) if self.plan.is_small else (1, 2, 3, 5))
         if not self.can(C.HYBRID):
@@ -143,7 +145,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-3", weight=3)
     def cache_all_but(self) -> None:
-        """Cache a request in every group, except for a few blocks."""
+        """Cache the blocks of a request in every group, except a few blocks."""
         hashes = self.rng.choice(self.requests)
         share = self.rng.choice((0.0, 0.1, 0.3))
         for group in range(len(self.model.groups)):
@@ -153,7 +155,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-3", weight=3)
     def cache_for_a_hit(self) -> None:
-        """Cache exactly the blocks that one prefix needs, or all of them except one."""
+        """Cache exactly the blocks that one prefix needs, or all of these blocks except one."""
         hashes = self.rng.choice(self.requests)
         num_tokens = self.model.step * self.rng.randint(1, self.num_tokens // self.model.step or 1)
         if num_tokens > self.num_tokens:
@@ -166,7 +168,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-2")
     def refuse(self) -> None:
-        """Request sizes of which at least one does not divide, or is not positive."""
+        """Request a geometry in which a size does not divide another, or is not positive."""
         scheduler, hashed, groups = self.draw_sizes()
         wrong = self.rng.choice((0, -4, 5, 6, 7, 12, 16))
         at = self.rng.randrange(3)
@@ -190,7 +192,7 @@ class GeometryPlayer(Player):
 
     @observable("GEO-3")
     def hits(self) -> None:
-        """Compare the hits of every request, with limits at many positions."""
+        """Compare the hits of every request, with limits at many positions of the request."""
         ends = range(0, self.num_tokens + 1, self.model.step)
         limits = {*self.rng.sample(range(self.num_tokens + 1), 4), *ends[-3:], self.num_tokens}
         for hashes in self.requests:

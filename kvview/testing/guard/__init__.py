@@ -1,1 +1,1 @@
-"""The guard under test."""
+"""The checks of the guard."""

@@ -17,12 +17,12 @@ from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import Capability as C
 from kvview.testing.search import example
 
-_TOLERATED_GROWTH = 200_000  # bytes; a leak of one entry per lease is more than 300,000
+_TOLERATED_GROWTH = 200_000  # bytes; a leak of one entry per lease would be more than 300,000 bytes
 
 
 @example(GuardPlayer, "GUARD-3", C.LEASES)
 def check_guard_3_growth_of_deadlines(guard: GuardPlayer) -> None:
-    """Growth and cost: thousands of leases that ended early leave no deadline behind."""
+    """Growth and cost: thousands of leases that end early leave no deadline behind."""
     view = guard.views[0]
     block, other = guard.model.blocks[1:3]
     keep: list[Any] = []
@@ -36,7 +36,7 @@ def check_guard_3_growth_of_deadlines(guard: GuardPlayer) -> None:
 
     for way in ("release", "renew"):
         costs, sizes = [], []
-        for num_others in (1, 1000):  # leases that continue
+        for num_others in (1, 1000):  # leases that stay active
             keep += [view.lease([other], ttl=1e6) for _ in range(num_others)]
             guard.line(f"{num_others} leases stay; 6,000 times {way}")
             many = partial(repeat, way, 3000)
@@ -86,7 +86,7 @@ def check_guard_6_forked_process_is_refused(guard: GuardPlayer) -> None:
 
 
 def in_a_fork(call: Callable[[], object]) -> None:
-    """Run a call in a forked process, and raise here the exception that it raised there."""
+    """Run a call in a forked process, and re-raise its exception in this process."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
@@ -108,7 +108,7 @@ def in_a_fork(call: Callable[[], object]) -> None:
 
 @example(GuardPlayer, "GUARD-9", C.LEASES, C.GUARDS)
 def check_guard_9_dropped_holds_are_logged(guard: GuardPlayer) -> None:
-    """Garbage: a guard, or a lease without a deadline, that is collected with blocks is logged."""
+    """Garbage: a guard with blocks, or a lease without a deadline, is logged when collected."""
     view, make = guard.views[0], partial(guard.harness.guard_over, guard.views[0], None)
     first, second, third = guard.model.blocks[1:4]
     guard.line("# leases and guards are made and dropped")
@@ -134,11 +134,11 @@ def check_guard_9_dropped_holds_are_logged(guard: GuardPlayer) -> None:
 
 @example(GuardPlayer, "GUARD-9", C.LEASES, C.SIZED)
 def check_guard_9_guard_that_goes_with_its_pool_is_silent(guard: GuardPlayer) -> None:
-    """Garbage: when the pool is collected too, no block is lost."""
+    """Garbage: a guard that is collected together with its pool logs nothing."""
     guard.line(f"ring = [h.sized({guard.num_blocks})]; ring.append(ring)")
     guard.line(f"ring[0].view.touch_blocks([{guard.model.blocks[1]}]); del ring")
     with logged() as messages:
-        # The collector takes a cycle at once, and the guard perhaps before its pool.
+        # The collector frees a cycle in one pass, and may free the guard before its pool.
         ring = [guard.harness.sized(guard.num_blocks)]
         ring.append(ring)
         ring[0].view.touch_blocks([guard.model.blocks[1]])
@@ -162,7 +162,7 @@ def check_guard_11_traced_leak_names_the_line(guard: GuardPlayer) -> None:
 
     take_plain()
     lease = take_lease()
-    guard.call(view, "touch_blocks", [third])  # by the recorder
+    guard.call(view, "touch_blocks", [third])  # the recorder makes the call
     guard.line(f"view.touch_blocks([{first}]); lease = view.lease([{second}])")
     found = {leak.block_ids: leak.taken_at or "" for leak in guard.call(view, "leaks")}
     for block, function in ((first, take_plain), (second, take_lease)):

@@ -1,4 +1,4 @@
-"""The log during a check, which is kept but not printed."""
+"""The capture of log messages during a check; they are not printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Keep the warnings and errors that are logged in the block; they reach no other handler."""
+    """Capture warnings and errors that the ``with`` block logs; other handlers get none."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -22,7 +22,7 @@ def logged() -> Iterator[list[str]]:
 
     root = logging.getLogger()
     before = root.handlers
-    gc.collect()  # an object that an earlier check dropped logs before the block
+    gc.collect()  # so that an object that an earlier check dropped logs before the block
     root.handlers = [Keep(logging.WARNING)]
     try:
         yield messages

@@ -17,7 +17,7 @@ from typing_extensions import override
 from kvview.testing.pool.model import PoolModel
 
 Since = tuple[float, str | None]
-"""The time at which a reference was taken, and the request that the engine had named."""
+"""The time at which a reference was taken, and the request that the engine had set."""
 
 Row = tuple[int, object, int, Since]
 """A reference in a leak report: the guard, the job, the block, and the time (GUARD-11)."""
@@ -55,20 +55,20 @@ class GuardModel(PoolModel):
     def __init__(self, num_blocks: int, null: int | None) -> None:
         super().__init__(num_blocks, null)
         self.seconds = 0.0
-        """The guards' clock."""
+        """The time on the clock of the guards."""
         self.request: str | None = None
-        """The request that the engine names (``speak_of``)."""
+        """The request that the engine has set (``speak_of``)."""
         self.below: dict[int, int | None] = {}
-        """The view under each guard; None if the harness does not show it."""
+        """The view under each guard; None if the harness does not give access to the view."""
         self.budgets: dict[int, int | None] = {}
         self.leases: list[LeaseModel] = []
-        """Leases whose blocks are held, also those that the engine did not take back."""
+        """Leases whose blocks are held, including ended leases that the engine refused to free."""
         self.since: dict[int, dict[int, Since]] = {}
-        """Time at which each guard took the first of its plain references on each block."""
+        """Time at which each guard took its first plain reference on each block."""
         self.stats: dict[int, Counter[str]] = {}
 
     def make_guard(self, at: int, below: int | None, budget: int | None) -> None:
-        """Make a view a guard; the smallest of several budgets counts (GUARD-5)."""
+        """Turn a view into a guard; the smallest of several budgets counts (GUARD-5)."""
         limits = [one for one in (budget, self.budgets.get(-1 if below is None else below)) if one]
         self.below[at], self.budgets[at] = below, min(limits, default=None)
         self.since[at], self.stats[at] = {}, Counter()
@@ -76,14 +76,14 @@ class GuardModel(PoolModel):
     # --- guards over guards ---
 
     def tree(self, at: int) -> list[int]:
-        """A view, and the guards over it (GUARD-10)."""
+        """Return a view and the guards over it (GUARD-10)."""
         return [at, *(one for above in self._above(at) for one in self.tree(above))]
 
     def _above(self, at: int) -> list[int]:
         return [guard for guard, below in self.below.items() if below == at]
 
     def closing(self, at: int) -> set[int]:
-        """The views that are closed with a guard: those under it, and all views over these."""
+        """Return the views that are closed with a guard: those under it, and all over these."""
         while (below := self.below.get(at)) is not None:
             at = below
         return set(self.tree(at))
@@ -96,13 +96,13 @@ class GuardModel(PoolModel):
 
     @override
     def held_through(self, view: int) -> Counter[int]:
-        """The references of a view: plain ones, those of leases, and those of guards over it."""
+        """Return the references of a view, including references of its leases and guards."""
         tree = self.tree(view)
         leased = [lease.refs for lease in self.leases if lease.guard in tree]
         return sum((*(self.held[at] for at in tree), *leased), Counter[int]())
 
     def _owner(self, refs: Counter[int]) -> int | None:
-        """The guard that an account belongs to."""
+        """Return the guard to which an account belongs."""
         for at, held in enumerate(self.held):
             if held is refs:
                 return at if at in self.stats else None
@@ -133,13 +133,13 @@ class GuardModel(PoolModel):
     # --- the budget (GUARD-5) ---
 
     def pinned(self) -> set[int]:
-        """The blocks that any open view, guard or lease of the pool holds."""
+        """Return the blocks that any open view, guard or lease of the pool holds."""
         held = [refs for at, refs in enumerate(self.held) if at not in self.closed]
         held += [lease.refs for lease in self.leases if lease.guard not in self.closed]
         return set().union(*held)
 
     def num_pinnable(self, at: int) -> int | None:
-        """Return the number of further blocks that a guard may hold; None without a budget."""
+        """Return the number of additional blocks that a guard may hold; None without a budget."""
         budget = self.budgets.get(at)
         return None if budget is None else max(0, budget - len(self.pinned()))
 
@@ -166,11 +166,11 @@ class GuardModel(PoolModel):
         return lease
 
     def is_active(self, lease: LeaseModel) -> bool:
-        """Whether a lease has not ended, neither by itself nor with its view (GUARD-7)."""
+        """Whether neither the lease nor its view has ended (GUARD-7)."""
         return lease.is_active and lease.guard not in self.closed
 
     def end(self, lease: LeaseModel) -> bool:
-        """Release the references, once; returns whether the lease was active (GUARD-2)."""
+        """Release a lease's references, once; returns whether the lease was active (GUARD-2)."""
         if not self.is_active(lease):
             return False
         lease.is_active = False
@@ -205,7 +205,7 @@ class GuardModel(PoolModel):
     # --- reports (GUARD-11) ---
 
     def rows(self, at: int) -> Iterator[Row]:
-        """Each reference that ``leaks`` of a guard reports, those of guards over it too."""
+        """Yield each reference that ``leaks`` of a guard reports, also of guards over it."""
         tree = self.tree(at)
         for lease in self.leases:
             if lease.guard in tree:

@@ -1,4 +1,4 @@
-"""Guards and their leases, played on a pool and on the model."""
+"""Operations on guards and leases, which are played on a pool and on the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RAISED = (None, ValueError("x"), BlockNotHeldError("POOL-4: x"), StopIteration(
 
 
 def in_a_thread(call: Callable[[], object]) -> None:
-    """Run a call on another thread, and raise here the exception that it raised there."""
+    """Run a call on another thread, and re-raise its exception on this thread."""
     raised: list[Exception] = []
 
     def run() -> None:
@@ -64,7 +64,7 @@ class GuardMoves(PoolPlayer):
         super().start()
         self.has_events = False
         self.guard_of = {id(self.subject): 0}
-        if self.plan.is_small and not self.plan.moves:  # an example: the harness's own guard
+        if self.plan.is_small and not self.plan.moves:  # an example uses the harness's own guard
             return
         kind = self.rng.random()
         if kind < 0.4 and self.can(C.PIN_BUDGET):
@@ -80,7 +80,7 @@ class GuardMoves(PoolPlayer):
             )
             self.use(pool, "view")
             self.begin()
-            if not has_size:  # because then no id is too large
+            if not has_size:  # without a size no id is too large
                 self.not_blocks = tuple(
                     one for one in self.not_blocks if type(one) is not int or one < 0
                 )
@@ -92,7 +92,7 @@ class GuardMoves(PoolPlayer):
         super().begin()
         self.model.make_guard(0, None, self.budget)
         self.leases: list[tuple[Any, LeaseModel]] = []
-        """The leases that were taken last, active and ended."""
+        """The leases that were taken last, both active and ended."""
         self.num_jobs = 0
         self.owners: dict[int, str] = {}
         """The name of each guard's owner, once a leak report has named it."""
@@ -102,7 +102,7 @@ class GuardMoves(PoolPlayer):
     def end(self) -> None:
         for view in self.views:
             if hasattr(view, "close"):
-                view.close()  # a guard that is dropped while it holds blocks is logged (GUARD-9)
+                view.close()  # because a dropped guard with blocks is logged (GUARD-9)
 
     # --- calls ---
 
@@ -137,11 +137,11 @@ class GuardMoves(PoolPlayer):
         return self.model.closing(at)
 
     def guards(self) -> list[int]:
-        """The open guards, each after the view under it."""
+        """Return the open guards, each after the view under it."""
         return [at for at in self.model.stats if at not in self.model.closed]
 
     def some_lease(self) -> tuple[Any, LeaseModel] | None:
-        """Draw a lease, at times one that has ended."""
+        """Draw a lease, sometimes an ended lease."""
         active = [pair for pair in self.leases if self.model.is_active(pair[1])]
         among = active if active and self.rng.random() < 0.75 else self.leases
         return self.rng.choice(among) if among else None
@@ -158,7 +158,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-10", C.GUARDS, weight=4)
     def open_guard(self, below: int | None = None) -> None:
-        """Open a guard over any view, with a budget or without."""
+        """Open a guard over any view, with or without a budget."""
         if below is None and len(self.views) - len(self.model.closed) >= _MAX_VIEWS:
             return
         self.blame("GUARD-5")
@@ -207,7 +207,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-4", C.ONE_THREAD, weight=0.5)
     def call_on_a_thread(self) -> None:
-        """Call a guard, or a lease, on another thread."""
+        """Call a guard or a lease on another thread."""
         self.blame("GUARD-4")
         at = self.rng.choice(self.guards())
         view, block = self.views[at], self.rng.choice(self.model.blocks)
@@ -232,7 +232,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-2", weight=9)
     def take_lease(self, at: int | None = None) -> None:
-        """Lease blocks, at times if they still have the keys that were seen."""
+        """Lease blocks, sometimes on condition that they still have the keys that were read."""
         at = self.rng.choice(self.guards()) if at is None else at
         among = self.rng.choice((self.model.blocks, self.model.order() or self.model.blocks))
         blocks = list(self.with_null(self.some(among, repeat=self.rng.random() < 0.3)))
@@ -270,7 +270,7 @@ class GuardMoves(PoolPlayer):
         return ttl
 
     def _lease_if_keys_match(self, at: int, blocks: list[int], options: dict[str, Any]) -> bool:
-        """Add the expected keys, or compare a refusal, which ends the operation."""
+        """Add the expected keys, or compare the refusal, which ends the operation."""
         keys = [self.rng.choice(self.model.keys.get(block, [b"null\0\0\0\0"])) for block in blocks]
         options["expected_keys"] = keys
         real = [number for number, block in enumerate(blocks) if block != self.model.null]
@@ -293,7 +293,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-1", weight=2)
     def be_refused_a_lease(self) -> None:
-        """Name wrong blocks and wrong times."""
+        """Take leases with wrong blocks and wrong times, which must be refused."""
         self.blame("GUARD-1")
         at = self.rng.choice(self.guards())
         good = self.some(self.model.blocks)
@@ -308,7 +308,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-2", weight=9)
     def end_lease(self) -> None:
-        """End a lease, by a release or at the end of its block, with or without an error."""
+        """End a lease, by a release or at the end of its ``with``, with or without an error."""
         found = self.some_lease()
         if found is None:
             return
@@ -341,7 +341,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-3", weight=3)
     def renew(self) -> None:
-        """Move a deadline, later or earlier, which a lease that has ended must refuse."""
+        """Move a deadline, later or earlier; an ended lease must refuse this."""
         found = self.some_lease()
         if found is None:
             return

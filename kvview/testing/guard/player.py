@@ -35,33 +35,33 @@ def _pool_laws() -> dict[str, Label]:
 
 @check_by_search
 class GuardPlayer(GuardMoves):
-    """Plays guards over one pool: time, an engine that fails, and every observable."""
+    """Plays guards over one pool, with time and a failing engine, and compares every observable."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "GUARD-1": Label("A call that raises has changed nothing.", (C.LEASES,)),
-        "GUARD-2": Label("A lease gives its references back exactly once.", (C.LEASES,)),
+        "GUARD-2": Label("A lease releases its references exactly once.", (C.LEASES,)),
         "GUARD-3": Label(
-            "Leases expire at their deadlines, in this order, with the next call.", (C.LEASES,)
+            "Leases expire in the order of their deadlines, at the next call.", (C.LEASES,)
         ),
-        "GUARD-4": Label("Another thread is refused.", (C.LEASES, C.ONE_THREAD)),
+        "GUARD-4": Label("A call from another thread is refused.", (C.LEASES, C.ONE_THREAD)),
         "GUARD-5": Label(
-            "A budget counts each block once that any view holds.", (C.LEASES, C.GUARDS)
+            "A budget counts once each block that any view holds.", (C.LEASES, C.GUARDS)
         ),
         "GUARD-7": Label("A lease that has ended refuses with and renew.", (C.LEASES,)),
         "GUARD-8": Label(
-            "Blocks that the engine does not take back are tried again.", (C.LEASES, C.GUARDS)
+            "If the engine does not take blocks back, the guard tries again.", (C.LEASES, C.GUARDS)
         ),
         "GUARD-10": Label(
-            "No guard gives back what another guard or a lease holds.", (C.LEASES, C.GUARDS)
+            "No guard releases blocks that another guard or a lease holds.", (C.LEASES, C.GUARDS)
         ),
-        "GUARD-11": Label("leaks and stats state what is held and was done.", (C.LEASES,)),
+        "GUARD-11": Label("leaks and stats report the held blocks and the calls.", (C.LEASES,)),
         **_pool_laws(),
     }
     # --- time ---
 
     @operation("GUARD-3", weight=9)
     def advance(self) -> None:
-        """Let time pass, often to a deadline or just before it; then call each guard."""
+        """Let time pass, often to a deadline or just before a deadline; then call each guard."""
         self.blame("GUARD-3")
         deadlines = [one.deadline for one in self.model.leases if one.deadline is not None]
         left = [deadline - self.model.seconds for deadline in deadlines]
@@ -75,7 +75,7 @@ class GuardPlayer(GuardMoves):
         self.model.seconds += seconds
 
     def _call_after(self, at: int, ended: list[LeaseModel]) -> None:
-        """Make any call of a guard, after which its leases that were due have ended."""
+        """Make any call of a guard; after the call, its due leases have ended."""
         view, block = self.views[at], self.rng.choice(self.model.blocks)
         able: list[tuple[str, list[Any]]] = [("touch_blocks", [[]]), ("free_blocks", [[]])]
         able += self.queries(block)
@@ -108,7 +108,7 @@ class GuardPlayer(GuardMoves):
         self.equal(got, expected, "release_expired returns the leases that it ended", "GUARD-3")
 
     def _end_due(self, ended: list[LeaseModel]) -> None:
-        """Use a lease that is due, which must expire before the use."""
+        """Use a due lease, which must expire before the use."""
         for one, lease in self.leases:
             if lease in ended:
                 self.equal(self.call(one, "release"), False, "an expired lease has ended")
@@ -119,7 +119,7 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-1", C.GUARDS, weight=5)
     def fail_the_engine(self) -> None:
-        """Let an engine without checks fail in a call, and at an expiry."""
+        """Let the calls of an engine without checks fail, also at an expiry."""
         if not isinstance(self.harness, UncheckedPool):
             self.advance()
             return
@@ -155,14 +155,14 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-11", C.ENGINE_SIDE)
     def speak_of(self) -> None:
-        """Name the request for which blocks are taken from now on."""
+        """Set the request for which blocks are taken from now on."""
         self.blame("GUARD-11")
         self.model.request = self.rng.choice((None, "r1", "r2"))
         self.call(self.views[self.rng.choice(self.guards())], "speak_of", self.model.request)
 
     @operation("GUARD-11", C.ENGINE_SIDE, weight=0.5)
     def account(self) -> None:
-        """Compare a guard's counters, and those of the guards over it."""
+        """Compare the counters of a guard and of the guards over it."""
         self.blame("GUARD-11")
         at = self.rng.choice(self.guards())
         tree = [self.views[guard] for guard in self.model.tree(at)]
@@ -187,14 +187,14 @@ class GuardPlayer(GuardMoves):
             super().close()
 
     def _keep_a_guard(self, ended: set[int]) -> None:
-        """Open a guard that stays when these views are closed, unless there is one."""
+        """Open a guard that stays when these views are closed, unless one exists."""
         if not set(self.guards()) - ended and self.can(C.VIEWS, C.GUARDS):
             self.open_view()
             self.open_guard(len(self.views) - 1)
 
     @operation("GUARD-11", C.ENGINE_SIDE, C.CLOSE)
     def free_all(self) -> None:
-        """Let the engine take back the blocks held through a guard, and close the guard."""
+        """Let the engine take back all blocks that a guard holds, and close the guard."""
         self.blame("GUARD-11")
         at = self.rng.choice(self.guards())
         ended = self.closing(at)
@@ -208,7 +208,7 @@ class GuardPlayer(GuardMoves):
         held = [block for refs in accounts for block in refs]
         self.model.closed |= ended
         if self.can(C.CACHE) and len(self.model.closed) < len(self.views):
-            with self.unrecorded():  # in any order
+            with self.unrecorded():  # the blocks come in any order
                 walk = self.listed(self.a_view(), "iter_free_block_ids_with_hash")
             place = {block: number for number, (block, _) in enumerate(walk)}
             held.sort(key=lambda block: place.get(block, -1))
@@ -239,7 +239,7 @@ class GuardPlayer(GuardMoves):
                 self.refused(ViewClosedError, self.harness, "guard_over", view, None, law="POOL-10")
         if self.can(C.ENGINE_SIDE):
             for at in ended & self.model.stats.keys():
-                self.call(self.views[at], "free_all")  # no references are left
+                self.call(self.views[at], "free_all")  # because no references are left
         if not self.guards() and not self.is_over:
             self.compare()
             self.is_over = True
@@ -248,14 +248,14 @@ class GuardPlayer(GuardMoves):
 
     @observable("GUARD-7")
     def lease_states(self) -> None:
-        """Whether each lease is active."""
+        """Compare whether each lease is active."""
         for one, lease in self.leases:
             got = self.read(one, "is_active")
             self.equal(got, self.model.is_active(lease), "a lease is active until it ends")
 
     @observable("GUARD-5")
     def pinnable(self) -> None:
-        """The blocks that each guard may still hold."""
+        """Compare the number of blocks that each guard may still hold."""
         for at in self.guards():
             left = self.model.num_pinnable(at)
             has_query = isinstance(self.views[at], SupportsPinBudget)
@@ -267,7 +267,7 @@ class GuardPlayer(GuardMoves):
 
     @observable("GUARD-11", C.STATS)
     def stats(self, guards: Sequence[int] | None = None) -> None:
-        """The counters of each guard."""
+        """Compare the counters of each guard."""
         for at in self.guards() if guards is None else guards:
             got, expected = self.read(self.views[at], "stats"), self.model.stats[at]
             self.derive()
@@ -278,7 +278,7 @@ class GuardPlayer(GuardMoves):
 
     @observable("GUARD-11", C.LEAKS)
     def leaks(self, guards: Sequence[int] | None = None) -> None:
-        """The leak report of each guard: reference by reference, the oldest first."""
+        """Compare the leak report of each guard, reference by reference, the oldest first."""
         for at in reversed(self.guards() if guards is None else guards):
             leaks = list(self.call(self.views[at], "leaks"))
             self.derive()

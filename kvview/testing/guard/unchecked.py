@@ -33,12 +33,12 @@ class UncheckedView:
             self.refs[block] += 1
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release references; like vLLM up to 0.23, queue each mention of a block (#42571)."""
+        """Release references; like vLLM up to 0.23, queue a block at each mention (vLLM #42571)."""
         self._begin("free_blocks")
         self.queue += self._freed(block_ids)
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release references, to the head of the queue."""
+        """Release references to the head of the queue."""
         self._begin("give_back_blocks")
         self.queue[:0] = self._freed(block_ids)
 
@@ -72,7 +72,7 @@ class UncheckedPool:
     """A harness whose view is a guard over an :class:`UncheckedView`.
 
     Args:
-        harness: Makes the guards, and has their clock.
+        harness: The harness that makes the guards and has their clock.
         num_blocks: Blocks in the pool.
         has_size: Whether the view has the size of the pool.
     """
@@ -93,7 +93,7 @@ class UncheckedPool:
         }
 
     def fail(self, method: str) -> None:
-        """Let calls of this method of the engine fail; an empty name ends the failures."""
+        """Let calls of a method of the engine fail; an empty name ends the failures."""
         self.engine.fails_at = method
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -108,7 +108,7 @@ class UncheckedPool:
         self.engine.queue += self.engine._freed(block_ids)
 
     def guard_over(self, view: Any, num_blocks: int | None) -> Any:
-        """Make another guard, with a budget that this pool and the harness allow."""
+        """Make another guard over a view, with a budget."""
         return self._harness.guard_over(view, num_blocks)
 
     def advance(self, seconds: float) -> None:

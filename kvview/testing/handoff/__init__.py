@@ -1,4 +1,4 @@
-"""Checks of connectors that hand KV from one engine to another; importing it registers them."""
+"""The checks of connectors for handoffs; an import of this package registers the checks."""
 
 from kvview.testing.handoff.harness import PDFactory, pd_factory
 from kvview.testing.handoff.player import HandoffPlayer

@@ -1,4 +1,4 @@
-"""Two engines, a network between them, and a connector in both."""
+"""The harness of handoffs: two engines with a connector in each, and a network between them."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from kvview.testing.handoff.network import Network
 
 
 class PDHarness(ConnectorHarness, Protocol):
-    """An engine under simulation, in both roles of a handoff."""
+    """A simulated engine that can play both roles of a handoff."""
 
     def add_prefill(self, add: Add, serial: int) -> None:
-        """Queue a request whose KV is offered when it has finished."""
+        """Queue a request whose KV is offered when the request has finished."""
 
     def add_decode(self, add: Add, serial: int, params: Mapping[str, Any]) -> None:
         """Queue a request with the parameters of a handoff."""
 
     def take_offered(self) -> Mapping[str, tuple[Mapping[str, Any], BlockIds]]:
-        """Offers since the last call, by request id: parameters and the request's block table."""
+        """Return the offers since the last call by request id: parameters and block table."""
 
     @property
     def num_loaded_blocks(self) -> int:
-        """Blocks that requests have loaded."""
+        """Return the number of blocks that requests have loaded."""
 
     def num_wrong_blocks(self) -> int:
-        """Cached and squeezed blocks with other bytes than their owner has written."""
+        """Return the number of cached and squeezed blocks that another writer has changed."""
 
 
 @dataclass(frozen=True)
 class EngineLife:
-    """One life of an engine that hands KV to others.
+    """One life of an engine that hands over KV.
 
     Args:
         me: Identity of this life.
-        wire: Its wire.
-        clock: Seconds.
-        lease_seconds: Time that an offer waits for its consumer.
+        wire: The wire of the engine.
+        clock: Returns the time in seconds.
+        lease_seconds: Seconds for which an offer waits for its consumer.
     """
 
     me: Peer
@@ -68,12 +68,12 @@ class BuildsPDEngines(Protocol):
     def build_for_handoffs(
         self, scenario: Scenario, connector: Connector, life: EngineLife
     ) -> PDHarness:
-        """Build an engine that hands KV to others.
+        """Build an engine that hands over KV.
 
         Args:
             scenario: Sizes of the engine.
-            connector: Its connector.
-            life: Its identity, wire and clock.
+            connector: The connector of the engine.
+            life: Identity, wire and clock of the engine.
         """
 
 
@@ -93,22 +93,22 @@ class PDFactory:
 
     @property
     def __name__(self) -> str:
-        """Name of the class."""
+        """Name of the connector class."""
         return self.made_of.__name__
 
     @property
     def made_by(self) -> str:
-        """Lines of a script that make the factory from ``factory``, the class."""
+        """Return lines of a script that make the factory from ``factory``, the class."""
         place = "from kvview.testing.handoff.harness import PDFactory"
         return f"{place}\nfactory = PDFactory(factory, {self.engine!r}, {dict(self.options)!r})"
 
     def __call__(self) -> TwoEngines:
-        """Two engines that are not built yet."""
+        """Return two engines that are not built yet."""
         return TwoEngines(self.made_of, _load(self.engine), self.options)
 
 
 class _Idle(Connector):
-    """A connector that offers and accepts nothing."""
+    """A connector that offers and accepts no KV."""
 
     @override
     def make_scheduler(self) -> HandoffScheduler:
@@ -121,7 +121,7 @@ class _Idle(Connector):
 
 @cache
 def _load(name: str) -> BuildsPDEngines:
-    """Load the factory of an engine, and build one, because a release may refuse handoffs."""
+    """Load the factory of an engine, and build an engine, because a release may refuse handoffs."""
     engines = load_engines(name)
     if not isinstance(engines, BuildsPDEngines):
         raise ConfigError(f"engine {name!r} cannot play handoffs; use reference or vllm")
@@ -157,7 +157,7 @@ def require_handoff_connector(target: object, options: Mapping[str, Any]) -> typ
     """Refuse an object that is not a connector class with hooks for handoffs.
 
     Raises:
-        ConfigError: As :func:`pd_factory`.
+        ConfigError: As for :func:`pd_factory`.
     """
     name = getattr(target, "__qualname__", repr(target))
     if is_engine_connector(target):
@@ -179,7 +179,7 @@ def require_handoff_connector(target: object, options: Mapping[str, Any]) -> typ
 
 
 class TwoEngines:
-    """Two engines and the network between them, after :meth:`start`.
+    """Two engines with a network between them, which exist after :meth:`start`.
 
     Args:
         connector_class: The connector.
@@ -210,7 +210,7 @@ class TwoEngines:
         """Build both engines.
 
         Args:
-            scenarios: Sizes of each engine as fitted, by its name.
+            scenarios: Sizes of each engine, as :meth:`fit` returned them, by name.
             network: The network.
             lease_seconds: Time that an offer waits for its consumer.
         """
@@ -219,14 +219,14 @@ class TwoEngines:
             self.restart(name)
 
     def restart(self, name: str) -> None:
-        """Start a new life of an engine; the old life ends without another message."""
+        """Start a new life of an engine; the old life sends no further message."""
         scenario = self._scenarios[name]
         self.lives[name] = self.lives.get(name, 0) + 1
         me = Peer(name, self.life(name), f"wire://{name}")
         wire = self.network.connect(me.address)
         if name in self.engines:
             with suppress(Exception):
-                self.engines[name].shutdown()  # threads and memory
+                self.engines[name].shutdown()  # release threads and memory
         connector = self._class(ConnectorConfig(scenario.geometry, dict(self._options)))
         make_worker = connector.make_worker
 
@@ -234,7 +234,7 @@ class TwoEngines:
             worker = make_worker()
             start_plan = worker.start_plan
 
-            def start_copy(plan: StepPlan) -> None:  # the halves may be in two processes
+            def start_copy(plan: StepPlan) -> None:  # two instances, for two processes
                 start_plan(pickle.loads(pickle.dumps(plan)))
 
             worker.start_plan = start_copy  # type: ignore[method-assign]

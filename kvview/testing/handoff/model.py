@@ -1,6 +1,6 @@
-"""The model of handoffs: the blocks that a producer must hold, and until when it may hold them.
+"""The model of handoffs: which blocks a producer must hold, and how long it may hold them.
 
-It knows offers, requests of consumers and the time, and nothing of any connector.
+The model has offers, requests of consumers and the time, and does not depend on a connector.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kvview.handoff import Handoff
 from kvview.testing.connector.scenario import Add
 
 GRACE = 6
-"""Seconds from an event at one engine until its effect at the other, on an intact network."""
+"""Maximum of seconds from an event at one engine to its effect at the other, without faults."""
 
 Kind = Literal["right", "repeated", "wrong"]
-"""The handoff of the request's own prompt; the same once more; or another handoff, or none."""
+"""The handoff that a router chose: the request's own, its own again, or a wrong one or none."""
 
 BROKEN: Mapping[Kind, str] = {"right": "HAND-7", "repeated": "HAND-5", "wrong": "HAND-6"}
-"""The law that wrong KV breaks."""
+"""The law that wrong KV breaks, for each kind of choice."""
 
 
 @dataclass(eq=False)
@@ -30,9 +30,9 @@ class Kept:
         engine: The producer.
         add: The prompt.
         params: The parameters.
-        handoff: The parameters, read.
+        handoff: The handoff that the parameters describe.
         blocks: Blocks that the tokens of the handoff need.
-        until: Time at which the lease passes.
+        until: Time at which the lease ends.
     """
 
     engine: str
@@ -43,12 +43,12 @@ class Kept:
     until: float
     is_routed: bool = False
     is_wanted: bool = True
-    """Whether no consumer has begun to load or given up, so that the blocks must be held."""
+    """Whether the blocks must be held, because no consumer has started to load or has given up."""
     free_by: float | None = None
-    """Time at which the blocks must be free although the lease has not passed, if the network
-    stays intact."""
+    """Time at which the blocks must be free, even before the end of the lease, if the network stays
+    intact."""
     num_faults: int = 0
-    """Faults of the network when a consumer got the handoff."""
+    """Number of network faults at the time when a consumer received the handoff."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Decode:
     """A request of a consumer.
 
     Args:
-        kept: Its handoff.
+        kept: Handoff of the request.
         kind: How the router chose the handoff.
     """
 
@@ -67,7 +67,7 @@ class Decode:
 
 @dataclass
 class HandoffModel:
-    """All offers and the requests that use them.
+    """All offers, and the requests that use offers.
 
     Args:
         are_alike: Whether both engines have the same layout, so that they can use handoffs.
@@ -76,7 +76,7 @@ class HandoffModel:
     are_alike: bool
     kept: list[Kept] = field(default_factory=list)
     decodes: dict[tuple[str, str], Decode] = field(default_factory=dict)
-    """Requests that wait or load, by engine and request id."""
+    """Waiting and loading requests, by engine and request id."""
 
     def must_hold(self, engine: str, now: float) -> set[int]:
         """Return the blocks that an engine must hold."""
@@ -98,21 +98,21 @@ class HandoffModel:
         return (one for one in self.kept if one.engine == engine)
 
     def restart(self, engine: str) -> None:
-        """Forget the blocks of an engine that has restarted; its parameters remain in routers."""
+        """Forget the blocks of a restarted engine; its parameters remain in routers."""
         for one in self.of(engine):
             one.blocks = set()
         self.decodes = {key: one for key, one in self.decodes.items() if key[0] != engine}
 
     def follow(self, engine: str, unfinished: Mapping[str, str], now: float) -> list[Decode]:
-        """Take in the states of a consumer's requests.
+        """Update the model with the states of a consumer's requests.
 
         Args:
             engine: The consumer.
-            unfinished: Its requests, with their states.
+            unfinished: Requests of the consumer, with their states.
             now: The time.
 
         Returns:
-            The requests that load no longer.
+            The requests that have ended their loads.
         """
         ended = []
         for (name, request_id), decode in list(self.decodes.items()):

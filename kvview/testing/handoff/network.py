@@ -1,8 +1,8 @@
 """A simulated network between engines: time, messages, and faults on every message.
 
-A message is read out of the sender's memory some time after it was sent, as a network card reads
-it. If its frames differ from those that were sent, the sender released or overwrote memory under a
-read (HAND-4).
+The network reads a message from the sender's memory some time after ``send``, like a network card.
+If the frames have changed since then, the sender released or overwrote memory during a read
+(HAND-4).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FAULTS: tuple[Fault, ...] = (
 twice; a frame cut or missing; a bit changed; some older messages delivered once more; delivered to
 the other engine as well."""
 
-_MOST_KEPT = 30  # messages that may be replayed
-_NUM_REPLAYED = 4  # messages, at once
+_MOST_KEPT = 30  # number of old messages that may be replayed
+_NUM_REPLAYED = 4  # number of messages that are replayed at once
 
 
 @dataclass(eq=False)
@@ -60,16 +60,16 @@ class SimulatedWire:
         return self.network.now
 
     def send(self, address: str, message: Sequence[Frame]) -> int:
-        """Send frames; they are read later."""
+        """Send frames, which the network reads later."""
         return self.network.send(self, address, message)
 
     def sent(self) -> Sequence[int]:
-        """Tickets whose frames were read."""
+        """Return the tickets whose frames were read."""
         ended, self.ended = self.ended, []
         return ended
 
     def receive(self) -> Sequence[Sequence[bytes]]:
-        """Messages that have arrived."""
+        """Return the messages that have arrived."""
         inbox, self.inbox = self.inbox, []
         return inbox
 
@@ -82,7 +82,7 @@ class Network:
 
     Args:
         seed: Seed of the details of faults.
-        longest: Seconds by which faults delay a message, at most.
+        longest: Maximum of seconds by which faults delay a message.
     """
 
     def __init__(self, seed: int, longest: int) -> None:
@@ -93,7 +93,7 @@ class Network:
         """Time until which all messages are lost."""
         self.num_faults = 0
         self.overwritten: list[str] = []
-        """Messages whose frames changed before they were read."""
+        """Descriptions of messages whose frames changed before they were read."""
         self._rng = Random(seed)
         self._longest = longest
         self._wires: dict[str, SimulatedWire] = {}
@@ -103,7 +103,7 @@ class Network:
         self._num_tickets = 0
 
     def connect(self, address: str) -> SimulatedWire:
-        """Make the wire of a new life; frames in the memory of the old life are gone."""
+        """Make the wire of a new life; unread frames of the old life are lost."""
         if address in self._wires:
             self._wires[address].is_dead = True
         self._unread = [one for one in self._unread if not one.wire.is_dead]
@@ -115,12 +115,12 @@ class Network:
         return any(one.wire is self._wires[address] for one in self._unread)
 
     def heal(self) -> None:
-        """End all faults of later messages."""
+        """Let later messages pass without faults."""
         self.faults.clear()
         self.cut_off_until = self.now
 
     def send(self, wire: SimulatedWire, address: str, frames: Sequence[Frame]) -> int:
-        """Take a message."""
+        """Accept a message."""
         self._num_tickets += 1
         if wire.is_dead:
             return self._num_tickets

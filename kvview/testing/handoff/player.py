@@ -1,4 +1,4 @@
-"""Handoffs between two engines, played under faults and compared with the model."""
+"""Handoffs between two engines, which are played with faults and compared with the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GEOMETRIES = (
     CacheGeometry(4, 4, (_FULL, ChunkedLocalAttention(4, 8))),
 )
 _LEASES = (16, 24)
-_LONGEST_RUN = 1_500  # seconds until two engines without new requests must be idle
+_LONGEST_RUN = 1_500  # maximum of seconds until two engines without new requests are idle
 _NAMES = ("P", "D")
 
 
@@ -64,10 +64,10 @@ class HandoffPlayer(Player):
         self.pair: TwoEngines = self.harness
         self.lease: int = rng.choice(_LEASES)
         self.network = Network(rng.getrandbits(32), self.lease)
-        self.prompts: dict[tuple[str, str], Add] = {}  # prefills that are not offered yet
+        self.prompts: dict[tuple[str, str], Add] = {}  # prefills whose KV is not offered yet
         self.num_requests = 0
         self.pressed_until = dict.fromkeys(_NAMES, 0.0)
-        """Time until which other requests overwrite all free blocks of an engine."""
+        """For each engine, time until which other requests overwrite all free blocks."""
         geometry = _GEOMETRIES[0] if self.plan.is_small else rng.choice(_GEOMETRIES)
         is_mixed = not self.plan.is_small and rng.random() < 0.15
         scenarios = {
@@ -89,11 +89,11 @@ class HandoffPlayer(Player):
 
     @property
     def engines(self) -> Mapping[str, PDHarness]:
-        """The engines of now; a restart replaces one."""
+        """The current engines; a restart replaces an engine."""
         return self.pair.engines
 
     def counters(self, name: str) -> tuple[int, int]:
-        """Wrong and loaded blocks of an engine so far."""
+        """Return the numbers of wrong and of loaded blocks of an engine so far."""
         engine = self.engines[name]
         return engine.stats.mismatches, engine.num_loaded_blocks
 
@@ -106,7 +106,7 @@ class HandoffPlayer(Player):
             raise
         except Exception as error:
             if getattr(error, "law", None) == "ENGINE":
-                raise  # the engine failed, not the connector
+                raise  # the engine has failed, not the connector
             law, _ = split_law(str(error))
             laws = {"CONN-3": "HAND-3", "CONN-4": "HAND-3", "POOL-4": "HAND-3"}
             got = f"{type(error).__name__}: {error}"
@@ -118,7 +118,7 @@ class HandoffPlayer(Player):
             )
 
     def tick(self, seconds: int = 1) -> None:
-        """Let time pass: messages arrive, and engines with work step."""
+        """Let time pass, so that messages arrive and engines with work make steps."""
         for _ in range(seconds):
             self.network.tick()
             for name in _NAMES:
@@ -131,7 +131,7 @@ class HandoffPlayer(Player):
             self.compare()
 
     def take_offers(self, name: str) -> None:
-        """Give new offers to the model."""
+        """Add new offers to the model."""
         for request_id, (params, tables) in self.engines[name].take_offered().items():
             self.line(f"# {name} offers {request_id}: {params}")
             add = self.prompts.pop((name, request_id))
@@ -179,7 +179,7 @@ class HandoffPlayer(Player):
 
     @observable("HAND-2")
     def offered_blocks_are_held(self) -> None:
-        """Blocks that a consumer may still want are held."""
+        """Blocks that a consumer may still load are held."""
         for name, engine in self.engines.items():
             missing = self.model.must_hold(name, self.network.now) - {*engine.held_blocks()}
             self.equal(missing, set(), f"{name} holds the blocks that it offers", "HAND-2")
@@ -197,7 +197,7 @@ class HandoffPlayer(Player):
 
     @observable("HAND-3")
     def references(self) -> None:
-        """The references of the pool are those of its owners."""
+        """Every reference of the pool belongs to an owner."""
         for name, engine in self.engines.items():
             refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
             try:
@@ -208,7 +208,7 @@ class HandoffPlayer(Player):
 
     @observable("HAND-4")
     def reads(self) -> None:
-        """Frames did not change before they were read."""
+        """Frames do not change before they are read."""
         self.equal(self.network.overwritten, [], "frames stay until they are read", "HAND-4")
 
     @observable("HAND-8")
@@ -233,7 +233,7 @@ class HandoffPlayer(Player):
         return replace(add, **changes)
 
     def add(self, name: str, add: Add, method: str = "add", *args: Any) -> bool:
-        """Queue a request, unless one of its id is unfinished or still loads."""
+        """Queue a request, unless a request with its id is unfinished or still loads."""
         if add.request_id in self.engines[name].unfinished():
             return False
         self.num_requests += 1
@@ -267,18 +267,18 @@ class HandoffPlayer(Player):
                 kept.is_routed, kept.num_faults = True, self.network.num_faults
 
     def other(self, name: str) -> str:
-        """The other engine, or at times the same one."""
+        """Return the other engine, or sometimes the same engine."""
         return name if self.rng.random() < 0.1 else _NAMES[name == "P"]
 
     def new_offers(self) -> list[Kept]:
-        """List the offers that have not reached a consumer, at times only those that expired."""
+        """List the offers that no consumer has received, sometimes only expired offers."""
         new = [one for one in self.model.kept if not one.is_routed]
         live = [one for one in new if self.network.now < one.until]
         return live if self.rng.random() < 0.9 else new
 
     @operation("HAND-7", weight=4)
     def route(self) -> None:
-        """Deliver a handoff for the first time, with faults on its way."""
+        """Deliver a handoff for the first time, with faults on the way."""
         if not (new := self.new_offers()):
             self.prefill()
             self.tick(3)
@@ -289,7 +289,7 @@ class HandoffPlayer(Player):
         add = replace(kept.add, request_id=request_id, num_output_tokens=self.rng.randint(0, 2))
         rng, left = self.rng, int(kept.until - self.network.now)
         if left > 4 and rng.random() < 0.2:
-            self.tick(left - rng.randint(1, 4))  # the lease passes during the read
+            self.tick(left - rng.randint(1, 4))  # the lease ends during the read
         if rng.random() < 0.6:
             self.disturb()
         if rng.random() < 0.4:
@@ -299,7 +299,7 @@ class HandoffPlayer(Player):
 
     @operation("HAND-5", weight=1.5)
     def route_again(self) -> None:
-        """Deliver a handoff once more: it is in use, consumed, expired or of an old life."""
+        """Deliver a handoff again that is in use, consumed, expired or of an old life."""
         if old := [one for one in self.model.kept if one.is_routed]:
             kept = self.rng.choice(old)
             add = replace(kept.add, request_id=f"again{self.num_requests}", num_output_tokens=2)
@@ -399,7 +399,7 @@ class HandoffPlayer(Player):
         self.model.restart(name)
         self.prompts = {key: add for key, add in self.prompts.items() if key[0] != name}
         self.counts[name] = self.counters(name)
-        self.network.num_faults += 1  # requests on the way may be lost with the old life
+        self.network.num_faults += 1  # requests that are in transit may be lost with the old life
 
     # --- goals ---
 
@@ -414,13 +414,13 @@ class HandoffPlayer(Player):
         while any(engine.has_work() for engine in self.engines.values()):
             self.true(self.network.now < end, "engines end their work", "work left", "none")
             self.tick()
-        self.tick(self.lease + 1)  # messages on the way
+        self.tick(self.lease + 1)  # messages in transit
         for name, engine in self.engines.items():
             held = dict(engine.held_blocks())
             self.equal(held, {}, f"{name} holds nothing when all handoffs have ended", "HAND-3")
 
     def offer_now(self, name: str, family: int) -> Kept | None:
-        """Compute a new prompt and wait for its offer; None if a window has lost its blocks."""
+        """Compute a new prompt and wait for its offer; None if a window has lost blocks."""
         size, num_before = self.geometry.scheduler_block_size, len(self.model.kept)
         length = size * self.rng.randint(1, 2) + 1
         add = Add(f"over{self.num_requests}", family, length, num_shared_blocks=0)
@@ -436,11 +436,11 @@ class HandoffPlayer(Player):
 
     @operation("HAND-10", weight=0.8)
     def hand_over(self) -> None:
-        """Hand over one prompt on an intact network; then the producer's blocks are free."""
+        """Hand over one prompt on an intact network; afterwards the producer's blocks are free."""
         self.settle()
         family = 1000 + self.num_requests
         if self.rng.random() < 0.5:
-            self.offer_now("P", family)  # it never reaches a consumer
+            self.offer_now("P", family)  # the handoff never reaches a consumer
         if (kept := self.offer_now("P", family + 1)) is None or not self.model.are_alike:
             return
         add = replace(kept.add, num_output_tokens=1)
@@ -460,12 +460,12 @@ class HandoffPlayer(Player):
             self.true(is_loaded, "the KV is loaded", "it was computed", "a load")
         self.tick_until(
             lambda: not kept.blocks & {*self.engines["P"].held_blocks()},
-            f"{how}: the producer frees the blocks before the lease has passed",
+            f"{how}: the producer frees the blocks before the end of the lease",
             "HAND-3",
         )
 
     def tick_until(self, is_done: Callable[[], bool], what: str, law: str = "HAND-10") -> None:
-        """Let time pass until something has happened, which takes a few seconds."""
+        """Let a few seconds pass until an event has happened."""
         for _ in range(2 * GRACE):
             if is_done():
                 return
@@ -474,7 +474,7 @@ class HandoffPlayer(Player):
 
 
 def _doubled(geometry: CacheGeometry) -> CacheGeometry:
-    """Double the block sizes; the hashes stay equal, so only the layout differs."""
+    """Double the block sizes; the hashes do not change, so only the layout differs."""
     groups = (replace(group, block_size=2 * group.block_size) for group in geometry.groups)
     size = 2 * geometry.scheduler_block_size
     return CacheGeometry(size, geometry.hash_block_size, tuple(groups))

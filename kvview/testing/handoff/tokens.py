@@ -1,4 +1,4 @@
-"""Handoffs between real engines, which an engine's package plays."""
+"""The interface for handoffs between real engines, which an engine's package implements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RealCase:
     """The outcome of one case.
 
     Args:
-        law: The law that it is about; empty for a positive control.
+        law: The law that the case tests; empty for a positive control.
         name: The case, in a few words.
         outcome: The observation.
         is_right: Whether the law holds.
@@ -36,7 +36,7 @@ class PlaysRealHandoffs(Protocol):
     def play_handoffs(
         connector_class: type, options: Mapping[str, Any], on_progress: Callable[[str], None]
     ) -> Iterator[RealCase]:
-        """Play all cases with a connector of the engine, or of kvview."""
+        """Play all cases with a connector of the engine or of kvview."""
 
 
 def real_handoffs(
@@ -50,7 +50,7 @@ def real_handoffs(
         on_progress: Called with the name of each case.
 
     Raises:
-        ConfigError: The target is neither, or vLLM cannot run here.
+        ConfigError: The target is not such a connector, or vLLM cannot run here.
     """
     if not is_engine_connector(connector_class):
         require_handoff_connector(connector_class, options)

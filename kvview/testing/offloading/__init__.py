@@ -1,1 +1,1 @@
-"""The offloading contract under test."""
+"""The checks of the offloading contract."""

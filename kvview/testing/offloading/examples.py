@@ -16,8 +16,8 @@ _TOLERATED_GROWTH = 32_768  # bytes
 
 @example(ManagerPlayer, "OFF-5", C.SIZED)
 def check_off_5_growth_of_keys_that_are_gone(tier: ManagerPlayer) -> None:
-    """Growth: a key that was evicted, a failed store and an ended load leave nothing behind."""
-    if tier.can(C.STORE_THRESHOLD):  # above 1 a manager remembers the offers of keys
+    """Growth: evicted keys, failed stores and ended loads leave no memory behind."""
+    if tier.can(C.STORE_THRESHOLD):  # above 1 a manager remembers offers of keys
         tier.use(tier.call(tier.harness, "with_threshold", 1), "manager")
     manager: Any = tier.subject
     no_request = ReqContext()  # a manager may remember the keys of a request until it ends

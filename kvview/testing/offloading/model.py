@@ -1,9 +1,9 @@
 """The offloading contract as an executable model: dictionaries, counters and the laws.
 
-The model touches no manager. It states which key is a hit, which keys a store takes and how many
-it evicts, which transfers are in flight, and which events are due. If the contract leaves a
-choice to the manager (a page, a victim among several), the model adopts the choice of the manager.
-For each promise it yields whether the promise was kept: (law, promise, is kept).
+The model calls no manager. It states which key is a hit, which keys a store takes and how many it
+evicts, which transfers are in flight, and which events are due. If the contract leaves a choice to
+the manager (a page, a victim among several), the model adopts the choice of the manager. Its
+methods yield (law, promise, whether it was kept).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvview.testing.offloading.orders import AnyOrder, Promise
 
 Keys = Sequence[OffloadKey]
 Change = tuple[str, OffloadKey]
-"""A key that was stored, ``("+", key)``, or removed, ``("-", key)``."""
+"""A change of the tier: ``("+", key)`` for a stored key, ``("-", key)`` for a removed key."""
 
 
 class ManagerModel:
     """The state of a manager, as the contract defines it.
 
     Args:
-        capacity: Keys that fit.
+        capacity: Number of keys that fit.
         make_order: Makes the order of eviction; called again at each reset.
         threshold: Offers that a key needs before it is stored (OFF-12).
         has_pages: Whether specs name pages.
@@ -47,29 +47,29 @@ class ManagerModel:
         self.loads: Counter[OffloadKey] = Counter()
         """Number of loads under way for each stored key."""
         self.late_stores: set[OffloadKey] = set()
-        """Keys of stores older than a reset, which continue (OFF-8)."""
+        """Keys of stores that were started before a reset and continue (OFF-8)."""
         self.late_loads: Counter[OffloadKey] = Counter()
         self.pages: dict[OffloadKey, int] = {}
         """Pages of stored keys and of all keys in flight."""
         self.offers: Counter[OffloadKey] = Counter()
         self.why: dict[OffloadKey, str] = {}
-        """The law of the last call with a key; by default OFF-6."""
+        """For each key, the law of the last call with it; by default OFF-6."""
         self.advertised: set[OffloadKey] = set()
-        """Keys that the events taken so far advertise."""
+        """Keys that the events so far advertise."""
         self.due: list[Change] = []
-        """Changes since the events were taken."""
+        """Changes since the last call of ``take_events``."""
         self.num_until_reset = 0
-        """Number of these changes up to the last reset, its removals included."""
+        """Number of these changes up to the last reset, including the removals of the reset."""
 
     # --- the present state ---
 
     @property
     def late(self) -> set[OffloadKey]:
-        """Keys that transfers started before a reset still use."""
+        """Return the keys that transfers started before a reset still use."""
         return self.late_stores | self.late_loads.keys()
 
     def answer(self, key: OffloadKey) -> LookupResult:
-        """The result of ``lookup`` (OFF-6)."""
+        """Return the expected result of ``lookup`` (OFF-6)."""
         if key in self.storing:
             return LookupResult.HIT_PENDING
         return LookupResult.HIT if key in self.stored else LookupResult.MISS
@@ -79,30 +79,31 @@ class ManagerModel:
         return [*(key in self.stored for key in keys), False].index(False)
 
     def num_free(self) -> int:
-        """Number of pages without keys and transfers, even transfers before a reset (OFF-5)."""
+        """Return the number of pages that no key and no transfer uses (OFF-5)."""
         return self.capacity - len(self.stored) - len(self.storing) - len(self.late)
 
     def num_protected(self) -> int:
-        """Number of pages that transfers use (OFF-5)."""
+        """Return the number of pages that transfers use (OFF-5)."""
         return len(self.storing) + len(self.loads) + len(self.late)
 
     # --- stores ---
 
     def new_of(self, offered: Keys) -> list[OffloadKey]:
-        """The keys that a store takes: not held, not in flight, and offered often enough."""
+        """Return the keys that a store takes: not held, not in flight, and offered often enough."""
         taken = self.stored | self.storing | self.late
         enough = self.threshold - 1
         keys = dict.fromkeys(offered)
         return [key for key in keys if key not in taken and self.offers[key] >= enough]
 
     def may_go(self, offered: Keys) -> set[OffloadKey]:
-        """The keys that a store of these keys may evict (OFF-1, OFF-3)."""
+        """Return the keys that a store of these keys may evict (OFF-1, OFF-3)."""
         return self.stored - self.loads.keys() - set(offered)
 
     def num_lacking(self, offered: Keys) -> tuple[int, int]:
-        """Return the pages that a store lacks, at least and at most.
+        """Return the minimum and the maximum of pages that a store lacks.
 
-        A late transfer keeps its page. A tier without pages may have room for its key or not.
+        A transfer started before a reset keeps its page. Without pages in specs, the tier may or
+        may not have room for the key of such a transfer.
         """
         most = len(self.new_of(offered)) - self.num_free()
         least = most if self.has_pages else most - len(self.late)
@@ -143,17 +144,17 @@ class ManagerModel:
         self.why |= dict.fromkeys(new, "OFF-6")
 
     def _why_left_out(self, key: OffloadKey) -> str:
-        """The law by which a store takes or skips a key."""
+        """Return the law by which a store takes or skips a key."""
         if key in self.late:
             return "OFF-8"
         return "OFF-12" if self.threshold > 1 and self.answer(key).name == "MISS" else "OFF-3"
 
     def is_storing(self, keys: Keys) -> bool:
-        """Whether all these stores are under way (OFF-9)."""
+        """Whether stores of all these keys are in flight (OFF-9)."""
         return (self.storing | self.late_stores).issuperset(keys)
 
     def end_stores(self, keys: Keys, *, success: bool) -> None:
-        """End stores (OFF-4, OFF-6); one started before a reset ends without a trace (OFF-8)."""
+        """End stores (OFF-4, OFF-6); a store started before a reset ends without effect (OFF-8)."""
         for key in dict.fromkeys(keys):
             if key in self.late_stores:
                 self.late_stores.discard(key)
@@ -171,11 +172,11 @@ class ManagerModel:
     # --- loads and uses ---
 
     def load(self, keys: Keys) -> None:
-        """Start a load of stored keys, one for each mention (OFF-2)."""
+        """Start loads of stored keys, one for each mention (OFF-2)."""
         self.loads.update(keys)
 
     def is_loading(self, keys: Keys) -> bool:
-        """Whether at least as many loads of these keys are under way (OFF-9)."""
+        """Whether each key has at least as many loads in flight as mentions (OFF-9)."""
         return Counter(keys) <= self.loads + self.late_loads
 
     def end_loads(self, keys: Keys) -> None:
@@ -189,7 +190,7 @@ class ManagerModel:
                     self.pages.pop(key, None)
 
     def touch(self, keys: Keys) -> None:
-        """Use those keys that are held; the first one becomes the most recent."""
+        """Use the keys that are held; the first key becomes the most recent."""
         for key in reversed(keys):
             if key in self.stored or key in self.storing:
                 self.order.touch(key, is_storing=key in self.storing)
@@ -209,10 +210,10 @@ class ManagerModel:
     # --- events ---
 
     def take_events(self, got: Sequence[Change]) -> Iterator[Promise]:
-        """Compare the changes that were taken with those that are due."""
+        """Compare the events of a call with the changes that are due."""
         for sign, key in got:
             is_turn = (key in self.advertised) == (sign == "-")
-            yield "EVENT-1", f"stores and removals of {key!r} take turns", is_turn
+            yield "EVENT-1", f"stores and removals of {key!r} alternate", is_turn
             self.advertised.symmetric_difference_update([key])
         before, due = Counter(self.due[: self.num_until_reset]), self.due[self.num_until_reset :]
         start = max(0, len(got) - len(due)) if self.num_until_reset else 0
@@ -221,10 +222,10 @@ class ManagerModel:
         yield "EVENT-4", "a failed store advertises nothing", not is_failure
         if Counter(got[start:]) == Counter(due):
             is_kept = list(got[start:]) == due
-            yield "EVENT-3", f"the events are in the order in which it happened: {due}", is_kept
+            yield "EVENT-3", f"the events are in the order of the changes: {due}", is_kept
         law = "EVENT-5" if self.num_until_reset else "EVENT-2"
         what = "the events advertise the keys that can be loaded"
         yield law, what, self.advertised == self.stored and not extra
-        yield "EVENT-2", f"the events are those that are due: {due}", list(got[start:]) == due
+        yield "EVENT-2", f"the events report exactly these changes: {due}", list(got[start:]) == due
         self.due.clear()
         self.num_until_reset = 0

@@ -1,4 +1,4 @@
-"""The draws and the calls of the offloading contract, made on a manager and on its model."""
+"""Random draws, and calls of the offloading contract that are made on a manager and its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPS = (0, 1, 258)
 
 
 class ManagerMoves(Player):
-    """Calls one manager and its model alike."""
+    """Makes the same calls on a manager and on its model."""
 
     contract = "offloading"
     subject_name = "manager"
@@ -53,10 +53,10 @@ class ManagerMoves(Player):
         self.num_keys = 3 * self.capacity + 4
         self.num_fresh = 0
         self.recent: deque[OffloadKey] = deque(maxlen=max(16, self.capacity))
-        """Keys that were named last."""
+        """Keys that recent calls named."""
         self.evicted: deque[OffloadKey] = deque(maxlen=2 * self.capacity)
         self.results: deque[tuple[Any, str]] = deque(maxlen=6)
-        """Results of calls, with their content at the time of the call."""
+        """Results of recent calls, with a copy of their content at the time of the call."""
 
     @override
     def draw_most(self) -> int:
@@ -69,22 +69,22 @@ class ManagerMoves(Player):
     @override
     def draw(self, longest: int) -> Plan:
         plan = super().draw(longest)
-        last = [("end_all", self.rng.getrandbits(32))]  # shows the whole order of eviction
+        last = [("end_all", self.rng.getrandbits(32))]  # this shows the whole order of eviction
         return replace(plan, moves=[*plan.moves, *last])
 
     # --- draws ---
 
     def key(self, number: int) -> OffloadKey:
-        """One of the keys of the run; neighbours have one block hash in several groups."""
+        """Return a key of the run; neighbouring numbers share a block hash in several groups."""
         return make_offload_key(b"k%d" % (number // len(_GROUPS)), _GROUPS[number % len(_GROUPS)])
 
     def fresh(self, number: int) -> list[OffloadKey]:
-        """Keys that no call has named."""
+        """Return keys that no call has named."""
         self.num_fresh += number
         return [make_offload_key(b"new%d" % (self.num_fresh - at), 0) for at in range(number)]
 
     def wanted(self, number: int) -> list[OffloadKey]:
-        """Keys that the next offer stores, because it is the last that they need."""
+        """Return new keys whose next offer reaches the threshold, so that it stores them."""
         keys = self.fresh(number)
         for _ in range(self.model.threshold - 1):
             self.offer(keys)
@@ -100,7 +100,7 @@ class ManagerMoves(Player):
         return self.named(drawn)
 
     def any_keys(self) -> list[OffloadKey]:
-        """Draw keys: a part of a chain, keys from anywhere, new keys, or keys named lately."""
+        """Draw keys: a part of a chain, keys from anywhere, new keys, or recently named keys."""
         number = self.rng.randint(1, self.most)
         start, style = self.rng.randrange(self.num_keys), self.rng.random()
         if style < 0.3:
@@ -113,22 +113,22 @@ class ManagerMoves(Player):
         return self.named(self.rng.choices(self.recent, k=number))
 
     def named(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Remember keys as those that were named last."""
+        """Remember keys as recently named, and return them."""
         self.recent.extend(keys)
         return keys
 
     def collection(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
-        """The keys as a list, at times as a tuple."""
+        """Return the keys as a list, sometimes as a tuple."""
         return tuple(keys) if self.rng.random() < 0.1 else list(keys)
 
     def mixed(self, some: list[OffloadKey], others: list[OffloadKey]) -> list[OffloadKey]:
-        """The keys in any order."""
+        """Return the keys of both lists in a random order."""
         return self.rng.sample(some + others, len(some) + len(others))
 
     # --- calls on both ---
 
     def offer(self, keys: Sequence[OffloadKey]) -> bool:
-        """Call ``prepare_store``; returns whether it was accepted."""
+        """Call ``prepare_store``; returns whether the manager accepted it."""
         lacking = self.model.num_lacking(keys)[1]
         may_go = self.model.may_go(keys)
         offered = self.collection(keys)
@@ -152,7 +152,7 @@ class ManagerMoves(Player):
         return True
 
     def end_stores(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
-        """Call ``complete_store``; a success is at times left to its default."""
+        """Call ``complete_store``, for a success sometimes with the default argument."""
         if not keys:
             return
         more = {} if success and self.rng.random() < 0.3 else {"success": success}
@@ -180,7 +180,7 @@ class ManagerMoves(Player):
         self.model.end_loads(keys)
 
     def use_one(self, key: OffloadKey) -> None:
-        """Let a request use a key, by a touch or a complete store."""
+        """Let a request use a key, by a touch or a completed store."""
         self.named([key])
         if key in self.model.stored:
             self.call(self.subject, "touch", [key], self.context)

@@ -1,8 +1,8 @@
 """The orders of eviction that the offloading contract defines: LRU, and ARC as published.
 
-An order has the held keys with the time of their last use. It takes the victims that a manager
-chose, and yields for each promise whether it was kept. A manager that declares neither order may
-evict any key.
+An order has the held keys with the time of their last use. It receives the victims that a manager
+chose, and yields for each promise whether the promise was kept. A manager that declares neither
+order may evict any key.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from kvview.keys import OffloadKey
 
 Promise = tuple[str, str, bool]
-"""A law, a promise of it, and whether the promise was kept."""
+"""A law, a promise of the law, and whether the promise was kept."""
 
 
 def oldest(uses: Mapping[OffloadKey, int], may_go: Collection[OffloadKey]) -> list[int]:
-    """The times of the last uses of those keys that may go, the oldest first."""
+    """Return the times of the last uses of the keys that may be evicted, the oldest first."""
     return sorted(uses[key] for key in may_go if key in uses)
 
 
 class AnyOrder:
-    """No order, in which every key that is not in flight may be evicted."""
+    """No order: every key that is not in flight may be evicted."""
 
     def replace(
         self,
@@ -29,7 +29,7 @@ class AnyOrder:
         victims: Sequence[OffloadKey],
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
-        """Exchange victims, which are some of those that may go, for new keys."""
+        """Replace victims, each of which must be a key that may be evicted, by new keys."""
         yield from ()
 
     def touch(self, key: OffloadKey, *, is_storing: bool) -> None:
@@ -55,10 +55,14 @@ class LRUOrder(AnyOrder):
         victims: Sequence[OffloadKey],
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
-        """Evict the keys whose last use is longest ago, and use the new ones."""
+        """Evict the keys whose last use is longest ago, and use the new keys."""
         ages = [self.last_use[key] for key in victims]
         expected = oldest(self.last_use, may_go)[: len(victims)]
-        yield "OFF-10", "the keys whose last use is longest ago go, oldest first", ages == expected
+        yield (
+            "OFF-10",
+            "the keys whose last use is longest ago are evicted, oldest first",
+            ages == expected,
+        )
         for key in victims:
             del self.last_use[key]
         self.now += 1
@@ -75,14 +79,14 @@ class LRUOrder(AnyOrder):
 
 
 class ARCOrder(AnyOrder):
-    """Adaptive replacement as published (OFF-11); the names are the paper's.
+    """Adaptive replacement as published (OFF-11), with the names of the paper.
 
-    T1 has the keys used once, T2 the keys used again; B1 and B2 remember the keys evicted from
-    each. The paper defines every victim as long as one new key comes at a time, the published
-    victim is not in flight, and no store fails in a tier that evicted something. After that the
-    manager may choose between T1 and T2, and ``is_exact`` is False; within T1, and within T2, the
-    key whose last use is longest ago still goes first. A key that is stored again is then in either
-    list until it is touched.
+    T1 has the keys used once, T2 the keys used again; B1 and B2 remember the keys that were evicted
+    from T1 and T2. The paper defines every victim as long as new keys come one at a time, the
+    published victim is not in flight, and no store fails after an eviction. Otherwise ``is_exact``
+    becomes False, and the manager may choose between T1 and T2; within each list the key whose last
+    use is longest ago is still evicted first. A key that is then stored again may be in either list
+    until it is touched.
 
     Args:
         c: Keys that fit.
@@ -95,10 +99,10 @@ class ARCOrder(AnyOrder):
         self.c, self.p = c, 0.0
         self.t1: dict[OffloadKey, int] = {}
         self.t2: dict[OffloadKey, int] = {}
-        self.b1: list[OffloadKey] = []  # the oldest first, as in B2
+        self.b1: list[OffloadKey] = []  # the oldest key first, as in B2
         self.b2: list[OffloadKey] = []
         self.open: set[OffloadKey] = set()
-        """Held keys that may be in T1 or in T2."""
+        """Held keys that may be either in T1 or in T2."""
         self.evicted: set[OffloadKey] = set()
         self.is_exact = True
         self.now = 0
@@ -109,11 +113,15 @@ class ARCOrder(AnyOrder):
         victims: Sequence[OffloadKey],
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
-        """Evict as published, or within each list the keys whose last use is longest ago."""
+        """Evict as published or, if inexact, the keys of each list used longest ago."""
         for name, uses in (("once", self.t1), ("again", self.t2)):
             ages = [uses[key] for key in victims if key in uses]
             is_kept = ages == oldest(uses, may_go)[: len(ages)]
-            yield "OFF-11", f"of the keys used {name}, the one used longest ago goes first", is_kept
+            yield (
+                "OFF-11",
+                f"of the keys used {name}, the key used longest ago is evicted first",
+                is_kept,
+            )
         is_full = len(self.t1) + len(self.t2) == self.c
         if (len(new) > 1 and (victims or self.b1 or self.b2)) or (victims and not is_full):
             self.is_exact = False
@@ -140,7 +148,7 @@ class ARCOrder(AnyOrder):
                 self.open.add(key)
 
     def _make_room(self, x: OffloadKey) -> list[OffloadKey]:
-        """Cases II to IV of figure 4: returns the keys of which one is the victim."""
+        """Follow cases II to IV of figure 4; returns the keys one of which is the victim."""
         t1, t2, b1, b2, c = self.t1, self.t2, self.b1, self.b2, self.c
         num_known = len(t1) + len(t2) + len(b1) + len(b2)
         if x in b1:
@@ -159,7 +167,7 @@ class ARCOrder(AnyOrder):
         return _first(t1 if t1 and is_large else t2)
 
     def touch(self, key: OffloadKey, *, is_storing: bool) -> None:
-        """Use a key that is held; while it is stored, the use is still its first one."""
+        """Use a key that is held; a use during its store still counts as the first use."""
         self.now += 1
         if key in self.t1 and is_storing:
             self.t1[key] = self.now
@@ -169,7 +177,7 @@ class ARCOrder(AnyOrder):
             self.t2[key] = self.now
 
     def forget(self, key: OffloadKey) -> None:
-        """Drop a key whose store failed; the paper knows no failures."""
+        """Drop a key whose store failed; the paper does not cover failures."""
         self.is_exact = self.is_exact and not (self.b1 or self.b2)
         self.t1.pop(key, None)
         self.t2.pop(key, None)

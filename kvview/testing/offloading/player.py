@@ -18,10 +18,10 @@ _MOST_USES = 60
 
 @check_by_search
 class ManagerPlayer(ManagerMoves):
-    """Plays the engine of one manager, and compares every observable."""
+    """Plays an engine that uses one manager, and compares every observable."""
 
     labels: ClassVar[Mapping[str, Label]] = {
-        "OFF-1": Label("A key under load or store is not evicted."),
+        "OFF-1": Label("A key that is being loaded or stored is not evicted."),
         "OFF-2": Label("A load names the pages of its keys, and is refused unless all are ready."),
         "OFF-3": Label("A store makes room for all its new keys, or changes nothing."),
         "OFF-4": Label("A failed store leaves no trace."),
@@ -30,14 +30,14 @@ class ManagerPlayer(ManagerMoves):
         "OFF-7": Label(
             "An unknown policy is refused with a list of the known ones.", (C.POLICIES,)
         ),
-        "OFF-8": Label("A reset forgets every key, and transfers in flight go on."),
+        "OFF-8": Label("A reset forgets every key, and transfers in flight continue."),
         "OFF-9": Label("Each transfer is completed once; any other completion is refused."),
         "OFF-10": Label("The keys whose last use is longest ago are evicted first.", (C.LRU,)),
         "OFF-11": Label("Keys are evicted as ARC was published.", (C.ARC,)),
         "OFF-12": Label("A key is stored at its N-th offer.", (C.STORE_THRESHOLD,)),
-        "EVENT-1": Label("Stores and removals of a key take turns.", (C.EVENTS,)),
+        "EVENT-1": Label("Stores and removals of a key alternate.", (C.EVENTS,)),
         "EVENT-2": Label("The events advertise the keys that can be loaded.", (C.EVENTS,)),
-        "EVENT-3": Label("Events come once, in the order in which it happened.", (C.EVENTS,)),
+        "EVENT-3": Label("Each event comes once, in the order of the changes.", (C.EVENTS,)),
         "EVENT-4": Label("A failed store advertises nothing.", (C.EVENTS,)),
         "EVENT-5": Label("A reset removes everything that was advertised.", (C.EVENTS, C.RESETS)),
     }
@@ -46,7 +46,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-3", weight=5)
     def store(self) -> None:
-        """Offer keys: new ones, held ones, repeated ones, and ones in flight."""
+        """Offer keys: new, held, repeated, and in flight."""
         model = self.model
         among = self.rng.choice(((), model.stored, model.storing, model.late, self.evicted))
         self.offer(self.mixed(self.any_keys(), self.some(among)[:2]))
@@ -63,7 +63,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-2", weight=4)
     def load(self) -> None:
-        """Load some keys, at times one of them twice."""
+        """Load some keys, sometimes one of them twice."""
         self.begin_load(self.some(self.model.stored, repeat=self.rng.random() < 0.3))
 
     @operation("OFF-1", weight=4)
@@ -73,7 +73,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-6", weight=4)
     def touch(self) -> None:
-        """Touch keys, held or not, at times one of them twice."""
+        """Touch keys, held or not, sometimes one of them twice."""
         among = self.rng.choice((None, self.model.stored, self.model.storing))
         keys = self.any_keys() if among is None else self.some(among)
         if keys:
@@ -83,7 +83,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-3", weight=2)
     def use_keys(self) -> None:
-        """Use keys one after another: new ones, held ones, and ones that were evicted lately."""
+        """Use keys one after another: new, held, and recently evicted keys."""
         weights = [self.rng.choice((0.1, 1, 3)) for _ in range(4)]
         most = min(5 * self.capacity, self.plan.most or _MOST_USES)
         for _ in range(self.rng.randint(1, most)):
@@ -94,7 +94,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-3", C.RESETS)
     def use_keys_alone(self) -> None:
-        """Use keys one after another in an empty tier, so that the order stays defined."""
+        """Use keys one after another in an empty tier, so that the eviction order is defined."""
         self.end_all()
         self.reset()
         for _ in range(8):
@@ -106,7 +106,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-5")
     def warm(self) -> None:
-        """Store new keys to the end, as many as there is room for or fewer."""
+        """Store and complete new keys, at most as many as there is room for."""
         keys = self.wanted(self.rng.choice((self.capacity, self.rng.randint(1, self.capacity))))
         size = self.rng.choice((1, self.most))
         for at in range(0, min(len(keys), self.model.num_free()), size):
@@ -115,7 +115,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-1", weight=1.5)
     def squeeze(self) -> None:
-        """Load all keys except a few, store others in the remaining room, and try again."""
+        """Load all keys except a few, store new keys in the remaining room, and try once more."""
         idle = sorted(self.model.may_go([]))
         left = self.rng.choice((0, 1, 1, 2, self.most))
         busy = self.rng.sample(idle, max(0, len(idle) - left))
@@ -139,7 +139,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-9", weight=2)
     def be_refused(self) -> None:
-        """Load keys that are not ready, and complete transfers that are not under way."""
+        """Load keys that are not ready, and complete transfers that are not in flight."""
         model = self.model
         unready = self.some({*self.any_keys(), *model.storing} - model.stored)[:2]
         if unready:
@@ -167,7 +167,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-9")
     def finish_twice_in_one_call(self) -> None:
-        """Complete a store that the call names twice, which must end it once or be refused."""
+        """Complete a store that the call names twice; the call must end it once or be refused."""
         keys = self.some(self.model.storing)
         if not keys:
             return
@@ -189,7 +189,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-8", C.RESETS)
     def reset(self) -> None:
-        """Reset the manager, at times with new transfers in flight, and offer their keys again."""
+        """Reset the manager, sometimes with new transfers in flight, and offer their keys again."""
         if self.rng.random() < 0.5:
             self.load()
             self.store()
@@ -200,7 +200,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-8", C.RESETS, weight=2)
     def finish_late(self) -> None:
-        """Complete transfers started before a reset, some together with newer ones."""
+        """Complete transfers started before a reset, some of them together with newer transfers."""
         model = self.model
         if stores := self.some(model.late_stores):
             newer = self.some(model.storing) if self.rng.random() < 0.5 else []
@@ -218,7 +218,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-7", C.POLICIES, weight=0.3)
     def name_policies(self) -> None:
-        """Make managers of known policies and of unknown ones, among them other targets."""
+        """Make managers of known and of unknown policies, also of names of other targets."""
         for name in ("builtins:object", "builtins:bytearray"):
             self.refused(ValueError, self.harness, "with_policy", name)
         error = self.refused(ValueError, self.harness, "with_policy", "no-such-policy")
@@ -228,7 +228,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-12", C.STORE_THRESHOLD, weight=0.15)
     def name_thresholds(self) -> None:
-        """Request thresholds that no key can meet."""
+        """Request invalid thresholds."""
         for threshold in (0, -1):
             self.refused(ConfigError, self.harness, "with_threshold", threshold)
 
@@ -236,7 +236,7 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("OFF-6")
     def lookup(self) -> None:
-        """The result of ``lookup`` for the keys of the run; a sample of many."""
+        """Compare ``lookup`` for the keys of the run, or for a sample if they are many."""
         keys = dict.fromkeys(
             [*self.recent, *self.model.stored, *map(self.key, range(self.num_keys))]
         )
@@ -248,7 +248,7 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("OFF-6", C.LEADING_HITS)
     def leading_hits(self) -> None:
-        """The length of some prefixes that can be loaded."""
+        """Compare the number of leading hits of some chains of keys."""
         held = sorted(self.model.stored | self.model.storing)
         for has_hole in (False, True, True):
             keys = self.rng.sample(held, min(len(held), 6))
@@ -261,7 +261,7 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("OFF-5", C.TIER_COUNTS)
     def counts(self) -> None:
-        """The room that is free, and that transfers use."""
+        """Compare the room that is free and the room that transfers use."""
         got = self.call(self.subject, "num_free_blocks")
         self.equal(got, self.model.num_free(), "num_free_blocks counts the room that is free")
         got = self.call(self.subject, "num_protected_blocks")
@@ -270,13 +270,13 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("OFF-2")
     def earlier_results(self) -> None:
-        """The last results of calls, which a transfer may still read."""
+        """Compare earlier results with their copies, because a transfer may still read them."""
         for result, text in self.results:
             self.equal(repr(result), text, "a result does not change after its call")
 
     @observable("EVENT-2", C.EVENTS)
     def events(self) -> None:
-        """Compare the events since the last time; at times they are left to gather."""
+        """Compare the events since the last comparison; sometimes the events are not taken yet."""
         if self.rng.random() < 0.3:
             return
         events = self.listed(self.subject, "take_events")

@@ -1,4 +1,4 @@
-"""A cache policy as a target, checked inside the reference's manager by the manager's checks."""
+"""A cache policy as a target: the checks of managers run on the reference's manager with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ManagerOfPolicy:
     )
 
     def __call__(self) -> Any:
-        """A harness in its first state."""
+        """Make a harness in its first state."""
         from kvview.testing.connector.harness import load_engines
 
         engines = load_engines()
@@ -35,7 +35,7 @@ class ManagerOfPolicy:
 
 
 def as_factory(found: Factory) -> Factory:
-    """Return the factory of a target: for a cache policy, a manager with that policy."""
+    """Return the factory of a target; for a cache policy, it makes a manager with that policy."""
     if isinstance(found, type) and all(callable(getattr(found, name, None)) for name in _METHODS):
         return ManagerOfPolicy(found)
     return found

@@ -1,1 +1,1 @@
-"""The pool contract under test."""
+"""The checks of the pool contract."""

@@ -16,7 +16,7 @@ _WALK = "iter_free_block_ids_with_hash"
 
 
 def _fill(pool: PoolPlayer, num_blocks: int) -> list[int]:
-    """Make a pool whose blocks all have a key and are free; returns the blocks in queue order."""
+    """Make a pool in which every block is free and has a key; returns the blocks in queue order."""
     pool.resize(num_blocks)
     pool.allocate(len(pool.model.joined))
     blocks = list(pool.model.engine)
@@ -31,7 +31,7 @@ def _walk(pool: PoolPlayer) -> Any:
 def _keep_size(
     pool: PoolPlayer, what: str, work: Callable[[], None], warm_up: Callable[[], None]
 ) -> None:
-    """Break the law if work leaves memory behind after a warm-up."""
+    """Break the law if some work, after a warm-up, leaves memory behind."""
     grown = growth_of(work, warm_up)
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, what, grown, limit)
@@ -44,7 +44,7 @@ def _bound(pool: PoolPlayer, what: str, cost: Cost, limit: Cost) -> None:
 
 @example(PoolPlayer, "POOL-6", C.CACHE, C.SIZED)
 def check_pool_6_cost_of_a_walk(pool: PoolPlayer) -> None:
-    """Cost: eight items over 4,096 blocks cost about as much as over 256."""
+    """Cost: the first eight items of a walk cost about the same for 4,096 blocks as for 256."""
     costs = []
     for num_blocks in (256, 4096):
         _fill(pool, num_blocks)
@@ -54,7 +54,7 @@ def check_pool_6_cost_of_a_walk(pool: PoolPlayer) -> None:
 
 @example(PoolPlayer, "POOL-6", C.CACHE, C.SIZED)
 def check_pool_6_cost_after_touches(pool: PoolPlayer) -> None:
-    """Cost: held blocks are skipped once, by the first walk, and not by every walk."""
+    """Cost: only the first walk skips held blocks; later walks do not meet them again."""
     blocks = _fill(pool, 2000)
     alone = cost_of_first(partial(_walk, pool), 20)
     pool.views[0].touch_blocks([block for number, block in enumerate(blocks) if number % 100])
@@ -68,7 +68,7 @@ def check_pool_6_cost_after_touches(pool: PoolPlayer) -> None:
 
 @example(PoolPlayer, "POOL-13", C.CACHE, C.RESUMABLE_WALK, C.SIZED)
 def check_pool_13_cost_of_a_resumed_walk(pool: PoolPlayer) -> None:
-    """Cost: in the steady state of an engine, near the head of the queue and at its end."""
+    """Cost: a resumed walk is lazy near the head of the queue and at its end, step after step."""
     for is_at_the_end in (False, True):
         costs = []
         for num_blocks in (256, 4096):
@@ -98,7 +98,7 @@ def _serve(pool: PoolPlayer, walk: Any) -> None:
 
 @example(PoolPlayer, "POOL-13", C.CACHE, C.RESUMABLE_WALK, C.SIZED)
 def check_pool_13_growth_of_an_open_walk(pool: PoolPlayer) -> None:
-    """Growth: an open walk keeps no more than the pool, however many blocks it has passed."""
+    """Growth: the memory of an open walk is bounded by the pool, not by the passed blocks."""
     _fill(pool, 128)
     walk = pool.views[0].walk_free_blocks()
 
@@ -131,7 +131,7 @@ def check_pool_13_cost_of_dropped_walks(pool: PoolPlayer) -> None:
 
 @example(PoolPlayer, "POOL-1")
 def check_pool_1_growth_of_holds(pool: PoolPlayer) -> None:
-    """Growth: a hold that ended leaves nothing behind, however often blocks are held."""
+    """Growth: ended holds leave no memory behind, even after many holds."""
     blocks = pool.model.blocks[:8]
     if pool.can(C.CACHE):
         pool.allocate(4)

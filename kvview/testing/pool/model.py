@@ -1,6 +1,6 @@
 """The pool contract as an executable model: dictionaries, lists and the laws.
 
-The model touches no pool. It states which blocks are free, in which order blocks are evicted, and
+The model calls no pool. It states which blocks are free, in which order blocks are evicted, and
 which items, refusals and notices every call must produce. If the contract leaves a choice to the
 engine (the place of a block without a key, the order of victims without keys), the model adopts the
 choice of the pool, and only checks the promised part.
@@ -16,14 +16,14 @@ from operator import itemgetter
 from kvview.keys import OffloadKey
 
 Walk = list[tuple[int, int]]
-"""The blocks ahead of a walk, each with the time at which it became free."""
+"""The blocks that are ahead of a walk, each with the time at which it became free."""
 
 KeySet = tuple[int, OffloadKey, frozenset[OffloadKey]]
 """A block, its primary key, and its other keys."""
 
 
 def key_sets(items: Iterable[tuple[int, OffloadKey]]) -> list[KeySet]:
-    """Group the items of a walk by block, so that the order of other keys does not count."""
+    """Group the items of a walk by block, so that the order of secondary keys does not matter."""
     found = []
     for block, run in groupby(items, key=itemgetter(0)):
         primary, *others = [key for _, key in run]
@@ -47,32 +47,32 @@ class PoolModel:
         self.held: list[Counter[int]] = []
         """References taken through each view."""
         self.watched: list[dict[int, int]] = []
-        """For each view, the blocks that wait for a notice, with the tag of the callback."""
+        """For each view, the blocks with a pending notice, and the tag of the callback."""
         self.keys: dict[int, list[OffloadKey]] = {}
         """Keys of each block, primary first."""
         self.joined: dict[int, int] = dict.fromkeys(self.blocks, 0)
         """Free blocks, with the time at which each became free."""
         self.place: dict[int, int] = dict.fromkeys(self.blocks, 0)
-        """Position in the queue: negative for a block given back to the head (POOL-12)."""
+        """Position in the queue; negative for a block that was released to the head (POOL-12)."""
         self.at_head: set[int] = set()
         self.released_by: dict[int, int | None] = {}
         """The view whose release made a block free; None for the engine."""
         self.now = 0
-        """The time, counted in blocks that became free."""
+        """The time, which is the number of blocks that became free so far."""
         self.closed: set[int] = set()
-        """The views that were closed, whose blocks stay held (POOL-10)."""
+        """The closed views; their blocks stay held (POOL-10)."""
 
     def add_view(self) -> None:
-        """Add a view that holds nothing."""
+        """Add a view without holds."""
         self.held.append(Counter())
         self.watched.append({})
 
     def accounts(self) -> Iterable[Counter[int]]:
-        """The references of each owner except the engine."""
+        """Return the references of each owner except the engine."""
         return self.held
 
     def held_through(self, view: int) -> Counter[int]:
-        """The references that ``held_blocks`` and ``close`` of a view report (POOL-9, POOL-10)."""
+        """Return the references that a view's ``held_blocks`` and ``close`` report (POOL-9)."""
         return self.held[view]
 
     # --- the present state ---
@@ -82,25 +82,25 @@ class PoolModel:
         return block in self.joined
 
     def order(self) -> list[int]:
-        """Free blocks with keys, next victim first (POOL-6, POOL-11, POOL-12)."""
+        """Return the free blocks with keys, next victim first (POOL-6, POOL-11, POOL-12)."""
         return sorted((b for b in self.keys if b in self.joined), key=self.place.__getitem__)
 
     def key_sets(self, blocks: Sequence[int]) -> list[KeySet]:
-        """The keys of each block: the primary, and the others, whose order is free (POOL-6)."""
+        """Return the keys of each block: the primary key, and the others in any order (POOL-6)."""
         return key_sets((block, key) for block in blocks for key in self.keys[block])
 
     def holders(self, key: OffloadKey) -> list[int]:
-        """The blocks that hold a key, free or in use (POOL-8)."""
+        """Return the blocks that hold a key, free or in use (POOL-8)."""
         return [block for block, keys in self.keys.items() if key in keys]
 
     def cached(self) -> Counter[OffloadKey]:
-        """Return the number of blocks that hold each key, by the engine's events (EVENT-2)."""
+        """Return the number of blocks with each key, as events must report it (EVENT-2)."""
         return Counter(key for keys in self.keys.values() for key in keys)
 
     # --- references ---
 
     def take(self, blocks: Sequence[int], refs: Counter[int]) -> None:
-        """Take references: each mention counts (POOL-2), the null block does not (POOL-5)."""
+        """Take references, one per mention (POOL-2), except on the null block (POOL-5)."""
         for block in blocks:
             if block != self.null:
                 refs[block] += 1
@@ -145,12 +145,12 @@ class PoolModel:
             self.keys.pop(block, None)
 
     def cache(self, block: int, key: OffloadKey) -> None:
-        """Register a key; a block has each of its keys once."""
+        """Register a key of a block, unless the block already has the key."""
         if key not in self.keys.setdefault(block, []):
             self.keys[block].append(key)
 
     def evict(self, blocks: Sequence[int]) -> None:
-        """Drop all keys of these blocks, and of no other block."""
+        """Drop all keys of these blocks."""
         for block in blocks:
             self.keys.pop(block, None)
 
@@ -162,7 +162,7 @@ class PoolModel:
         return True
 
     def notices(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """End the wait for these blocks; returns (tag, block) of each notice due (POOL-14)."""
+        """End the pending notices of these blocks; returns (tag, block) of each (POOL-14)."""
         return sorted((w.pop(block), block) for w in self.watched for block in blocks if block in w)
 
     # --- walks ---
@@ -170,23 +170,23 @@ class PoolModel:
     def was_moved_since(self, block: int, time: int, view: int) -> bool:
         """Whether the block became free after ``time`` by a release that this view did not make.
 
-        A view is not notified of the moves of the engine and of other views, so POOL-7 and
-        POOL-13 promise nothing of such a block: a walk may yield it or not.
+        A view is not notified when the engine or another view takes and frees a block. So by POOL-7
+        and POOL-13 a walk may or may not yield such a block.
         """
         now = self.joined.get(block, -1)
         return now > time and self.released_by.get(block) != view
 
     def next_block(self, walk: Walk) -> int | None:
-        """The next block of a walk that stayed free since it began; None at its end (POOL-7)."""
+        """Return the next block that stayed free since the start of the walk, or None (POOL-7)."""
         while walk and self.joined.get(walk[0][0]) != walk[0][1]:
             walk.pop(0)
         return walk[0][0] if walk else None
 
     def next_keys(self, block: int, yielded: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """The keys that a walk may yield next: first the primary, then the others in any order."""
+        """Return the keys that a walk may yield next: the primary first, then the others."""
         keys = self.keys.get(block, [])
         return [key for key in keys if key not in yielded] if yielded else keys[:1]
 
     def behind(self, passed: float) -> list[int]:
-        """The blocks with keys ahead of a resumed walk, next victim first (POOL-13)."""
+        """Return the blocks with keys ahead of a resumed walk, next victim first (POOL-13)."""
         return [block for block in self.order() if self.place[block] > passed]

@@ -1,4 +1,4 @@
-"""The moves of an engine and of several views, played on a pool and on its model."""
+"""The calls of an engine and of several views, which are played on a pool and on its model."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ NOTICE = "free_blocks_with_notice"
 
 @cache
 def wrong_ids() -> tuple[Any, ...]:
-    """Return wrong ids that a script cannot write as a literal."""
+    """Return wrong ids that have no literal in Python, such as numpy scalars."""
     try:
         import numpy as np
-    except ModuleNotFoundError:  # because then no caller can pass them either
+    except ModuleNotFoundError:  # without numpy, no caller can pass its scalars
         return (_Index(),)
     return _Index(), np.int64(1), np.int32(1), np.uint8(1)
 
@@ -65,7 +65,7 @@ class PoolMoves(Player):
             self.views[:] = [self.subject]
 
     def resize(self, num_blocks: int) -> None:
-        """Continue with a new pool, of another size if the harness can make one."""
+        """Continue with a new pool, of another size if the harness supports it."""
         if self.can(C.SIZED):
             self.use(self.call(self.harness, "sized", num_blocks), "view")
         self.begin()
@@ -105,13 +105,13 @@ class PoolMoves(Player):
         return self.rng.choices(among, k=number) if repeat else self.rng.sample(among, number)
 
     def with_null(self, blocks: list[int]) -> list[int] | tuple[int, ...]:
-        """The same blocks, at times with the null block among them, at times as a tuple."""
+        """Return the blocks, sometimes with the null block among them, sometimes as a tuple."""
         if self.model.null is not None and self.rng.random() < 0.3:
             blocks.insert(self.rng.randint(0, len(blocks)), self.model.null)
         return tuple(blocks) if self.rng.random() < 0.2 else blocks
 
     def draw_wrong_id(self) -> Any:
-        """Draw an id that is not a block."""
+        """Draw an id that does not name a block."""
         wrong = self.rng.choice(self.not_blocks)
         if any(wrong is one for one in wrong_ids()):
             at = [one is wrong for one in wrong_ids()].index(True)
@@ -120,12 +120,12 @@ class PoolMoves(Player):
         return wrong
 
     def frees(self) -> list[str]:
-        """The methods that release blocks."""
+        """Return the names of the methods that release blocks."""
         methods = {"give_back_blocks": C.GIVE_BACK, NOTICE: C.REUSE_NOTICE}
         return ["free_blocks", *(name for name, need in methods.items() if self.can(need))]
 
     def queries(self, block: Any) -> list[tuple[str, list[Any]]]:
-        """The queries of a view, with a block as the argument if they take one."""
+        """Return the queries of a view, with a block as the argument if a query takes a block."""
         calls: dict[str, tuple[C, list[Any]]] = {
             "num_free_blocks": (C.FREE_COUNT, []),
             "is_free": (C.IS_FREE, [block]),
@@ -142,7 +142,7 @@ class PoolMoves(Player):
         return self.rng.choice([at for at in range(len(self.views)) if at not in self.model.closed])
 
     def a_view(self) -> Any:
-        """The newest open view, for queries whose result is the same in every view."""
+        """Return the newest open view, for queries whose result is the same in every view."""
         return next(
             self.views[at] for at in reversed(range(len(self.views))) if at not in self.model.closed
         )
@@ -151,7 +151,7 @@ class PoolMoves(Player):
 
     @operation("POOL-1", weight=4)
     def allocate(self, number: int | None = None) -> None:
-        """Allocate, and compare with the head of the queue."""
+        """Allocate, and compare the blocks with the head of the queue."""
         free = len(self.model.joined)
         number = min(self.rng.randint(1, self.most) if number is None else number, free)
         queue = None
@@ -183,13 +183,13 @@ class PoolMoves(Player):
 
     @operation("POOL-8", C.CACHE, weight=5)
     def cache(self) -> None:
-        """Register keys, new ones and ones that other blocks hold."""
+        """Register keys: new keys, and keys that other blocks hold."""
         used = sorted(self.model.engine)
         if not self.can(C.MANY_HASHES):
             used = [block for block in used if block not in self.model.keys]
         blocks = self.some(used)
         times = self.rng.choice((1, 1, 2)) if self.can(C.MANY_HASHES) else 1
-        for _ in range(times):  # the groups of a hybrid model may share a block
+        for _ in range(times):  # because the groups of a hybrid model may share a block
             self._cache(blocks, self.rng.choice(_GROUPS))
 
     def _cache(self, blocks: list[int], group: int) -> None:
@@ -230,7 +230,7 @@ class PoolMoves(Player):
 
     @operation("POOL-1", weight=0.7)
     def run_full(self) -> None:
-        """Allocate nearly every block, and at times release some."""
+        """Allocate nearly every block, and sometimes release some blocks."""
         self.allocate(max(0, len(self.model.joined) - self.rng.choice((0, 0, 1, 3))))
         if self.rng.random() < 0.5:
             self.release()
@@ -246,14 +246,14 @@ class PoolMoves(Player):
         self.cache_and_release(blocks)
 
     def cache_and_release(self, blocks: list[int]) -> None:
-        """Let a request end whose blocks are cached under new keys."""
+        """Cache the blocks of a request under new keys, and let the request end."""
         self._cache(blocks, 0)
         self.call(self.harness, "release", blocks)
         self.model.give(blocks, self.model.engine)
 
     @operation("POOL-1", weight=0.7)
     def idle(self) -> None:
-        """Release everything, and at times reset."""
+        """Release every block, and sometimes reset the prefix cache."""
         for at, held in enumerate(self.model.held):
             if at not in self.model.closed:
                 self.give(at, "free_blocks", list(held.elements()))
@@ -266,7 +266,7 @@ class PoolMoves(Player):
 
     @operation("POOL-11", weight=0.7)
     def churn(self) -> None:
-        """Touch and free many times without an allocation."""
+        """Touch and free blocks many times without an allocation."""
         for _ in range(self.rng.randint(1, 24)):
             at = self.draw_view()
             blocks = self.some(self.model.joined)
@@ -277,7 +277,7 @@ class PoolMoves(Player):
 
     @operation("POOL-1", weight=5)
     def touch(self) -> None:
-        """Hold any blocks, the next victims, or blocks that are already held."""
+        """Touch any blocks, the next victims, or blocks that are already held."""
         at = self.draw_view()
         among = (self.model.blocks, self.model.order() or self.model.blocks, self.model.held[at])
         blocks = self.with_null(self.some(self.rng.choice(among), repeat=self.rng.random() < 0.3))
@@ -285,20 +285,20 @@ class PoolMoves(Player):
         self.hold(at, blocks)
 
     def hold(self, at: int, blocks: Sequence[int]) -> bool:
-        """Touch through a view; returns whether the blocks are held, because it was allowed."""
+        """Touch through a view; returns whether the blocks are held, or the touch was refused."""
         self.call(self.views[at], "touch_blocks", blocks)
         self.model.take(blocks, self.model.held[at])
         return True
 
     def blame_blocks(self, blocks: Sequence[int]) -> None:
-        """Name the law for a call with these blocks, if there is one."""
+        """Set the law that a wrong call with these blocks breaks, if a law concerns them."""
         if self.model.null in blocks:
             self.blame("POOL-5")
         elif len(set(blocks)) < len(blocks):
             self.blame("POOL-2")
 
     def give(self, at: int, method: str, blocks: Sequence[int]) -> None:
-        """Release through a view, by any of its methods."""
+        """Release through a view, with one of its methods."""
         self.blame_blocks(blocks)
         if method == "give_back_blocks":
             self.blame("POOL-12")
@@ -351,7 +351,7 @@ class PoolMoves(Player):
 
     @operation("POOL-4", weight=2)
     def be_refused(self) -> None:
-        """Pass blocks that the pool does not have, and free more references than are held."""
+        """Pass ids that do not name a block, and free more references than are held."""
         self.blame("POOL-3")
         at = self.draw_view()
         view, held = self.views[at], self.model.held[at]
@@ -378,7 +378,7 @@ class PoolMoves(Player):
 
     @operation("POOL-3", C.ENGINE_REFUSES)
     def refuse_the_engine(self) -> None:
-        """Let the engine name wrong blocks between right ones."""
+        """Let the engine name wrong blocks among right ones."""
         self.blame("POOL-3")
         harness, free = self.harness, self.some(self.model.joined)
         used = self.some(self.model.engine.elements())

@@ -26,7 +26,7 @@ def _first_of(view: Any, name: str) -> object:
 
 @dataclass
 class _OneShot:
-    """An open walk, and the items that the model expects of it."""
+    """An open walk, and the state from which the model computes its items."""
 
     view: int
     walk: Iterator[Any]
@@ -35,52 +35,57 @@ class _OneShot:
     began: int
     """The model's time at which the walk was opened."""
     at: int | None = None
-    """The block whose keys the walk yields now, and the yielded keys."""
+    """The block whose keys the walk is yielding, and the keys that it has yielded."""
     yielded: list[OffloadKey] = field(default_factory=list)
 
 
 @dataclass
 class _Resumed:
-    """A resumed walk, and its place in the queue."""
+    """A walk that is resumed, and its place in the queue."""
 
     view: int
     walk: Any
     passed: float = -inf
     last: dict[int, int] = field(default_factory=dict)
-    """The blocks that were free at its last call, with the time at which they joined the queue."""
+    """The free blocks at the walk's last call, with the times at which they joined the queue."""
     choices: dict[int, int] = field(default_factory=dict)
-    """The blocks that other owners took and released since, which the walk may yield or not."""
+    """The blocks that other owners took and released since then; the walk may yield them or not."""
 
 
 @check_by_search
 class PoolPlayer(PoolMoves):
-    """Plays one pool: its engine, its views and their walks, and compares every observable."""
+    """Plays the engine, the views and the walks of one pool, and compares every observable."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "POOL-1": Label("A block is free exactly when neither the engine nor a view holds it."),
         "POOL-2": Label("N touches need N frees, and no block is queued twice."),
         "POOL-3": Label("A call that raises has changed nothing."),
-        "POOL-4": Label("An id that is not a block, and a free without a hold, is refused."),
+        "POOL-4": Label("An id that names no block is refused, and so is a free without a hold."),
         "POOL-5": Label("The null block is skipped, and never yielded or allocated."),
         "POOL-6": Label(
             "A walk yields each free block with each key, next victim first.", (C.CACHE,)
         ),
         "POOL-7": Label(
-            "A walk continues while blocks come and go, and yields the truth.", (C.CACHE,)
+            "A walk continues while blocks come and go, and its items are true.", (C.CACHE,)
         ),
         "POOL-8": Label(
-            "A key is found while a block holds it; other bytes are refused.", (C.CACHE,)
+            "A key is found while a block holds the key; bytes that are not a key are refused.",
+            (C.CACHE,),
         ),
         "POOL-9": Label("A reset waits for holds, which the view lists.", (C.RESET,)),
         "POOL-10": Label("A closed view refuses every call, and reports its holds.", (C.CLOSE,)),
         "POOL-11": Label(
             "Blocks with keys are evicted in the order in which they became free.", (C.CACHE,)
         ),
-        "POOL-12": Label("Blocks given back to the head are the next victims.", (C.GIVE_BACK,)),
-        "POOL-13": Label("A resumed walk misses nothing and repeats nothing.", (C.RESUMABLE_WALK,)),
+        "POOL-12": Label(
+            "Blocks that are released to the head are the next victims.", (C.GIVE_BACK,)
+        ),
+        "POOL-13": Label(
+            "A resumed walk misses no block and repeats no block.", (C.RESUMABLE_WALK,)
+        ),
         "POOL-14": Label("A notice comes once, when its block is reused.", (C.REUSE_NOTICE,)),
         "EVENT-1": Label("No event removes a key that was not stored.", (C.GPU_EVENTS,)),
-        "EVENT-2": Label("The events add up to the prefix cache.", (C.GPU_EVENTS,)),
+        "EVENT-2": Label("The fold of the events is the prefix cache.", (C.GPU_EVENTS,)),
     }
 
     @override
@@ -91,13 +96,13 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-10", C.CLOSE, weight=0.3)
     def close(self) -> None:
-        """Close the first view, after which every call is refused and its walks end."""
+        """Close the first view; every later call is refused, and its walks end."""
         if 0 in self.model.closed:
             return
         if len(self.model.closed | self.closing(0)) == len(self.views) and self.can(C.VIEWS):
             self.open_view()
         self.blame("POOL-10")
-        if self.can(C.CACHE) and self.rng.random() < 0.7:  # a walk that is open, in any state
+        if self.can(C.CACHE) and self.rng.random() < 0.7:  # open walks, in any state
             self.step_walk()
         what = "close reports the holds, once"
         held = dict(self.model.held_through(0))
@@ -106,11 +111,11 @@ class PoolPlayer(PoolMoves):
         self.end_views(self.closing(0))
 
     def closing(self, at: int) -> set[int]:
-        """The views that are closed with a view."""
+        """Return the views that are closed with a view."""
         return {at}
 
     def end_views(self, ended: set[int]) -> None:
-        """Compare views that were closed: calls are refused, walks end, no notice comes."""
+        """Check that closed views refuse calls, their walks end, and no notice comes."""
         self.model.closed |= ended
         self.is_over = len(self.views) == len(self.model.closed)
         for at in ended:
@@ -125,9 +130,9 @@ class PoolPlayer(PoolMoves):
                 self.refused(ViewClosedError, other.walk, "restart")
         for at in sorted(ended):
             self._refuse_all(self.views[at])
-        if self.is_over:  # no view is left to compare, but a closed view gets no notice
+        if self.is_over:  # no view is left to compare, but a closed view must not be notified
             self.call(self.harness, "allocate", len(self.model.joined))
-            self.equal(self.notified, [], "a closed view gets no notice", "POOL-14")
+            self.equal(self.notified, [], "a closed view is not notified", "POOL-14")
         self.one_shots = [one for one in self.one_shots if one.view not in ended]
         self.resumed = [other for other in self.resumed if other.view not in ended]
 
@@ -148,7 +153,7 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-7", C.CACHE)
     def open_walk(self) -> None:
-        """Open a walk and take its first item; at most three are open."""
+        """Open a walk and take its first item; at most three walks are open."""
         at = self.draw_view()
         has_keys = not self.can(C.FREE_ORDER) or self.rng.random() < 0.7
         order = self.model.order()
@@ -163,7 +168,7 @@ class PoolPlayer(PoolMoves):
         self._advance(self.one_shots[-1])
 
     def _next(self, one: _OneShot) -> tuple[int | None, list[OffloadKey]]:
-        """Return the block that a walk yields next, and the keys of it that it may yield."""
+        """Return the next block of a walk, and the keys of this block that may come next."""
         block = self.model.next_block(one.ahead)
         while one.has_keys and block is not None and block not in self.model.keys:
             one.ahead.pop(0)
@@ -174,9 +179,9 @@ class PoolPlayer(PoolMoves):
         return block, [] if block is None else self.model.next_keys(block, one.yielded)
 
     def _advance(self, one: _OneShot) -> int | None:
-        """Take one item, and compare it; returns its block, None at the end."""
+        """Take one item and compare it; returns the block of the item, or None at the end."""
         block, keys = self._next(one)
-        if one.yielded and not keys:  # it has yielded every key of its block
+        if one.yielded and not keys:  # the walk has yielded every key of its block
             one.ahead.pop(0)
             block, keys = self._next(one)
         got = self.step(one.walk)
@@ -198,7 +203,7 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-7", C.CACHE, weight=4)
     def step_walk(self) -> None:
-        """Take from an open walk, and at times touch the block that it yields."""
+        """Take an item from an open walk, and sometimes touch the yielded block."""
         if not self.one_shots:
             self.open_walk()
         if not self.one_shots:
@@ -219,7 +224,7 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-13", C.CACHE, C.RESUMABLE_WALK, weight=4)
     def resume_walk(self) -> None:
-        """Take from a resumed walk; at most three are open."""
+        """Take items from a resumed walk; at most three such walks are open."""
         if len(self.resumed) < 3 and self.rng.random() < 0.4:
             at = self.draw_view()
             walk = self.call(self.views[at], "walk_free_blocks")
@@ -248,7 +253,7 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-13", C.CACHE, C.RESUMABLE_WALK)
     def restart_walk(self) -> None:
-        """Restart, drop or close a resumed walk."""
+        """Restart, drop or close a walk that is resumed."""
         if not self.resumed:
             return
         one = self.rng.choice(self.resumed)
@@ -267,7 +272,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-14")
     def notices(self) -> None:
-        """The notices since the last operation."""
+        """Compare the notices since the last operation."""
         got, expected = sorted(self.notified), sorted(self.expected)
         self.notified.clear()
         self.expected.clear()
@@ -275,7 +280,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-9", C.HOLDS)
     def holds(self) -> None:
-        """The holds of every open view."""
+        """Compare the holds of every open view."""
         for at, view in enumerate(self.views):
             if at not in self.model.closed:
                 got = dict(self.call(view, "held_blocks"))
@@ -283,7 +288,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-6", C.CACHE)
     def walk(self) -> None:
-        """A walk over the free blocks with keys."""
+        """Compare a walk over the free blocks with keys."""
         got = self.listed(self.a_view(), "iter_free_block_ids_with_hash")
         expected = self.model.key_sets(self.model.order())
         got = key_sets(got)
@@ -291,7 +296,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-1", C.FREE_ORDER)
     def queue(self) -> None:
-        """The whole free queue."""
+        """Compare the whole free queue."""
         got = self.listed(self.a_view(), "iter_free_block_ids")
         order = self.model.order()
         hashed = set(order)
@@ -303,13 +308,13 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-1", C.FREE_COUNT)
     def free_count(self) -> None:
-        """The number of free blocks."""
+        """Compare the number of free blocks."""
         got = self.call(self.a_view(), "num_free_blocks")
         self.equal(got, len(self.model.joined), "num_free_blocks counts the free blocks")
 
     @observable("POOL-1", C.IS_FREE)
     def is_free(self) -> None:
-        """Whether each block is free; a sample of a large pool."""
+        """Compare whether each block is free; in a large pool, a sample of the blocks."""
         blocks = range(0, self.num_blocks, 37 if self.is_large else 1)
         view = self.a_view()
         got = [block for block in blocks if self.call(view, "is_free", block)]
@@ -318,14 +323,14 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-4", C.POOL_SIZE)
     def size(self) -> None:
-        """The size of the pool and its null block."""
+        """Compare the size of the pool and its null block."""
         view = self.a_view()
         got = self.read(view, "num_blocks"), self.read(view, "null_block_id")
         self.equal(got, (self.num_blocks, self.model.null), "the view has the size of the pool")
 
     @observable("POOL-8", C.BLOCK_KEYS)
     def block_keys(self) -> None:
-        """The keys of every block."""
+        """Compare the keys of every block."""
         blocks = list(range(self.num_blocks))
         known = [self.model.keys.get(block, []) for block in blocks]
         got = [list(keys) for keys in self.call(self.a_view(), "block_keys", blocks)]
@@ -338,7 +343,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-8", C.FIND_CACHED)
     def find_cached(self) -> None:
-        """A block for each of the keys that were cached last."""
+        """Compare the lookups of recently cached keys."""
         for key in dict.fromkeys(self.recent_keys):
             holders: list[int | None] = [*self.model.holders(key)] or [None]
             found = self.call(self.a_view(), "find_cached_block", key)
@@ -347,7 +352,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("EVENT-2", C.GPU_EVENTS)
     def events(self) -> None:
-        """The events of the engine, folded."""
+        """Compare the fold of the engine's events."""
         if not self.has_events:
             return
         for event in self.call(self.harness, "take_events"):

@@ -1,1 +1,1 @@
-"""The tier contract under test."""
+"""The checks of the tier contract."""

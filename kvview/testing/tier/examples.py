@@ -44,7 +44,7 @@ def _fits(store: TierPlayer) -> None:
 
 
 def _kill_writer(store: TierPlayer, rng: Random) -> None:
-    """Kill a process that writes while another process writes the same and other keys."""
+    """Kill a writing process while another process writes the same and other keys."""
     both, first, second = (_draw_keys(rng, number) for number in (20, 600, 60))
     writers = [store.harness.start_writer(both | keys) for keys in (first, second)]
     writers[0].kill(rng.randrange(60), rng.random() * 0.002)
@@ -63,9 +63,9 @@ def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
 
 @example(TierPlayer, "TIER-9", C.KILL)
 def check_tier_9_killed_process(store: TierPlayer) -> None:
-    """Processes: after a kill -9 during a write only complete entries are stored."""
+    """Processes: after a kill -9 during a write, the store has only complete entries."""
     for seed in range(2):
-        if seed:  # because a store may refuse a second process in its place
+        if seed:  # a store may refuse a second process in its place
             store.call(store.subject, "close")
         _kill_writer(store, Random(seed + current_effort().seed))
         _reopen(store)
@@ -81,7 +81,7 @@ def check_tier_9_killed_process(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-8", C.BUDGET, C.KILL)
 def check_tier_8_killed_process(store: TierPlayer) -> None:
-    """Processes: the bytes that a killed process was writing count until they are removed."""
+    """Processes: the budget counts the bytes that a killed process was writing."""
     store.set_budget(400_000)
     for seed in range(2):
         _kill_writer(store, Random(seed + current_effort().seed))
@@ -101,18 +101,18 @@ def check_tier_8_killed_process(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-6", C.GONE)
 def check_tier_6_full_disk(store: TierPlayer) -> None:
-    """Full disk: a page of which only a part can be written fails, and its neighbours do not."""
+    """Full disk: a page that cannot be written completely fails, but no other page does."""
     large, small = {b"large": 3 << 20}, {b"small": 4096}
     if store.can(C.BUDGET):
         store.set_budget(16 << 20)
     store.move("put", {b"as large": 3 << 20})  # the store makes its own files
     before = _files(store)
     store.move("put", {b"a file": 4096})
-    if len(_files(store) - before) != 1:  # the system's limit does not act like a full disk
+    if len(_files(store) - before) != 1:  # the limit does not act like a full disk
         store.model.become_faulty()
     with files_of_at_most(2 << 20):
         job = store.submit("put", large)
-        store.model.jobs[job].crossed.update(large)  # it may fail
+        store.model.jobs[job].crossed.update(large)  # the put may fail
         store.submit("put", small)
         store.drain()
         store.move("get", small)
@@ -130,7 +130,7 @@ def _files(store: TierPlayer) -> set[Path]:
 
 @example(TierPlayer, "TIER-8", C.BUDGET, C.GONE, C.REOPEN)
 def check_tier_8_damaged_notes(store: TierPlayer) -> None:
-    """Damaged media: a store whose own notes are damaged keeps its budget, or is refused."""
+    """Damaged media: a store with damaged notes of its own keeps its budget, or does not open."""
     store.set_budget(300_000)
     store.move("put", _MANY | _SIX)
     sizes = {path: path.stat().st_size for path in sorted(_files(store))}
@@ -155,12 +155,12 @@ def check_tier_8_damaged_notes(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-10", C.DAMAGE, C.NAMESPACES, C.VERIFIES)
 def check_tier_10_restored_entry(store: TierPlayer) -> None:
-    """Damaged media: a file of another namespace under a name of this one is not an entry."""
+    """Damaged media: a file of another namespace is not an entry, whatever its name is."""
     place = store.harness
     if not hasattr(place, "entries"):  # another harness
         return
     other = store.open_in_place(weights="2")
-    if isinstance(other, KVViewError):  # one namespace in a place
+    if isinstance(other, KVViewError):  # the store allows one namespace in a place
         return
     before = place.entries()
     for number, (key, size) in enumerate(_SIX.items()):
@@ -178,9 +178,9 @@ def check_tier_10_restored_entry(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-8")
 def check_tier_8_refused_budget(store: TierPlayer) -> None:
-    """Options: a store that cannot keep ``max_bytes`` refuses it."""
+    """Options: a store that cannot keep a budget refuses ``max_bytes``."""
     is_ours = isinstance(store.subject, Threaded) and hasattr(store.harness, "with_budget")
-    if store.can(C.BUDGET) or not is_ours:  # because no law concerns the options of other stores
+    if store.can(C.BUDGET) or not is_ours:  # no law concerns the options of other stores
         return
     try:
         store.continue_with(store.harness.with_budget(500_000))
@@ -194,9 +194,9 @@ def check_tier_8_refused_budget(store: TierPlayer) -> None:
 
 @example(TierPlayer, "TIER-9", C.GONE, C.REOPEN)
 def check_tier_9_growth(store: TierPlayer) -> None:
-    """Growth: a put leaves only its entry on the medium."""
+    """Growth: a put leaves nothing except its entry on the medium."""
     sizes, num_files = {b"%d" % number: 30_000 for number in range(20)}, []
-    for number in range(4):  # keys that fail are put again
+    for number in range(4):  # a key whose put fails is put again
         store.move("get", {key: size + 1 for key, size in sizes.items()})
         store.move("put", sizes)
         _reopen(store)

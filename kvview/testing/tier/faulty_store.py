@@ -39,7 +39,7 @@ FAULTS = (*RAISING, *BLOCKING, *LATE, *MALFORMED, *LYING)
 
 
 class FaultyStore:
-    """A right store as long as ``fault`` is empty.
+    """A correct store while ``fault`` is empty.
 
     Args:
         namespace: Not used, because this store shares nothing.
@@ -48,7 +48,7 @@ class FaultyStore:
     def __init__(self, namespace: Namespace | None = None) -> None:
         self.fault = ""
         self.callers: set[int] = set()
-        """Threads that were in a blocked call."""
+        """The threads that were inside a blocked call of the store."""
         self.num_jobs = 0
         """Number of puts and gets so far."""
         self.touched: list[bytes] = []
@@ -59,7 +59,7 @@ class FaultyStore:
         self._healed = threading.Event()
 
     def heal(self) -> None:
-        """Stop the fault; late reports are delivered now."""
+        """End the fault, and deliver late reports."""
         self.fault = ""
         for page in self.late_pages:
             page[:] = b"\xee" * len(page)
@@ -135,7 +135,7 @@ class FaultyStore:
         return True
 
     def close(self) -> None:
-        """Do nothing: the store has no resources."""
+        """Do nothing, because the store has no resources."""
 
     def _misbehave(self, call: str) -> None:
         if self.fault == f"{call} raises":

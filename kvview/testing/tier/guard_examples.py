@@ -22,7 +22,7 @@ def _comes(guard: TierGuardPlayer, what: str, is_so: Callable[[], bool]) -> None
 
 @example(TierGuardPlayer, "TIER-12", C.TIER_GUARD)
 def check_tier_12_notices(guard: TierGuardPlayer) -> None:
-    """Threads: uses and deletes reach the store, and its wake-up reaches the engine."""
+    """Threads: touches and deletes reach the store, and its wake-up reaches the engine."""
     subject, woken = guard.subject, threading.Event()
     if hasattr(subject, "on_wake_up"):
         subject.on_wake_up(woken.set)
@@ -41,7 +41,7 @@ def check_tier_12_notices(guard: TierGuardPlayer) -> None:
 
 @example(TierGuardPlayer, "TIER-12", C.TIER_GUARD)
 def check_tier_12_pages_of_the_engine(guard: TierGuardPlayer) -> None:
-    """Memory: with ``zero_copy`` the store has the engine's pages until it reports their job."""
+    """Memory: with ``zero_copy``, the store has the engine's pages until it reports their job."""
     try:
         guard.guard_new_store(zero_copy=True, checksum="none", trip_after=99)
     except TypeError:
@@ -59,7 +59,7 @@ def check_tier_12_pages_of_the_engine(guard: TierGuardPlayer) -> None:
     time.sleep(0.03)
     reports = list(guard.subject.poll())
     guard.equal(reports, [], "no job is reported while its pages are the store's")
-    late.clear()  # else they would be written to now
+    late.clear()  # otherwise the store would write into the pages now
     guard.under.heal()
     guard.true(guard.subject.drain(guard.patience), "it is reported then", "nothing", "a report")
     guard.equal([*guard.subject.poll()], [(900, [True])], "it is reported then")

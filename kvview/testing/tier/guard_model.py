@@ -1,4 +1,4 @@
-"""The guard of a tier as an executable model: strikes, pauses of the store, and counts."""
+"""The guard of a tier as an executable model of its strikes, pauses and counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PUT_FAULTS = {
     "reports twice": "unknown",
     "never reports": "late",
 }
-"""Faults of a put, and the counter of the guard that each increases by one."""
+"""Faults of a put, each with the counter of the guard that it increases by one."""
 
 GET_FAULTS = {
     "": "",
@@ -35,7 +35,7 @@ _STRIKES = ("raised", "malformed", "late", "unanswered")
 
 
 class TierGuardModel:
-    """The strikes and the counts of a guard whose jobs come one after the other (TIER-12).
+    """The strikes and counters of a guard whose jobs come one after the other (TIER-12).
 
     Args:
         trip_after: Number of consecutive strikes after which the store is paused.
@@ -47,7 +47,7 @@ class TierGuardModel:
         self.retry_after = self.pause = retry_after
         self.strikes = 0
         self.until: float | None = None
-        """The time at which a paused store is tried again."""
+        """The time at which the guard tries a paused store again."""
         self.counts: Counter[str] = Counter()
 
     def reaches(self, now: float) -> bool:
@@ -78,7 +78,7 @@ class TierGuardModel:
             self.strike(now)
 
     def strike(self, now: float) -> None:
-        """Pause the store after several consecutive strikes, or after one strike of a trial."""
+        """Count a strike; several in a row, or one strike of a trial, pause the store."""
         self.strikes += 1
         if self.until is not None:
             self.pause = min(2 * self.pause, 16 * self.retry_after)

@@ -1,4 +1,4 @@
-"""A guarded tier over stores with faults, played on the models of the tier and of the guard."""
+"""A guarded tier over faulty stores, compared with the models of the tier and of the guard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvview.testing.tier.moves import TierMoves
 
 DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 10.0, 3
 _MOST_STEPS = 16
-_STEP = 0.01  # real seconds that a store has before the clock advances
+_STEP = 0.01  # real seconds to wait for a store before the clock advances
 
 
 class ManualClock:
@@ -29,16 +29,18 @@ class ManualClock:
         self.seconds = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time."""
         return self.seconds
 
 
 @check_by_search
 class TierGuardPlayer(TierMoves):
-    """Plays an engine on a guard, over a store that has faults at times."""
+    """Plays an engine on a guard over a store that has a fault some of the time."""
 
     labels: ClassVar[Mapping[str, Label]] = {
-        "TIER-12": Label("A guarded tier keeps its laws whatever the store does.", (C.TIER_GUARD,))
+        "TIER-12": Label(
+            "A guarded tier satisfies its laws even if the store does not.", (C.TIER_GUARD,)
+        )
     }
 
     first_moves = ("put", "finish", "break_store")
@@ -53,7 +55,7 @@ class TierGuardPlayer(TierMoves):
             self.guard_new_store()
 
     def guard_new_store(self, **options: Any) -> None:
-        """Continue with a new guard over a new store, which has no fault yet."""
+        """Continue with a new guard over a new store without a fault."""
         self.clock, self.under, self.model = ManualClock(), FaultyStore(), TierModel()
         given = {
             "deadline": DEADLINE,
@@ -66,7 +68,7 @@ class TierGuardPlayer(TierMoves):
         self.subject = self.harness.guard(self.under, self.harness.namespace, **given)
         self._names[id(self.subject)] = "guard"
         self._kept.append(self.subject)
-        self.waits_for_wake_up = False  # a deadline passes without a call
+        self.waits_for_wake_up = False  # no wake-up is called when a deadline passes
 
     @override
     def num_moves(self, longest: int) -> int:
@@ -99,7 +101,7 @@ class TierGuardPlayer(TierMoves):
 
     @operation("TIER-12", weight=4)
     def break_store(self) -> None:
-        """Let the store have a fault."""
+        """Start a fault of the store."""
         self.wait()
         self.under.fault = self.rng.choice(FAULTS)
         self.line(f"# the store has a fault: {self.under.fault}")
@@ -107,7 +109,7 @@ class TierGuardPlayer(TierMoves):
 
     @operation("TIER-12", weight=2)
     def heal_store(self) -> None:
-        """End the fault of the store; the guard must use it again, at once or later."""
+        """End the fault of the store; the guard must use the store again, at once or later."""
         self.under.heal()
         self.wait()
         self.line("# the store works again")
@@ -141,7 +143,7 @@ class TierGuardPlayer(TierMoves):
         self.move("put", dict.fromkeys(self.fresh, 4096))
         for number in range(self.rng.randint(4, _MOST_STEPS)):
             self._play_step(expected, b"%d" % number)
-        # After many strikes of one job the store is paused.
+        # Many strikes of one job pause the store.
         self.clock.seconds += 40 * RETRY_AFTER
         self.under.fault = self.rng.choice(("poll raises", "poll is None"))
         self.is_timed_by_hand = False
@@ -165,13 +167,13 @@ class TierGuardPlayer(TierMoves):
             expected.lookup(faults[fault], now)
         else:
             keys = [name + b" a", name + b" b"]
-            if method == "get":  # the guard deletes keys that are damaged
+            if method == "get":  # because the guard deletes damaged keys
                 keys = [self.fresh.pop(), self.fresh.pop()]
             before = self.under.num_jobs
             job = self.submit(method, dict.fromkeys(keys, 4096))
             if reaches:
                 with self.patiently("the job reaches the store", "TIER-12") as wait:
-                    while self.under.num_jobs == before:  # on a thread of the guard
+                    while self.under.num_jobs == before:  # a thread of the guard deletes the keys
                         wait("nothing")
                 if fault == "never reports":
                     self._pass_deadline()
@@ -183,7 +185,7 @@ class TierGuardPlayer(TierMoves):
         self._compare_counts(expected, fault)
 
     def _pass_deadline(self) -> None:
-        """Let the deadline of an unreported job pass, and check that the job is not late before."""
+        """Let an unreported job's deadline pass, and check that the job is not late earlier."""
         self.clock.seconds += 0.9 * DEADLINE
         time.sleep(0.002)
         self.equal(self.poll(), {}, "a job is not late before its deadline")
@@ -219,7 +221,7 @@ class TierGuardPlayer(TierMoves):
 
     @observable("TIER-12")
     def callers(self) -> None:
-        """The threads that were in a call of the store that blocked."""
+        """The threads that were inside a blocked call of the store."""
         is_here = threading.get_ident() in self.under.callers
         what = "a store that blocks does not block the caller"
         self.true(not is_here, what, "called on the caller's thread", "on another one")

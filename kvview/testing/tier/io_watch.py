@@ -1,4 +1,4 @@
-"""A watch for I/O on the calling thread, which would delay a scheduler (TIER-5)."""
+"""A watch for I/O on the calling thread, because I/O would delay a scheduler (TIER-5)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class _Hook:
 def watching_io(folder: str) -> Iterator[list[str]]:
     """Record the calls of this thread on files below a folder, during the ``with`` block.
 
-    It records Python's audit events (open, rename, remove, listing ...) and the functions of ``os``
-    without such events. Other threads are not watched.
+    The watch records Python's audit events (open, rename, remove, listing ...) and the functions of
+    ``os`` that have no audit event. Other threads are not watched.
     """
     if not _Hook.is_installed:
         _Hook.is_installed = True
@@ -38,7 +38,7 @@ def watching_io(folder: str) -> Iterator[list[str]]:
 
 
 def slow_renames(seconds: float) -> AbstractContextManager[None]:
-    """Delay each rename, so that other processes see half-written files."""
+    """Delay each rename, so that other processes meet half-written files."""
 
     def slow(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def renamed(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def slow_renames(seconds: float) -> AbstractContextManager[None]:
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     """Limit the size of files of this process, so that larger writes fail as on a full disk."""
-    import resource  # not on every system
+    import resource  # this limit does not exist on every system
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
@@ -104,7 +104,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     seen = getattr(_local, "seen", None)
     if seen is None:
         return
-    _local.seen = None  # because calls of the watch itself do not count
+    _local.seen = None  # calls of the watch itself do not count
     try:
         for arg in args[:2]:
             path = _path_of(arg)
@@ -116,7 +116,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _path_of(arg: object) -> str:
-    if isinstance(arg, int) and not isinstance(arg, bool):  # a file that is open
+    if isinstance(arg, int) and not isinstance(arg, bool):  # the argument is an open file
         try:
             return os.readlink(f"/proc/self/fd/{arg}")
         except OSError:

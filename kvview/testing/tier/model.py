@@ -1,9 +1,9 @@
 """The tier contract as an executable model: a dictionary of keys, the jobs in flight, and the laws.
 
-The model touches no store. Each method that takes a result of the store yields
-``(law, promise, whether it was kept)``. If a law leaves a choice to the store (which of two
-jobs on one key comes first, which key is evicted), the key is in ``either``, where it may be held
-or missing, until a result of the store settles it.
+The model calls no store. Each method that receives a result of the store yields ``(law, promise,
+whether it was kept)``. If a law leaves a choice to the store (which of two jobs on one key comes
+first, which key is evicted), the key is in ``either``: it may be held or missing until a result of
+the store decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Promises = Iterator[tuple[str, str, bool]]
 
 @lru_cache(maxsize=256)
 def bytes_of(key: bytes, num_bytes: int) -> bytes:
-    """The bytes that a key names in the checks."""
+    """Return the bytes that the checks put under a key."""
     return random.Random(key).randbytes(num_bytes)
 
 
@@ -30,9 +30,9 @@ class KeyJob:
     """A job in flight.
 
     Args:
-        sizes: The bytes of the page of each key.
+        sizes: Number of bytes of the page of each key.
         is_get: Whether the job loads.
-        crossed: Keys that another job or a delete also used meanwhile.
+        crossed: Keys that another job or a delete used while this job was in flight.
     """
 
     sizes: Mapping[bytes, int]
@@ -45,7 +45,7 @@ class TierModel:
 
     Args:
         max_bytes: The budget, or None.
-        evicts_by_use: Whether keys used recently outlive the others (TIER-8).
+        evicts_by_use: Whether recently used keys are evicted after other keys (TIER-8).
         names_evicted: Whether the store names the keys that it evicts (TIER-8).
     """
 
@@ -60,26 +60,25 @@ class TierModel:
         self.evicts_by_use = evicts_by_use
         self.names_evicted = names_evicted
         self.held: dict[bytes, int] = {}
-        """Keys that can be loaded, with the bytes of their pages."""
+        """Keys that can be loaded, with the number of bytes of their pages."""
         self.either: dict[bytes, int] = {}
         """Keys that may be held or missing."""
         self.failed: set[bytes] = set()
         """Keys whose last get failed, which are misses until they are stored again (TIER-4)."""
         self.gone: set[bytes] = set()
-        """Keys that the store reported as evicted; a lookup may not show that yet."""
+        """Keys that the store reported as evicted, although a lookup may still find them."""
         self.damaged: set[bytes] = set()
-        """Keys whose bytes were damaged; a put may keep the damaged bytes until a get has
-        failed."""
+        """Keys whose bytes were damaged; a put may keep the damaged bytes until a get fails."""
         self.used: dict[bytes, int] = {}
-        """The time at which each key was stored, loaded or touched last."""
+        """The time at which each key was last stored, loaded or touched."""
         self.now = 0
         """The time, which the engine sets before it takes reports."""
         self.sizes: dict[bytes, int] = {}
-        """The number of bytes of the page that was put for each key."""
+        """For each key, the number of bytes of the page that was put."""
         self.jobs: dict[int, KeyJob] = {}
         self.is_closed = False
         self.has_deleted = False
-        """Whether deleted keys may still take room."""
+        """Whether deleted keys may still occupy bytes."""
         self.is_faulty = False
         """Whether the medium is missing or full, or the store has a fault, so that any key may
         fail."""
@@ -91,7 +90,7 @@ class TierModel:
         new = KeyJob(sizes, is_get)
         for other in self.jobs.values():
             both = {key for key in sizes if key in other.sizes}
-            if is_get == other.is_get:  # because then only a page of a wrong size has an effect
+            if is_get == other.is_get:  # then only a page of a wrong size has an effect
                 both = {key for key in both if sizes[key] != other.sizes[key]}
             other.crossed |= both
             new.crossed |= both
@@ -154,7 +153,7 @@ class TierModel:
             self.used[key] = self.now
 
     def has_room(self, size: int) -> bool:
-        """Return whether a page has room next to all other pages in flight."""
+        """Return whether a page fits in addition to all other pages in flight."""
         return self.max_bytes is None or size <= self.max_bytes // 10
 
     def must_be_found(self, key: bytes) -> bool:
@@ -179,7 +178,7 @@ class TierModel:
         return any(key in job.sizes for job in self.jobs.values())
 
     def delete(self, keys: Iterable[bytes]) -> None:
-        """Make keys a miss from now on; a job in flight may come before or after (TIER-7)."""
+        """Make keys a miss; a job in flight may take effect before or after the delete (TIER-7)."""
         self.has_deleted = True
         for key in keys:
             self._forget(key)
@@ -189,19 +188,19 @@ class TierModel:
                     job.crossed.add(key)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Use keys that are held, which are then the last to be evicted (TIER-8)."""
+        """Use keys that are held; they are then the last to be evicted (TIER-8)."""
         for key in keys:
             self.used[key] = self.now
             if key in self.either:
                 self.held[key] = self.either.pop(key)
 
     def close(self) -> None:
-        """End the jobs in flight, after which each of their keys may be stored or not (TIER-11)."""
+        """End the jobs in flight; each of their keys may then be stored or not (TIER-11)."""
         for job in self.jobs.values():
             job.crossed.update(job.sizes)
 
     def reopen(self) -> None:
-        """Continue in another process, which finds only complete entries (TIER-9)."""
+        """Continue as another process, which finds only complete entries (TIER-9)."""
         self.is_closed = False
         self.either |= {key: self.sizes[key] for key in self.failed if key in self.sizes}
         self.failed.clear()
@@ -209,7 +208,7 @@ class TierModel:
     # --- the medium ---
 
     def damage(self) -> None:
-        """Damage every entry, after which a get returns the right bytes or fails (TIER-1)."""
+        """Damage every entry; a get then returns the right bytes or fails (TIER-1)."""
         self.damaged |= {*self.held, *self.either}
         self._doubt([*self.held])
 
@@ -219,12 +218,12 @@ class TierModel:
             self._doubt([*self.held])
 
     def become_faulty(self) -> None:
-        """Let the medium or the store fail at any key."""
+        """Let the medium or the store fail for any key."""
         self.is_faulty = True
         self._doubt([*self.held])
 
     def kept(self) -> set[bytes]:
-        """The held keys that may not be evicted, because there is room or they were just used."""
+        """Return the held keys that must not be evicted, because they fit or were just used."""
         assert self.max_bytes is not None, "only a store with a budget evicts"
         if self.has_deleted:
             return set()

@@ -1,4 +1,4 @@
-"""The calls of an engine, played on a store and on its model."""
+"""The calls of an engine, which are played on a store and on its model."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _MOST_KNOWN, _MOST_REPORTED = 60, 60
 
 
 def size_of(key: bytes) -> int:
-    """The bytes of a key's page, which are the same in every put."""
+    """Return the number of bytes of a key's page, which is the same in every put."""
     sizes = Random(key)
     return sizes.choice(_LARGE_SIZES if sizes.random() < 0.06 else _SIZES)
 
 
 def finished(store: Any, seconds: float) -> list[bool]:
-    """Drain a store that runs one job, and return the flags of the job."""
+    """Drain a store that has one job, and return the flags of the job."""
     store.drain(seconds)
     return [bool(flag) for _, flags in store.poll() for flag in flags]
 
 
 class TierMoves(Player):
-    """A player of one engine on a store; the model checks every result."""
+    """Plays one engine on a store; the model checks every result."""
 
     contract = "tier"
     subject_name = "store"
     is_timed = True
-    max_shrink_runs = 40  # a run may wait for the store
+    max_shrink_runs = 40  # fewer moves, because a run may wait for the store
     first_moves: ClassVar[tuple[str, ...]] = ("put", "finish")
 
     def __init__(self, factory: Factory, plan: Plan, *, is_recording: bool = False) -> None:
         self.keys: dict[bytes, int] = {}
-        """Drawn keys, with the size of their pages."""
+        """Drawn keys, with the sizes of their pages."""
         self.pages: dict[int, tuple[list[bytes], list[bytearray]]] = {}
         """Pages of the jobs in flight."""
         self.reported: list[bytearray] = []
@@ -64,7 +64,7 @@ class TierMoves(Player):
     def start(self) -> None:
         self.harnesses.append(self.harness)
         self.patience: float = getattr(self.harness, "patience", 10.0)
-        """Seconds after which a missing result counts as never returned."""
+        """Seconds to wait for a result before it counts as missing."""
         self.model = TierModel()
         self.wire()
 
@@ -76,7 +76,7 @@ class TierMoves(Player):
         self.wire()
 
     def wire(self) -> None:
-        """Subscribe to the notices of the store, and wait for its wake-ups at times."""
+        """Subscribe to the notices of the store, and sometimes wait for its wake-ups."""
         if hasattr(self.subject, "on_evicted"):
             self.subject.on_evicted(self.evicted.extend)
         self.waits_for_wake_up = hasattr(self.subject, "on_wake_up") and self.rng.random() < 0.5
@@ -96,7 +96,7 @@ class TierMoves(Player):
     # --- draws ---
 
     def new_key(self) -> bytes:
-        """Draw a key of any length, a special key, or a key that is similar to another."""
+        """Draw a key of any length, a special key, or a key that is similar to an earlier one."""
         key, known = self.rng.randbytes(self.rng.randint(1, 100)), [*self.keys]
         kind = self.rng.random()
         if kind < 0.1:
@@ -111,16 +111,16 @@ class TierMoves(Player):
         return key
 
     def some(self, among: Iterable[bytes], most: int | None = None) -> list[bytes]:
-        """Draw some keys, at times none."""
+        """Draw some keys, sometimes none."""
         keys = [*among]
         return self.rng.sample(keys, self.rng.randint(0, min(most or self.most, len(keys))))
 
     def sized(self, keys: Iterable[bytes], change: int = 0) -> dict[bytes, int]:
-        """Add to known keys the sizes of their pages, or other sizes."""
+        """Return keys with the sizes of their pages, or with other sizes."""
         return {key: max(1, self.keys[key] + change) for key in keys if key in self.keys}
 
     def draw_job(self) -> int:
-        """Draw the number of a job, which is any int that is not in flight."""
+        """Draw the number of a job: any int that no job in flight has."""
         self.next_job += 1
         free = [job for job in (*_JOBS, self.next_job - 1) if job not in self.model.jobs]
         return self.rng.choice(free) if free and self.rng.random() < 0.2 else self.next_job
@@ -146,7 +146,7 @@ class TierMoves(Player):
         return found
 
     def submit(self, method: str, sizes: Mapping[bytes, int]) -> int:
-        """Start a job of these keys, each with a page of its size."""
+        """Start a job with these keys, each with a page of its size."""
         job, is_get, keys = self.draw_job(), method == "get", [*sizes]
         pages = [
             bytearray(_SENTINEL * size if is_get else bytes_of(key, size))
@@ -164,7 +164,7 @@ class TierMoves(Player):
         return job
 
     def judge(self, promises: Promises, got: object) -> None:
-        """Break a law when the model states that its promise was not kept."""
+        """Break a law if the model reports that the store did not keep a promise."""
         for law, promise, is_kept in promises:
             self.true(is_kept, promise, got, "as promised", law)
 
@@ -190,7 +190,7 @@ class TierMoves(Player):
         return reports
 
     def learn_evictions(self) -> None:
-        """Fetch the evicted keys from the store."""
+        """Take the evicted keys from the store, and check them."""
         evicted = [self.evicted.pop(0) for _ in range(len(self.evicted))]
         if hasattr(self.subject, "take_evicted"):
             evicted += self.subject.take_evicted()
@@ -212,18 +212,18 @@ class TierMoves(Player):
             self.fail(what, got, f"at most {most:,} bytes ({reason})")
 
     def files_in_words(self) -> str:
-        """The files of the store with their sizes, in parentheses; empty for other harnesses."""
+        """List the files of the store with their sizes in parentheses; empty if unknown."""
         list_files = getattr(self.harness, "files_in_words", str)
         files = list_files()
         return f" ({files})" if files else ""
 
     def passes(self) -> None:
-        """Let some time pass while the store works."""
+        """Let some time pass, so that the store works."""
         time.sleep(0.0005)
 
     @contextmanager
     def patiently(self, what: str, law: str) -> Iterator[Any]:
-        """Yield a function that waits for a moment, and fails after too long a time."""
+        """Yield a function that waits for a moment, and fails if the total wait is too long."""
         end = time.monotonic() + self.patience
 
         def wait(got: object) -> None:
@@ -261,7 +261,7 @@ class TierMoves(Player):
         return self.drain()[job]
 
     def look(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look keys up until every result is known, and check the results."""
+        """Look up keys until every result is known, and check the results."""
         with self.patiently("every lookup is answered", "TIER-5") as wait:
             while True:
                 flags = list(self.ask("lookup", list(keys), shown=_shown(keys)))
@@ -275,7 +275,7 @@ class TierMoves(Player):
             while self.model.names_evicted and not flag and self.model.must_be_found(key):
                 if time.monotonic() > end:
                     break
-                time.sleep(0.0005)  # because the store may report it a moment later
+                time.sleep(0.0005)  # the store may report the eviction a moment later
                 self.learn_evictions()
             self.judge(self.model.answer(key, bool(flag)), flag)
         return [bool(flag) for flag in flags]
@@ -284,12 +284,12 @@ class TierMoves(Player):
 
     @operation("TIER-7", weight=5)
     def put(self) -> None:
-        """Store keys, new ones and ones that are known."""
+        """Store keys, both new and known."""
         keys = self.some(self.keys)
         keys += [self.new_key() for _ in range(self.rng.randint(0, self.most))]
         sizes = self.sized(keys)
         most = self.model.max_bytes
-        if most is not None and self.rng.random() < 0.3:  # one page that cannot fit, anywhere
+        if most is not None and self.rng.random() < 0.3:  # at any place, one page that cannot fit
             items = [*sizes.items()]
             items.insert(self.rng.randint(0, len(items)), (b"too large %d" % most, 2 * most))
             sizes = dict(items)
@@ -299,7 +299,7 @@ class TierMoves(Player):
 
     @operation("TIER-7", weight=4)
     def get(self) -> None:
-        """Load keys, also missing ones."""
+        """Load keys, including missing keys."""
         keys = self.some([*self.keys, b"never put"])
         self.submit("get", {key: self.keys.get(key, 4096) for key in keys})
 
@@ -326,7 +326,7 @@ class TierMoves(Player):
 
     @operation("TIER-7", weight=2)
     def load_all(self) -> None:
-        """Load every key that is held, or may be."""
+        """Load every key that is held or may be held."""
         self.wait()
         self.look([*self.model.held])
         self.move("get", self.model.held | self.model.either)
@@ -338,7 +338,7 @@ class TierMoves(Player):
 
     @operation("TIER-6")
     def be_refused(self) -> None:
-        """Submit malformed jobs; the next lookups show that they started nothing."""
+        """Submit malformed jobs; the next lookups show that no malformed job was started."""
         self.blame("TIER-6")
         key, other, size = self.new_key(), b"another key", 4096
         job = self.draw_job()
@@ -364,7 +364,7 @@ class TierMoves(Player):
 
     @operation("TIER-7", C.DELETE, weight=1.5)
     def delete(self) -> None:
-        """Delete keys, at times while they are put, and put them again at once."""
+        """Delete keys, sometimes while they are being put, and put them again at once."""
         keys = self.some([*self.keys, b"never put"])
         if self.rng.random() < 0.5:
             self.submit("put", self.sized(keys))
@@ -375,11 +375,11 @@ class TierMoves(Player):
 
     @operation("TIER-8", C.TOUCH)
     def touch(self) -> None:
-        """Use keys, by ``touch``."""
+        """Use keys through ``touch``."""
         self.wait()
         keys = self.some([*self.model.held, b"never put"])
         self.ask("touch", keys, shown=_shown(keys))
-        time.sleep(0.01)  # it may be done on a thread
+        time.sleep(0.01)  # a thread of the store may handle the touch
         self.model.use(keys)
 
     @operation("TIER-11", weight=0.4)

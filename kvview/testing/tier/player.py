@@ -1,4 +1,4 @@
-"""The whole tier contract, played on a store and on its model."""
+"""The operations of the tier contract, which are played on a store and on its model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvview.testing.tier.moves import TierMoves, finished, size_of
 from kvview.tier import Namespace
 
 _BUDGETS = (100_000, 400_000, 3_000_000)
-_SLACK = 30_000  # bytes that a store with a budget may take for its own notes
+_SLACK = 30_000  # maximum of bytes that a store with a budget may use for its own notes
 
 
 @check_by_search
 class TierPlayer(TierMoves):
-    """Plays an engine, other processes, and the medium of one store."""
+    """Plays an engine, other processes, and faults of the medium on one store."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "TIER-1": Label("A loaded page has the bytes that were put; any other page fails."),
@@ -33,9 +33,11 @@ class TierPlayer(TierMoves):
         "TIER-4": Label("A failed key is a miss until it is stored again."),
         "TIER-5": Label("No call waits for I/O, and every lookup is answered."),
         "TIER-6": Label("Misuse raises TierJobError and starts nothing; nothing else raises."),
-        "TIER-7": Label("A lookup finds the keys that are held, and no other."),
-        "TIER-8": Label("A store keeps its budget and evicts what was not used.", (C.BUDGET,)),
-        "TIER-9": Label("A reopened store has all that was stored.", (C.REOPEN,)),
+        "TIER-7": Label("A lookup finds the held keys and no others."),
+        "TIER-8": Label(
+            "A store keeps its budget, and evicts the keys used least recently.", (C.BUDGET,)
+        ),
+        "TIER-9": Label("A reopened store has all stored entries.", (C.REOPEN,)),
         "TIER-10": Label("Two namespaces share nothing.", (C.NAMESPACES,)),
         "TIER-11": Label("drain and close end every job."),
     }
@@ -56,7 +58,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-8", C.BUDGET, C.TOUCH)
     def use_and_fill(self) -> None:
-        """Use a few keys again and again while others fill the store."""
+        """Use a few keys again and again while other keys fill the store."""
         if self.model.max_bytes is None:
             return
         self.wait()
@@ -66,14 +68,14 @@ class TierPlayer(TierMoves):
             self.ask("touch", used[::2])
             self.submit("get", {key: self.model.sizes[key] for key in used[1::2]})
             self.wait()
-            time.sleep(0.005)  # a touch may be done on a thread
+            time.sleep(0.005)  # a thread of the store may handle the touch
             self.model.use(used[::2])
             self.submit("put", {b"cold %d %d" % (self.next_job, number): size})
             self.wait()
 
     @operation("TIER-5", C.PAUSE)
     def hold_up(self) -> None:
-        """Make every call while I/O waits."""
+        """Make every call while I/O is blocked."""
         self.call(self.harness, "pause")
         late = threading.Timer(self.patience, self.harness.resume)
         late.start()
@@ -83,7 +85,7 @@ class TierPlayer(TierMoves):
             self.ask("lookup", [*self.keys][:40], shown="keys")
             self.poll()
             drained = self.call(self.subject, "drain", 0.01)
-            self.equal(drained, not self.model.jobs, "drain says whether all jobs have ended")
+            self.equal(drained, not self.model.jobs, "drain returns whether all jobs have ended")
             self.be_refused()
         finally:
             late.cancel()
@@ -91,7 +93,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-9", C.REOPEN)
     def reopen(self) -> None:
-        """Continue with a store that another process would open."""
+        """Continue with a reopened store, as in another process."""
         self.blame("TIER-9")
         self.wait()
         self.continue_with(self.call(self.harness, "reopen"))
@@ -99,7 +101,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-11", C.REOPEN, weight=0.4)
     def close_and_reopen(self) -> None:
-        """Close with jobs in flight, and continue in another process."""
+        """Close with jobs in flight, and continue as another process."""
         self.close()
         self.is_over = False
         self.reopen()
@@ -111,14 +113,14 @@ class TierPlayer(TierMoves):
             self.submit("put", {b"a large page": 400_000})
         self.wait()
         hows = ("flip",) if self.model.max_bytes else ("flip", "flip", "cut", "grow", "swap")
-        self.call(self.harness, "damage", self.rng.choice(hows))  # no other bytes in a budget
+        self.call(self.harness, "damage", self.rng.choice(hows))  # a budget excludes other bytes
         self.model.damage()
         if self.rng.random() < 0.5:
             self.load_all()
 
     @operation("TIER-6", C.GONE, weight=0.3)
     def lose_medium(self) -> None:
-        """Remove the medium, after which every call must return, with failed keys and misses."""
+        """Remove the medium; every later call must return, with failed keys and misses."""
         self.blame("TIER-6")
         self.call(self.harness, "lose_medium")
         self.model.become_faulty()
@@ -140,7 +142,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-9", C.REOPEN, C.NAMESPACES)
     def write_beside(self) -> None:
-        """Let another process open the place while this one writes, and let it write too."""
+        """Let another process open the place and write while this process writes."""
         self.blame("TIER-9")
         with slow_renames(0.002):
             self.submit("put", self.sized([self.new_key() for _ in range(6)]))
@@ -154,7 +156,7 @@ class TierPlayer(TierMoves):
             other.put(1, new, [memoryview(bytes_of(key, size)) for key, size in theirs.items()])
             flags = finished(other, self.patience)
             other.close()
-            # Two large pages in flight at once may not both have room in a budget.
+            # A budget may not have room for two large pages that are in flight at once.
             stored = [
                 flag or not self.model.has_room(theirs[key])
                 for key, flag in zip(new, flags, strict=True)
@@ -166,12 +168,12 @@ class TierPlayer(TierMoves):
             self.model.use(theirs)
         self.model.share()
         self.submit("get", theirs)
-        self.submit("put", self.sized([self.new_key()]))  # a store may count their bytes now
+        self.submit("put", self.sized([self.new_key()]))  # the store may now count the bytes
 
     @operation("TIER-10", C.NAMESPACES)
     def open_another_namespace(self) -> None:
         """Open the place for a namespace that differs in one field."""
-        if self.model.max_bytes is not None:  # the budget excludes the notes of other namespaces
+        if self.model.max_bytes is not None:  # a budget excludes their notes
             return
         self.blame("TIER-10")
         self.wait()
@@ -220,12 +222,12 @@ class TierPlayer(TierMoves):
                 return
             if is_late:
                 self.learn_evictions()
-                what = "usage is what is on the medium"
+                what = "usage is the number of bytes on the medium"
                 files = self.files_in_words()
                 self.true(abs(used - occupied) < _SLACK, what, used, f"about {occupied}{files}")
-                what = "nothing is left over of what was deleted, evicted or cut short"
+                what = "deleted, evicted and incomplete entries leave no bytes"
                 if not self.model.sizes:
-                    what = "a store into which nothing was put occupies its own notes only"
+                    what = "a store without a put occupies bytes for its own notes only"
                 reason = f"{len(held)} pages of {sum(held):,}, {OVERHEAD} more for each"
                 self.occupies_at_most(expected, what, f"{reason}, {_SLACK:,} for notes")
-            time.sleep(0.002)  # a thread may still remove deleted files
+            time.sleep(0.002)  # a thread may still be removing deleted files

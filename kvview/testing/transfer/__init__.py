@@ -1,1 +1,1 @@
-"""The transfer contract under test."""
+"""The checks of the transfer contract."""
