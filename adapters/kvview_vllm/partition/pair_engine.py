@@ -17,6 +17,8 @@ from kvview.testing.connector.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings
 from kvview_vllm.pool import NULL_BLOCK_ID
+from kvview_vllm.releases.calls import idle_steps_report
+from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import CacheKind, layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -99,7 +101,7 @@ class PartitionEngine(RawHarness):
 
     def _hasher(self, block_size: int) -> Any:
         utils = vllm("v1.core.kv_cache_utils")
-        function = vllm("utils.hashing").get_hash_fn_by_name(self._engine.hash_algorithm)
+        function = hash_function(self._engine.hash_algorithm)
         utils.init_none_hash(function)  # reads PYTHONHASHSEED
         return utils.get_request_block_hasher(block_size, function)
 
@@ -118,6 +120,15 @@ class PartitionEngine(RawHarness):
                 connector broke another law.
         """
         before = self._seen_by.coverage["tokens to load"]
+        self.last_hashes = self._serve(arguments, kv_seed)
+        for _ in range(_STEPS_TO_STORE):
+            self._step_slowly()
+        if not idle_steps_report():
+            self._serve({"prompt_token_ids": [*PROMPT[:1]]}, kv_seed)
+        return self._seen_by.coverage["tokens to load"] - before
+
+    def _serve(self, arguments: Mapping[str, Any], kv_seed: int) -> tuple[bytes, ...]:
+        """Serve a request to its end, and return its block hashes."""
         self._num_requests += 1
         name = f"request-{self._num_requests}"
         planned = _VariedRequest(
@@ -125,15 +136,12 @@ class PartitionEngine(RawHarness):
         )
         self._scheduler.add_request(planned.request)
         self._added[name] = planned
-        self.last_hashes = tuple(map(bytes, planned.request.block_hashes))
         ends = time.monotonic() + _SECONDS_TO_END
         while name in self._scheduler.requests:
             self._step_slowly()
             if time.monotonic() > ends:
                 raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
-        for _ in range(_STEPS_TO_STORE):
-            self._step_slowly()
-        return self._seen_by.coverage["tokens to load"] - before
+        return tuple(map(bytes, planned.request.block_hashes))
 
     def _step_slowly(self) -> None:
         self.step()

@@ -391,6 +391,16 @@ def aborted_loads_keep_blocks() -> bool:
     return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(finish)
 
 
+def idle_steps_report() -> bool:
+    """Whether a worker's report counts in a step without compute.
+
+    0.11.0 drops it unless a request ended its transfers, so the adapter reports it again in the
+    next step with compute (MSG-1).
+    """
+    mixin = vllm("v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
+    return "not kv_connector_output.finished_sending" not in inspect.getsource(mixin)
+
+
 def num_preemptions(request: Any) -> int:
     """Return how often a request was preempted; 0 in 0.11.0, which does not count it."""
     number: int = getattr(request, "num_preemptions", 0)

@@ -198,12 +198,17 @@ def own_hash_root() -> Iterator[None]:
         vars(utils).update(before)
 
 
-def hash_function() -> Any:
-    """The default function for block hashes in vLLM, vllm/utils/hashing.py since 0.11.1."""
+def hash_function(name: str = "sha256") -> Any:
+    """A function for block hashes in vLLM, vllm/utils/hashing.py since 0.11.1.
+
+    Args:
+        name: Name of the function, by default the default of vLLM.
+    """
     try:
-        return vllm("utils.hashing").sha256
+        utils = vllm("utils.hashing")
     except ImportError:
-        return vllm("utils").sha256
+        utils = vllm("utils")
+    return utils.get_hash_fn_by_name(name)
 
 
 @reading("connector", "a request, made dry")
