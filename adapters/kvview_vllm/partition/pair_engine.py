@@ -120,15 +120,6 @@ class PartitionEngine(RawHarness):
                 connector broke another law.
         """
         before = self._seen_by.coverage["tokens to load"]
-        self.last_hashes = self._serve(arguments, kv_seed)
-        for _ in range(_STEPS_TO_STORE):
-            self._step_slowly()
-        if not idle_steps_report():
-            self._serve({"prompt_token_ids": [*PROMPT[:1]]}, kv_seed)
-        return self._seen_by.coverage["tokens to load"] - before
-
-    def _serve(self, arguments: Mapping[str, Any], kv_seed: int) -> tuple[bytes, ...]:
-        """Serve a request to its end, and return its block hashes."""
         self._num_requests += 1
         name = f"request-{self._num_requests}"
         planned = _VariedRequest(
@@ -136,12 +127,15 @@ class PartitionEngine(RawHarness):
         )
         self._scheduler.add_request(planned.request)
         self._added[name] = planned
+        self.last_hashes = tuple(map(bytes, planned.request.block_hashes))
         ends = time.monotonic() + _SECONDS_TO_END
         while name in self._scheduler.requests:
             self._step_slowly()
             if time.monotonic() > ends:
                 raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
-        return tuple(map(bytes, planned.request.block_hashes))
+        for _ in range(_STEPS_TO_STORE):
+            self._step_slowly()
+        return self._seen_by.coverage["tokens to load"] - before
 
     def _step_slowly(self) -> None:
         self.step()
@@ -153,6 +147,8 @@ class PartitionEngine(RawHarness):
         Raises:
             InvariantBroken: The connector holds blocks although every request has ended.
         """
+        if not idle_steps_report():
+            self.serve({"prompt_token_ids": [*PROMPT[:1]]}, kv_seed=1)
         ends = time.monotonic() + _SECONDS_TO_END
         while not self._pool.reset_prefix_cache():
             self._step_slowly()
