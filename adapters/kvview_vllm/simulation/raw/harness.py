@@ -77,6 +77,12 @@ class RawHarness(VLLMConnectorHarness):
     _is_plain = True
     """Whether the scheduler is vLLM's own class."""
 
+    _ranks = (1, 1)
+    """Tensor-parallel and pipeline-parallel size; the caches are those of one rank."""
+
+    _rank = 0
+    """Rank of the worker."""
+
     def __init__(
         self,
         scenario: Scenario,
@@ -126,7 +132,7 @@ class RawHarness(VLLMConnectorHarness):
 
         def connect() -> Any:
             with registered(watched):
-                return cpu_scheduler.make_worker_connector(config, cache_config)
+                return cpu_scheduler.make_worker_connector(config, cache_config, self._rank)
 
         def make_worker() -> RawWorker:
             return RawWorker(
@@ -163,6 +169,7 @@ class RawHarness(VLLMConnectorHarness):
                 transfer_config,
                 block_size=self._geometry.hash_block_size,
                 num_groups=len(self._geometry.groups),
+                ranks=self._ranks,
                 **cpu_scheduler.sizes_of(scenario),
             )
 
