@@ -193,6 +193,8 @@ def verdicts() -> list[Verdicts]:
     found = []
     for row in rows():
         files = row.files()
+        if not files:
+            found.append(Verdicts(row, "", []))
         for release in dict.fromkeys(release for release, _ in files):
             found.append(Verdicts(row, release, [f for name, f in files if name == release]))
     return found
@@ -217,10 +219,11 @@ def page() -> str:
     lines += ["|---|---|---|"]
     for each in found:
         if not each.has_run:
-            error = next(each.profiles())["findings"][0]["evidence"]
-            lines.append(f"| {each.row.name} | {each.release} | {_short(error)} |")
+            errors = [finding["evidence"] for p in each.profiles() for finding in p["findings"]]
+            error = _short(errors[0]) if errors else each.row.reason
+            lines.append(f"| {each.row.name} | {each.release} | {error} |")
     lines += ["", _REPRODUCE.rstrip()]
-    for each in found:
+    for each in (each for each in found if each.files):
         commands = [*each.row.setup, *(line for file in each.files for line in file["reproduce"])]
         lines += ["", f"{each.row.name}, vLLM {each.release}:", "", "```sh"]
         lines += [*dict.fromkeys(commands), "```"]

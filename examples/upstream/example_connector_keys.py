@@ -2,7 +2,7 @@
 
 No GPU, no model, no kvview: ``python example_connector_keys.py`` stores the plain request, and
 prints the tokens that the connector promises to a second one. Expected: 48 to the same request, and
-0 to all others.
+0 to all others. Then it prints three other defects.
 """
 
 import tempfile
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.v1.core.sched.output import CachedRequestData
 
 PLAIN = {"prompt_token_ids": list(range(64)), "mm_features": [], "lora_request": None}
 NUM_STORED = 48  # the prompt without its last token, in whole blocks
@@ -29,3 +30,25 @@ differences: dict[str, dict[str, Any]] = {
 for name, difference in differences.items():
     request: Any = SimpleNamespace(**(PLAIN | difference))
     print(f"{name}: {connector.get_num_new_matched_tokens(request, 0)[0]} tokens")
+
+chunk: Any = SimpleNamespace(
+    scheduled_new_reqs=[SimpleNamespace(**PLAIN, req_id="long", block_ids=([1, 2],))],
+    scheduled_cached_reqs=CachedRequestData.make_empty(),
+    num_scheduled_tokens={"long": 32},
+)
+connector._requests_need_load = {}
+connector._storage_path = tempfile.mkdtemp()
+meta = connector.build_connector_meta(chunk)
+print(f"a chunk of 32 of 64 tokens: stored as a prompt of {len(meta.requests[0].token_ids)} tokens")
+
+connector._connector_metadata = meta
+states: Any = torch.zeros(8, 1, 4, 8)  # four states a block of 16 tokens, as in compressed MLA
+try:
+    connector.save_kv_layer("layer", states, None)
+except IndexError as error:
+    print(f"a layer with four states a block: IndexError: {error}")
+
+long: Any = SimpleNamespace(**(PLAIN | {"prompt_token_ids": list(range(81))}))
+connector._generate_foldername_debug(torch.arange(64), [], create_folder=True)
+promised = connector.get_num_new_matched_tokens(long, 80)[0]
+print(f"80 of 81 tokens computed: {promised} tokens")

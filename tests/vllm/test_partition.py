@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,14 +15,17 @@ from docs import make_results
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.command import partition
 from kvview_vllm.partition.matrix import PairOutcome, check_partition
+from kvview_vllm.partition.pair_engine import NUM_BLOCKS
 from kvview_vllm.partition.pairs import all_pairs
 from kvview_vllm.releases import engine_version, installed
 from kvview_vllm.releases.versions import RELEASES, vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
+from tests.vllm.raw_connectors import HostConnector
 
 cpu_scheduler.prepare()
 
+V1 = "distributed.kv_transfer.kv_connector.v1"
 KEYED = f"{Path(__file__).parent / 'partition_connectors.py'}:KeyedConnector"
 CONFUSIONS = {
     "a token of the first block": "tokens",
@@ -77,6 +82,63 @@ def test_each_confusion_is_detected(name: str, ignored: str) -> None:
 
 def test_every_pair_with_other_kv_has_a_confusion() -> None:
     assert {pair.name for pair in all_pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
+
+
+class ReadsItsRanks(HostConnector):  # type: ignore[misc]
+    """Computes the size of its caches from the model and the ranks, as LMCache does."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        state = vllm("distributed.parallel_state")
+        rank = state.get_tensor_model_parallel_rank(), state.get_pp_group().rank_in_group
+        assert rank == (parallel.rank % parallel.tensor_parallel_size, 0)
+        assert state.get_tensor_model_parallel_world_size() == parallel.tensor_parallel_size
+        assert len(kv_caches) == model.get_num_layers(parallel)
+        per_block = 2 * 16 * model.get_num_kv_heads(parallel) * model.get_head_size()
+        assert {cache.numel() for cache in kv_caches.values()} == {NUM_BLOCKS * per_block}
+
+
+def test_caches_model_and_process_groups_are_those_of_one_rank() -> None:
+    pairs = [pair for pair in all_pairs() if "parallel" in pair.name]
+    cells = list(check_partition(ReadsItsRanks, {}, pairs))
+    assert len(cells) == 3
+    assert [cell.detail for cell in cells if cell.is_wrong] == []
+
+
+class TakesOneSize(HostConnector):  # type: ignore[misc]
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.block_size != 16:
+            raise ValueError(f"blocks of {self.block_size} tokens are not supported")
+
+
+def test_a_second_engine_that_is_refused_is_no_failure() -> None:
+    (cell,) = check_partition(TakesOneSize, {}, [BY_NAME["another block size"]])
+    assert (cell.outcome, cell.detail) == (
+        PairOutcome.REFUSED,
+        "blocks of 32 tokens are not supported",
+    )
+
+
+def test_a_copy_of_the_offloading_connector_in_another_package_runs(tmp_path: Path) -> None:
+    own = "vllm.v1.simple_kv_offload"
+    try:
+        package = vllm("v1.simple_kv_offload.worker").__file__
+    except ImportError:
+        pytest.skip("vLLM has SimpleCPUOffloadConnector since 0.19")
+    files = [*Path(package).parent.glob("*.py")]
+    files.append(Path(vllm(f"{V1}.simple_cpu_offload_connector").__file__))
+    for file in files:
+        text = file.read_text().replace(own, f"{tmp_path.name}")
+        (tmp_path / file.name).write_text(text)
+    (tmp_path / "__init__.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path.parent)
+        module = import_module(f"{tmp_path.name}.simple_cpu_offload_connector")
+        options = {"cpu_bytes_to_use": 2_000_000}
+        (cell,) = check_partition(module.SimpleCPUOffloadConnector, options, CONTROLS[:1])
+    assert cell.outcome is PairOutcome.SHARED, cell.detail
 
 
 def test_the_results_have_a_row_for_each_connector_and_each_tier_of_the_newest_release() -> None:

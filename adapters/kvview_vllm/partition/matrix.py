@@ -17,6 +17,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.partition.pair_engine import PartitionEngine
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
+from kvview_vllm.releases.process_groups import process_groups
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import classes_of, split_options
 
@@ -24,7 +25,7 @@ from kvview_vllm.simulation.raw.target import classes_of, split_options
 class PairOutcome(StrEnum):
     """The result for one pair; of a layout: exact, wrong, refused, failed or not checked.
 
-    ``REFUSED``: the connector raised an error with a message before the first request.
+    ``REFUSED``: the connector raised an error with a message before the first request of an engine.
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
     so its own prefix cache shares the KV too, and a connector that uses the hashes cannot see it.
     """
@@ -116,6 +117,7 @@ def _play(
 
         def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
+            stack.enter_context(process_groups(settings.ranks, settings.rank))
             # A server may outlive the row, and must not find the pages of another row.
             settings = replace(settings, model=f"{settings.model}-{os.path.basename(folder)}")
             config = settings.fill(given)
@@ -133,6 +135,7 @@ def _play(
             else:
                 engine.shutdown()
                 stand_ins.end_process(classes)
+                engine = None
                 engine = start(pair.second_engine)
             # Other tokens have other bytes; other properties need another seed for that.
             num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)

@@ -54,6 +54,7 @@ class PartitionEngine(RawHarness):
         stand_ins: StandIns,
     ) -> None:
         self._engine = engine
+        self._ranks, self._rank = engine.ranks, engine.rank
         self._is_plain = not issubclass(connector_class, KVViewConnector)
         self._seen_by = Watch()
         self._num_requests = 0

@@ -25,7 +25,7 @@ MakeQueue = Callable[[str], Any]
 _REPLACED = "the copies of vLLM's CPUOffloadingSpec"
 
 
-def replace_worker(make_queue: MakeQueue, stack: ExitStack) -> None:
+def replace_worker(make_queue: MakeQueue, stack: ExitStack, _: type) -> None:
     """Make the CPU spec copy without CUDA until the stack is closed.
 
     Args:

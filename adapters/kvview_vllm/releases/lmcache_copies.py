@@ -4,7 +4,6 @@
    detection of the format and its own torch operators. Only the CUDA streams are replaced.
 2. Packed pages of four dimensions are copied by a stand-in, because LMCache's torch operators
    corrupt them (LMCache #4463).
-3. A group of one rank replaces vLLM's process groups, which LMCache requires.
 
 Source: lmcache/v1/gpu_connector/gpu_connectors.py and
 lmcache/integration/vllm/vllm_service_factory.py, LMCache 0.5.6.
@@ -15,12 +14,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvview_vllm.releases.simple_offload_copies import NoStream
-from kvview_vllm.releases.versions import vllm
 
 if TYPE_CHECKING:
     import torch
@@ -42,15 +39,6 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
         connectors = importlib.import_module("lmcache.v1.gpu_connector")
     except ImportError:  # because importing LMCache's adapter will report it
         return
-    state = vllm("distributed.parallel_state")
-    alone = SimpleNamespace(
-        rank_in_group=0,
-        world_size=1,
-        is_first_rank=True,
-        is_last_rank=True,
-        broadcast=lambda tensor, src: tensor,
-        broadcast_object=lambda value, src: value,
-    )
 
     def create(
         config: Any, metadata: Any, engine: Any = None, layout_hints: Any = None, **_: Any
@@ -60,9 +48,6 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
         return _on_cpu(note).from_metadata(metadata, layout_hints=hints)
 
     replacements: list[tuple[Any, str, Any]] = [
-        (state, "get_tp_group", lambda: alone),
-        (state, "get_pp_group", lambda: alone),
-        (state, "get_tensor_model_parallel_rank", lambda: 0),
         (connectors, "CreateGPUConnector", create),
         (torch.cuda, "Stream", NoStream),
         (torch.cuda, "stream", nullcontext),

@@ -9,37 +9,40 @@ Source: vllm/v1/simple_kv_offload/worker.py and copy_backend.py, 0.19.0 to 0.33.
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from kvview_vllm.releases.versions import vllm
 
-
-def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack) -> None:
+def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack, connector: type) -> None:
     """Make the worker copy with a :class:`LateBackend` until the stack is closed.
 
     Args:
         make_queue: Makes the queue of copies of one direction, which may be late.
         stack: Undoes the replacement.
+        connector: vLLM's class, or a copy of it in another package, which has its own worker.
     """
     import torch
 
-    try:
-        worker = vllm("v1.simple_kv_offload.worker")
-    except ImportError:  # before 0.19
-        return
-    memory = vllm("v1.simple_kv_offload.cuda_mem_ops")
+    worker = _module_of(_module_of(connector).SimpleCPUOffloadWorker)
+    memory = importlib.import_module(f"{worker.__package__}.cuda_mem_ops")
     copy: Any = _copy_batch
     name = "_batch_memcpy_fn"
     if not hasattr(memory, name):  # with the number of attributes that CUDA takes
         name, copy = "_batch_memcpy", (copy, 1)
     stack.enter_context(patch.object(memory, name, copy))
-    stack.enter_context(patch.object(worker, "DmaCopyBackend", lambda: LateBackend(make_queue)))
+    stack.enter_context(
+        patch.object(worker, "DmaCopyBackend", lambda: LateBackend(memory, make_queue))
+    )
     stack.enter_context(patch.object(torch.cuda, "Stream", NoStream))
     stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
     stack.enter_context(patch.object(torch, "Event", NoStream))
+
+
+def _module_of(kind: type) -> Any:
+    return importlib.import_module(kind.__module__)
 
 
 def _copy_batch(targets: int, sources: int, sizes: int, count: int, *_: Any) -> int:
@@ -55,15 +58,16 @@ class LateBackend:
     """Copies blocks between two sets of tensors, in order and some steps late.
 
     Args:
+        memory: The worker's module ``cuda_mem_ops``.
         make_queue: Makes the queue of copies of one direction.
     """
 
-    def __init__(self, make_queue: Callable[[str], Any]) -> None:
+    def __init__(self, memory: Any, make_queue: Callable[[str], Any]) -> None:
+        self._memory = memory
         self._queues = {is_store: make_queue("") for is_store in (True, False)}
 
     def init(self, gpu_caches: Mapping[str, Any], cpu_caches: Mapping[str, Any], *_: Any) -> None:
         """Receive the tensors of both sides, one row per block."""
-        self._memory = vllm("v1.simple_kv_offload.cuda_mem_ops")
         self._params = {
             True: self._memory.build_params(gpu_caches, cpu_caches, NoStream()),
             False: self._memory.build_params(cpu_caches, gpu_caches, NoStream()),

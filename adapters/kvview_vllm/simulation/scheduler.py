@@ -56,15 +56,16 @@ _ENVIRONMENT = {
     "VLLM_USE_V1": "1",
 }
 _HEADS, _HEAD_SIZE = 2, 32
-_MODEL = {
+_LAYERS, _KV_HEADS = "num_hidden_layers", "num_key_value_heads"
+_MODEL: dict[str, Any] = {
     "architectures": ["KVViewTestModel"],
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
+    _LAYERS: 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": _HEADS,
+    _KV_HEADS: _HEADS,
     "head_dim": _HEAD_SIZE,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -199,6 +200,7 @@ def make_vllm_config(
     steps_in_flight: int = 1,
     num_drafts: int = 0,
     has_lookahead: bool = False,
+    ranks: tuple[int, int] = (1, 1),
 ) -> Any:
     """A ``VllmConfig`` for the CPU.
 
@@ -219,9 +221,13 @@ def make_vllm_config(
         num_drafts: Maximum of draft tokens in a step; 0 for no speculative decoding.
         has_lookahead: Whether a step has slots for the drafts of the next one, as for a draft
             model.
+        ranks: Tensor-parallel and pipeline-parallel size for which the model is made: it has so
+            many times the heads and the layers of one rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_MODEL))
+    heads = {name: _MODEL[name] * ranks[0] for name in ("num_attention_heads", _KV_HEADS)}
+    model_of_ranks = _MODEL | heads | {_LAYERS: _MODEL[_LAYERS] * ranks[1]}
+    (folder / "config.json").write_text(json.dumps(model_of_ranks))
     config = vllm("config")
     _register_model()
     model = make_known(

@@ -79,6 +79,12 @@ class RawHarness(VLLMConnectorHarness):
     _is_plain = True
     """Whether the scheduler is vLLM's own class."""
 
+    _ranks = (1, 1)
+    """Tensor-parallel and pipeline-parallel size; the caches are those of one rank."""
+
+    _rank = 0
+    """Rank of the worker."""
+
     def __init__(
         self,
         scenario: Scenario,
@@ -147,7 +153,9 @@ class RawHarness(VLLMConnectorHarness):
                 cache_config,
                 kind,
                 self._geometry.groups,
-                partial(connect, rank) if self._is_connected else None,
+                partial(connect, rank if scenario.ranks else self._rank)
+                if self._is_connected
+                else None,
                 self._watch,
                 self._stand_ins,
                 rank,
@@ -183,6 +191,7 @@ class RawHarness(VLLMConnectorHarness):
                 block_size=self._geometry.hash_block_size,
                 num_groups=len(self._geometry.groups),
                 has_states=any(isinstance(group, Mamba) for group in self._geometry.groups),
+                ranks=self._ranks,
                 **cpu_scheduler.sizes_of(scenario),
             )
 

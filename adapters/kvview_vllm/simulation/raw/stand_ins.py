@@ -19,6 +19,7 @@ import torch
 
 from kvview.testing.connector.coverage import REPLACED
 from kvview.testing.connector.scenario import Fate
+from kvview_vllm.releases.process_groups import process_groups
 
 _CUDA_ONLY = {
     "OffloadingConnector": ("cpu_spec_copies", "replace_worker"),
@@ -32,8 +33,12 @@ def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
     return not _names(connector_classes).isdisjoint(_CUDA_ONLY)
 
 
+def _bases(connector_classes: Sequence[type]) -> set[type]:
+    return {kind for cls in connector_classes for kind in cls.__mro__}
+
+
 def _names(connector_classes: Sequence[type]) -> set[str]:
-    return {kind.__name__ for cls in connector_classes for kind in cls.__mro__}
+    return {kind.__name__ for kind in _bases(connector_classes)}
 
 
 class CopyQueue:
@@ -119,13 +124,14 @@ class StandIns:
             connector_classes: The connectors that run.
         """
         with ExitStack() as stack:
+            stack.enter_context(process_groups())
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", _cuda))
-                names = _names(connector_classes)
-                for name in names & _CUDA_ONLY.keys():
-                    module, replace = _CUDA_ONLY[name]
-                    getattr(_copies(module), replace)(self.make_queue, stack)
-                if not _LMCACHE.isdisjoint(names):
+                for kind in _bases(connector_classes):
+                    if kind.__name__ in _CUDA_ONLY:
+                        module, replace = _CUDA_ONLY[kind.__name__]
+                        getattr(_copies(module), replace)(self.make_queue, stack, kind)
+                if not _LMCACHE.isdisjoint(_names(connector_classes)):
                     _copies("lmcache_copies").replace_gpu_connector(self.note, stack)
             yield
 
