@@ -28,11 +28,11 @@ def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         server: The engine.
-        job: ``ids`` and ``n`` of a request; ``kv`` are its parameters; ``abort_after`` steps it is
-            aborted. ``steps`` only steps, ``fill`` overwrites the KV cache, and ``forget`` also
-            resets the prefix cache.
+        job: ``ids`` and ``n`` of a request, and its ``id``, if it needs one; ``kv`` are its
+            parameters; ``abort_after`` steps it is aborted. ``steps`` only steps, ``fill``
+            overwrites the KV cache, and ``forget`` also resets the prefix cache.
     """
-    start, name = time.monotonic(), f"r{next(_numbers)}"
+    start, name = time.monotonic(), job.get("id", f"r{next(_numbers)}")
     result: dict[str, Any] = {"tokens": None, "kv": None, "error": None}
     if job.get("fill"):
         server.llm.collective_rpc(fill_kv_caches, args=(GARBAGE,))
