@@ -189,6 +189,7 @@ def check(
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
+    from kvview.testing.connector.coverage import REPLACED, notes_on
     from kvview.testing.terminal import show_report
 
     path = expected_failures_file
@@ -225,10 +226,13 @@ def check(
             **settings,
         )
     show_report(console, report)
+    replaced = getattr(found, "replaced", ()) if report.runs is None else report.runs.replaced
+    if report.runs is None:
+        for note in notes_on(dict.fromkeys((f"{REPLACED}{part}" for part in replaced), 1)):
+            console.print(note, style="yellow", markup=False, highlight=False)
     if page_file is not None:
         _write_page(page_file, report)
     profile = "inference" if settings["inference"] else report.contract
-    replaced = [] if report.runs is None else report.runs.replaced
     engine = "" if report.runs is None else report.runs.engine
     write_result(
         result_file,

@@ -87,6 +87,10 @@ class Capability(StrEnum):
         member.needs = needs_of(*needs)
         return member
 
+    # handoff
+    NAMES_THE_KV = "names_the_kv", "handoff"
+    """The parameters of a handoff name its KV completely (:class:`kvview.handoff.Handoff`)."""
+
     # pool
     CACHE = "cache", "pool", "harness.cache(3)"
     """``cache(block_ids, block_hashes, group_idx)`` caches blocks; the prefix cache is on."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import warnings
 from typing import Any
 
 import pytest
@@ -32,6 +34,19 @@ def test_a_faulty_side_channel(fault: SideChannelFault, received: bytes | None) 
         else:
             assert connection.recv(8) == received
     server.close()
+
+
+def test_no_connection_stays_open() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        for _ in range(200):  # the server may get a connection while it closes
+            server = FaultySideChannel("garbage")
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.recv(8)
+                server.close()
+            del server
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import time
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from click.testing import CliRunner
 import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError
 from kvview.cli.commands import cli
+from kvview.targets import load_target
 from kvview.testing import Mutant, run_checks
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffPlayer, PDFactory, pd_factory
-from kvview.testing.search import search
+from kvview.testing.search import Plan, search
 from kvview_reference.handoff.pull import PullConnector
 from kvview_vllm.releases import installed
 from tests.mutants.handoff import MUTANTS
@@ -39,6 +41,9 @@ SEEN_EARLY = {
     "WritesLatePages",
 }
 """Wrong connectors that a few runs detect."""
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+NIXL_BREAKS = {"HAND-4", "HAND-5", "HAND-6", "HAND-7", "HAND-9"}
+"""The laws that NixlConnector breaks in two schedulers (docs/handoff.md)."""
 _NAME = attrgetter("name")
 
 needs_loads_between_steps = pytest.mark.skipif(
@@ -92,6 +97,33 @@ def test_a_connector_of_vllm_is_checked_in_real_engines() -> None:
     result = CliRunner().invoke(cli, ["check", target, "--pd", "--engine", "vllm"])
     assert result.exit_code == 2
     assert "MultiConnector is a connector of vLLM" in result.output
+
+
+@pytest.fixture
+def nixl_factory() -> PDFactory:
+    if not importlib.util.find_spec(f"{NIXL}.pull_worker"):
+        pytest.skip("NixlConnector of this release has other modules")
+    return pd_factory(load_target(f"{NIXL}:NixlConnector"), "vllm")
+
+
+def test_nixl_loads_right_kv_in_two_schedulers(nixl_factory: PDFactory) -> None:
+    # the positive control: without stale and foreign handoffs
+    player = HandoffPlayer(nixl_factory, Plan(0))
+    player.geometry = player.geometries["P"]
+    for number in range(3):
+        player.play([("prefill", number), ("pass_time", number)])
+        player.route_to("D", kept := player.model.kept[-1], kept.add, "right")
+        player.tick(12)
+    num_loaded = player.counters("D")[1]
+    player.end()
+    assert num_loaded > 0
+
+
+def test_nixl_breaks_the_laws_of_its_findings(nixl_factory: PDFactory) -> None:
+    result = search(HandoffPlayer, nixl_factory, Effort(seeds=30))
+    assert {"HAND-5", "HAND-6"} <= set(result.failures)
+    assert set(result.failures) <= NIXL_BREAKS
+    assert nixl_factory.replaced
 
 
 @needs_loads_between_steps

@@ -71,6 +71,11 @@ def prompt(number: int) -> list[int]:
     ]
 
 
+def _name(number: int) -> str:
+    """Name both requests of a prompt; a router of NixlPushConnector gives them one id."""
+    return f"prompt-{number}"
+
+
 class RealHandoffs:
     """Plays all cases on two engines.
 
@@ -198,7 +203,7 @@ class RealHandoffs:
         number = self.new_prompt()
         params = self.prefill(number)
         held = self.num_held()
-        self.consumer.ask(ids=prompt(number), n=1, kv=params, abort_after=0)
+        self.consumer.ask(ids=prompt(number), n=1, kv=params, id=_name(number), abort_after=0)
         left, end = held, time.monotonic() + LEASE_SECONDS / 2
         while left and time.monotonic() < end:
             self.consumer.ask(steps=1)
@@ -260,7 +265,7 @@ class RealHandoffs:
 
     def prefill(self, number: int) -> dict[str, Any]:
         """Compute a prompt at the producer."""
-        return self.producer.prefill(prompt(number))
+        return self.producer.prefill(prompt(number), _name(number))
 
     def reuse(self, num_prompts: int) -> None:
         """Let other prompts use the producer's blocks."""
@@ -274,7 +279,7 @@ class RealHandoffs:
         forgot = self.consumer.ask(forget=True)  # the KV must come from the producer
         if not forgot["forgot"]:
             return "the consumer still holds blocks of earlier requests", False
-        got = self.consumer.ask(ids=prompt(number), n=NUM_TOKENS, kv=params)
+        got = self.consumer.ask(ids=prompt(number), n=NUM_TOKENS, kv=params, id=_name(number))
         if "died" in got:
             return f"the consumer's engine died: {got['died']}", False
         seconds = f"in {got['seconds']} s"

@@ -28,11 +28,12 @@ def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         server: The engine.
-        job: Fields of a request: ``ids`` and ``n``; ``kv``, its parameters; ``abort_after``, the
-            number of steps after which it is aborted. Other jobs: ``steps`` runs steps, ``fill``
+        job: Fields of a request: ``ids`` and ``n``; ``id``, if it needs a certain one; ``kv``, its
+            parameters; ``abort_after``, the number of steps after which it is aborted. Other jobs:
+            ``steps`` runs steps, ``fill``
             overwrites the KV cache, and ``forget`` also resets the prefix cache.
     """
-    start, name = time.monotonic(), f"r{next(_numbers)}"
+    start, name = time.monotonic(), job.get("id", f"r{next(_numbers)}")
     result: dict[str, Any] = {"tokens": None, "kv": None, "error": None}
     if job.get("fill"):
         server.llm.collective_rpc(fill_kv_caches, args=(GARBAGE,))

@@ -88,9 +88,9 @@ class RealEngine:
                 continue  # a line of a library
         raise ConfigError(f"engine {self.name} has ended; its log is {self.log}")
 
-    def prefill(self, ids: list[int]) -> dict[str, Any]:
-        """Compute a prompt, and return the parameters of its handoff."""
-        params: dict[str, Any] = self.ask(ids=ids, n=1, kv=_WANTED)["kv"]
+    def prefill(self, ids: list[int], name: str) -> dict[str, Any]:
+        """Compute a prompt with a request id, and return the parameters of its handoff."""
+        params: dict[str, Any] = self.ask(ids=ids, n=1, kv=_WANTED, id=name)["kv"]
         return params
 
     def kill(self) -> None:

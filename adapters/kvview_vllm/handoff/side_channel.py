@@ -32,14 +32,14 @@ class FaultySideChannel:
                 if self._fault == "closed":
                     connection.close()
                     continue
+                self._accepted.append(connection)
                 if self._fault == "garbage":
                     connection.sendall(b"\x00garbage" * 20)
-                self._accepted.append(connection)
 
     def close(self) -> None:
         """Close all connections, and end the thread."""
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()  # it may still accept a connection
         for open_socket in (self._server, *self._accepted):
             open_socket.close()
-        self._thread.join()

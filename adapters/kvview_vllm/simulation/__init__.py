@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.scenario import Scenario
     from kvview.testing.connector.stream import StepStream
-    from kvview.testing.handoff.harness import EngineLife, PDHarness
+    from kvview.testing.handoff.harness import EngineLife, PDHarness, TwoEngines
     from kvview.testing.handoff.tokens import RealCase
     from kvview.testing.token_runs import TokenCheck
 
@@ -209,6 +209,12 @@ class VLLMEngines:
 
         watch_hooks(connector)  # other exceptions are vLLM's (VSIM-1)
         return VLLMPDHarness(scenario, connector, life)
+
+    def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
+        """Make two engines with an unmodified connector of vLLM."""
+        from kvview_vllm.simulation.raw.handoff import RawPair
+
+        return RawPair(connector_class, options)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
         """Return the groups that this release serves, and record the reasons against the others."""

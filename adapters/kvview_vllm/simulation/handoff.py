@@ -38,35 +38,20 @@ class _Simulated(HandoffOptions):
         return wire
 
 
-@reads_vllm
-class VLLMPDHarness(VLLMConnectorHarness):
-    """One scheduler with a connector that offers and accepts handoffs.
+class HandoffEvents(VLLMConnectorHarness):
+    """The events and queries that an engine needs in both roles of a handoff."""
 
-    Args:
-        scenario: Sizes, as fitted.
-        connector: The connector.
-        life: Identity, wire and clock of the engine.
-    """
-
-    def __init__(self, scenario: Scenario, connector: Connector, life: EngineLife) -> None:
+    def __init__(self, *args: Any) -> None:
+        self._prefills: set[str] = set()
         self._offered: dict[str, tuple[Mapping[str, Any], BlockIds]] = {}
         self._last_tables: Mapping[str, BlockIds] = {}
         self.num_loaded_blocks = 0
-        self._more_options = {
-            "handoffs": _Simulated(
-                wire="",
-                address=life.me.address,
-                lease_seconds=life.lease_seconds,
-                simulated=life,
-            )
-        }
-        super().__init__(scenario, [connector], life.clock)
-
-    # --- events ---
+        super().__init__(*args)
 
     def add_prefill(self, add: Add, serial: int) -> None:
         """Queue a request whose KV is offered when it has finished."""
         self.add(add, serial, {OFFER: True})
+        self._prefills.add(add.request_id)
 
     def add_decode(self, add: Add, serial: int, params: Mapping[str, Any]) -> None:
         """Queue a request with the parameters of a handoff."""
@@ -77,8 +62,6 @@ class VLLMPDHarness(VLLMConnectorHarness):
         offered, self._offered = self._offered, {}
         return offered
 
-    # --- queries ---
-
     @override
     def unfinished(self) -> Mapping[str, str]:
         """Requests by status; vLLM lists one whose loads have ended as loading until it runs."""
@@ -87,18 +70,6 @@ class VLLMPDHarness(VLLMConnectorHarness):
             name: "waiting" if name in ended else status
             for name, status in super().unfinished().items()
         }
-
-    def num_wrong_blocks(self) -> int:
-        """Count the cached and squeezed blocks whose bytes differ from those that were written."""
-        blocks = range(1, self.num_blocks)
-        keys = zip(blocks, self._look.block_keys(blocks), strict=True)
-        cached = {block: of_block[0] for block, of_block in keys if of_block}
-        squeezed = [block.block_id for block in self._squeezed]
-        kv_bytes = self._compute.kv_bytes
-        num_wrong = kv_bytes.count_mismatches([*cached], [*cached.values()])
-        return num_wrong + kv_bytes.count_not_poisoned(squeezed)
-
-    # --- one step ---
 
     @override
     def _take_in(self) -> None:
@@ -111,6 +82,50 @@ class VLLMPDHarness(VLLMConnectorHarness):
 
     def _check_loads(self, transfers: Any) -> None:
         """Compare the blocks of loads that a worker reports as complete."""
+        raise NotImplementedError
+
+    @override
+    def _on_outputs(self, step: LaunchedStep, outputs: Mapping[int, Any]) -> None:
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.kv_transfer_params is not None:
+                    table = self._last_tables[output.request_id]
+                    self._offered[output.request_id] = output.kv_transfer_params, table
+
+
+@reads_vllm
+class VLLMPDHarness(HandoffEvents):
+    """One scheduler with a connector that offers and accepts handoffs.
+
+    Args:
+        scenario: Sizes, as fitted.
+        connector: The connector.
+        life: Identity, wire and clock of the engine.
+    """
+
+    def __init__(self, scenario: Scenario, connector: Connector, life: EngineLife) -> None:
+        self._more_options = {
+            "handoffs": _Simulated(
+                wire="",
+                address=life.me.address,
+                lease_seconds=life.lease_seconds,
+                simulated=life,
+            )
+        }
+        super().__init__(scenario, [connector], life.clock)
+
+    def num_wrong_blocks(self) -> int:
+        """Count the cached and squeezed blocks with other bytes than their owner has written."""
+        blocks = range(1, self.num_blocks)
+        keys = zip(blocks, self._look.block_keys(blocks), strict=True)
+        cached = {block: of_block[0] for block, of_block in keys if of_block}
+        squeezed = [block.block_id for block in self._squeezed]
+        kv_bytes = self._compute.kv_bytes
+        num_wrong = kv_bytes.count_mismatches([*cached], [*cached.values()])
+        return num_wrong + kv_bytes.count_not_poisoned(squeezed)
+
+    @override
+    def _check_loads(self, transfers: Any) -> None:
         invalid = {*cpu_scheduler.invalid_blocks(transfers)}
         failed = cpu_scheduler.failed_requests(transfers)
         for name in (transfers and transfers.finished_recving) or ():
@@ -121,14 +136,6 @@ class VLLMPDHarness(VLLMConnectorHarness):
             self.stats.mismatches += self._compute.kv_bytes.count_mismatches(
                 [*loaded], [*loaded.values()]
             )
-
-    @override
-    def _on_outputs(self, step: LaunchedStep, outputs: Mapping[int, Any]) -> None:
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                if output.kv_transfer_params is not None:
-                    table = self._last_tables[output.request_id]
-                    self._offered[output.request_id] = output.kv_transfer_params, table
 
 
 if TYPE_CHECKING:

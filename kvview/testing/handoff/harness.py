@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,11 +14,12 @@ from typing_extensions import override
 from kvview import BlockIds, CacheGeometry, Connector, ConnectorConfig, StepPlan
 from kvview.connector.hook_errors import build_connector
 from kvview.errors import ConfigError
-from kvview.handoff import HandoffScheduler, HandoffWorker, Peer, Wire
+from kvview.handoff import Handoff, HandoffScheduler, HandoffWorker, Peer, Wire
 from kvview.targets import is_engine_connector, require_connector
 from kvview.testing.connector.harness import ConnectorHarness, load_engines
 from kvview.testing.connector.scenario import Add, Scenario
-from kvview.testing.handoff.network import Network
+from kvview.testing.handoff.network import FAULTS, Fault, Network
+from kvview.testing.harness import Capability
 
 
 class PDHarness(ConnectorHarness, Protocol):
@@ -77,6 +78,14 @@ class BuildsPDEngines(Protocol):
         """
 
 
+@runtime_checkable
+class BuildsOwnPDEngines(Protocol):
+    """An engine factory that plays handoffs with connectors of its engine."""
+
+    def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
+        """Make two engines with an unmodified connector."""
+
+
 @dataclass(frozen=True, eq=False)
 class PDFactory:
     """Makes two engines with a connector.
@@ -87,7 +96,7 @@ class PDFactory:
         options: Options of the connector.
     """
 
-    made_of: type[Connector]
+    made_of: type
     engine: str = "reference"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,8 +111,15 @@ class PDFactory:
         place = "from kvview.testing.handoff.harness import PDFactory"
         return f"{place}\nfactory = PDFactory(factory, {self.engine!r}, {dict(self.options)!r})"
 
+    @property
+    def replaced(self) -> Sequence[str]:
+        """Parts of the connector that the engines replace, so that they are not checked."""
+        return self().replaced
+
     def __call__(self) -> TwoEngines:
         """Return two engines that are not built yet."""
+        if is_engine_connector(self.made_of):
+            return _engines_of_own(self.engine).pair_of_own(self.made_of, self.options)
         return TwoEngines(self.made_of, _load(self.engine), self.options)
 
 
@@ -132,6 +148,13 @@ def _load(name: str) -> BuildsPDEngines:
     return engines
 
 
+def _engines_of_own(name: str) -> BuildsOwnPDEngines:
+    engines = load_engines(name)
+    if not isinstance(engines, BuildsOwnPDEngines):
+        raise ConfigError(f"engine {name!r} plays connectors of kvview only; use --engine vllm")
+    return engines
+
+
 def pd_factory(
     target: object, engine: str | None = None, options: Mapping[str, Any] | None = None
 ) -> PDFactory:
@@ -148,7 +171,9 @@ def pd_factory(
         UnsupportedEngineError: The installed release of the engine cannot play handoffs.
     """
     given = dict(options or {})
-    found = PDFactory(require_handoff_connector(target, given), engine or "reference", given)
+    if not is_engine_connector(target):
+        target = require_handoff_connector(target, given)
+    found = PDFactory(target, engine or "reference", given)  # type: ignore[arg-type]
     found()
     return found
 
@@ -160,11 +185,6 @@ def require_handoff_connector(target: object, options: Mapping[str, Any]) -> typ
         ConfigError: As for :func:`pd_factory`.
     """
     name = getattr(target, "__qualname__", repr(target))
-    if is_engine_connector(target):
-        raise ConfigError(
-            f"{name} is a connector of vLLM and opens connections of its own, which the simulated "
-            f"network cannot replace; check it with --pd --inference"
-        )
     connector_class = require_connector(target, name)
     config = ConnectorConfig(CacheGeometry.single(4), dict(options))
     halves = build_connector(connector_class, config)
@@ -187,14 +207,21 @@ class TwoEngines:
         options: Options of the connector.
     """
 
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset({Capability.NAMES_THE_KV})
+    faults: Sequence[Fault] = FAULTS
+    """The faults of messages that the network plays."""
+    names_are_unique = False
+    """Whether no two requests of a run have the same id."""
+    serves_itself = True
+    """Whether an engine may consume its own handoffs."""
+    renews_leases = False
+    """Whether a consumer with the parameters may extend the lease."""
+    laws_of_errors: Mapping[str, str] = dict.fromkeys(("CONN-3", "CONN-4", "POOL-4"), "HAND-3")
+    """The laws that errors of an engine break, by the law that the engine names."""
+    replaced: Sequence[str] = ()
+    """Parts of the connector that the engines replace, so that they are not checked."""
 
-    def __init__(
-        self,
-        connector_class: type[Connector],
-        factory: BuildsPDEngines,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, connector_class: type, factory: Any, options: Mapping[str, Any]) -> None:
         self._class, self._factory, self._options = connector_class, factory, options
         self._scenarios: Mapping[str, Scenario] = {}
         self.engines: dict[str, PDHarness] = {}
@@ -202,7 +229,8 @@ class TwoEngines:
 
     def fit(self, scenario: Scenario) -> Scenario:
         """Return the nearest scenario that the engines can play."""
-        return self._factory.fit_for_handoffs(scenario)
+        fitted: Scenario = self._factory.fit_for_handoffs(scenario)
+        return fitted
 
     def start(
         self, scenarios: Mapping[str, Scenario], network: Network, lease_seconds: float
@@ -220,13 +248,17 @@ class TwoEngines:
 
     def restart(self, name: str) -> None:
         """Start a new life of an engine; the old life sends no further message."""
-        scenario = self._scenarios[name]
         self.lives[name] = self.lives.get(name, 0) + 1
-        me = Peer(name, self.life(name), f"wire://{name}")
+        me = Peer(name, self.life(name), self.address(name))
         wire = self.network.connect(me.address)
         if name in self.engines:
             with suppress(Exception):
                 self.engines[name].shutdown()  # release threads and memory
+        life = EngineLife(me, wire, lambda: self.network.now, self.lease_seconds)
+        self.engines[name] = self.build(self._scenarios[name], life)
+
+    def build(self, scenario: Scenario, life: EngineLife) -> PDHarness:
+        """Build an engine with the connector."""
         connector = self._class(ConnectorConfig(scenario.geometry, dict(self._options)))
         make_worker = connector.make_worker
 
@@ -237,13 +269,49 @@ class TwoEngines:
             def start_copy(plan: StepPlan) -> None:  # two instances, for two processes
                 start_plan(pickle.loads(pickle.dumps(plan)))
 
-            worker.start_plan = start_copy  # type: ignore[method-assign]
+            worker.start_plan = start_copy
             return worker
 
-        connector.make_worker = make_pickling_worker  # type: ignore[method-assign]
-        life = EngineLife(me, wire, lambda: self.network.now, self.lease_seconds)
-        self.engines[name] = self._factory.build_for_handoffs(scenario, connector, life)
+        connector.make_worker = make_pickling_worker
+        engine: PDHarness = self._factory.build_for_handoffs(scenario, connector, life)
+        return engine
+
+    def close(self) -> None:
+        """Release the resources of both engines."""
 
     def life(self, name: str) -> str:
         """Name of the current life of an engine."""
         return f"life {self.lives[name]}"
+
+    def address(self, name: str) -> str:
+        """Address of an engine."""
+        return f"wire://{name}"
+
+    def read_handoff(self, params: Mapping[str, Any], num_tokens: int) -> Handoff:
+        """Read parameters as a router passes them on.
+
+        Args:
+            params: The parameters.
+            num_tokens: Tokens of the prompt.
+        """
+        return Handoff.from_params(params)
+
+    def offered_blocks(
+        self, handoff: Handoff, geometry: CacheGeometry, tables: BlockIds
+    ) -> set[int]:
+        """Return the blocks that an offer must hold, and may hold.
+
+        Args:
+            handoff: The offer.
+            geometry: Geometry of the producer.
+            tables: Block tables of its request.
+        """
+        return {
+            table[number]
+            for group, table in zip(geometry.groups, tables, strict=True)
+            for number in group.required_blocks(handoff.num_tokens)
+        }
+
+    def entries(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters that the connector compares."""
+        return self.read_handoff(params, 0).to_params()

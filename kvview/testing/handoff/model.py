@@ -33,6 +33,8 @@ class Kept:
         handoff: The handoff that the parameters describe.
         blocks: Blocks that the tokens of the handoff need.
         until: Time at which the lease ends.
+        lease: Length of the lease.
+        renewed_until: Time at which the lease ends if a consumer extends it.
     """
 
     engine: str
@@ -41,6 +43,8 @@ class Kept:
     handoff: Handoff
     blocks: set[int]
     until: float
+    lease: float
+    renewed_until: float = 0.0
     is_routed: bool = False
     is_wanted: bool = True
     """Whether the blocks must be held, because no consumer has started to load or has given up."""
@@ -71,9 +75,11 @@ class HandoffModel:
 
     Args:
         are_alike: Whether both engines have the same layout, so that they can use handoffs.
+        renews_leases: Whether a consumer with the parameters may extend the lease.
     """
 
     are_alike: bool
+    renews_leases: bool = False
     kept: list[Kept] = field(default_factory=list)
     decodes: dict[tuple[str, str], Decode] = field(default_factory=dict)
     """Waiting and loading requests, by engine and request id."""
@@ -88,7 +94,7 @@ class HandoffModel:
         live = (
             one
             for one in self.of(engine)
-            if now < one.until + GRACE
+            if now < max(one.until, one.renewed_until) + GRACE
             and (one.free_by is None or now < one.free_by or num_faults > one.num_faults)
         )
         return {block for one in live for block in one.blocks}
@@ -118,6 +124,9 @@ class HandoffModel:
         for (name, request_id), decode in list(self.decodes.items()):
             state = unfinished.get(request_id)
             is_queued = state == "waiting" and decode.loading_since is None
+            if name == engine and self.renews_leases:
+                kept = decode.kept
+                kept.renewed_until = now + 2 * kept.lease  # the renewal may be late
             if name != engine or is_queued:
                 continue
             decode.kept.is_wanted &= decode.kind == "wrong"

@@ -20,7 +20,8 @@ from kvview.testing.connector.invariants import (
 from kvview.testing.connector.scenario import Add, Scenario
 from kvview.testing.handoff.harness import PDHarness, TwoEngines
 from kvview.testing.handoff.model import BROKEN, GRACE, Decode, HandoffModel, Kept, Kind
-from kvview.testing.handoff.network import FAULTS, Network
+from kvview.testing.handoff.network import Network
+from kvview.testing.harness import Capability
 from kvview.testing.search import Label, Player, check_by_search, observable, operation
 
 _FULL, _WINDOW = FullAttention(4), SlidingWindow(4, 6)
@@ -44,7 +45,7 @@ class HandoffPlayer(Player):
     subject_name = "engines"
     first_moves: ClassVar[tuple[str, ...]] = ("prefill", "pass_time", "route", "pass_time")
     labels: ClassVar[Mapping[str, Label]] = {
-        "HAND-1": Label("Parameters are JSON and name the KV."),
+        "HAND-1": Label("Parameters are JSON and name the KV.", (Capability.NAMES_THE_KV,)),
         "HAND-2": Label("Offered blocks stay until the handoff ends."),
         "HAND-3": Label("Every handoff ends once, and its blocks are freed."),
         "HAND-4": Label("No block is freed while a transfer reads it."),
@@ -83,9 +84,14 @@ class HandoffPlayer(Player):
         }
         self.geometries = {name: scenario.geometry for name, scenario in scenarios.items()}
         self.geometry = self.geometries["P"]
-        self.model = HandoffModel(are_alike=not is_mixed)
+        are_alike = self.geometry == self.geometries["D"]
+        self.model = HandoffModel(are_alike, self.pair.renews_leases)
         self.pair.start(scenarios, self.network, self.lease)
         self.counts = {name: self.counters(name) for name in _NAMES}
+
+    @override
+    def end(self) -> None:
+        self.pair.close()
 
     @property
     def engines(self) -> Mapping[str, PDHarness]:
@@ -108,13 +114,12 @@ class HandoffPlayer(Player):
             if getattr(error, "law", None) == "ENGINE":
                 raise  # the engine has failed, not the connector
             law, _ = split_law(str(error))
-            laws = {"CONN-3": "HAND-3", "CONN-4": "HAND-3", "POOL-4": "HAND-3"}
             got = f"{type(error).__name__}: {error}"
             self.fail(
                 f"{method} of engine {name} must not raise",
                 got,
                 "no error",
-                law=laws.get(law, "HAND-6"),
+                law=self.pair.laws_of_errors.get(law, "HAND-6"),
             )
 
     def tick(self, seconds: int = 1) -> None:
@@ -135,23 +140,23 @@ class HandoffPlayer(Player):
         for request_id, (params, tables) in self.engines[name].take_offered().items():
             self.line(f"# {name} offers {request_id}: {params}")
             add = self.prompts.pop((name, request_id))
-            handoff = self.read_params(params, name)
-            blocks = set()
-            for group, table in zip(self.geometries[name].groups, tables, strict=True):
-                blocks |= {table[number] for number in group.required_blocks(handoff.num_tokens)}
+            handoff = self.read_params(params, name, add.num_prompt_tokens)
+            blocks = self.pair.offered_blocks(handoff, self.geometries[name], tables)
             until = self.network.now + self.lease
-            self.model.kept.append(Kept(name, add, params, handoff, blocks, until))
+            kept = Kept(name, add, params, handoff, blocks, until, self.lease)
+            self.model.kept.append(kept)
 
-    def read_params(self, params: Mapping[str, Any], name: str) -> Handoff:
+    def read_params(self, params: Mapping[str, Any], name: str, num_tokens: int) -> Handoff:
         """Read parameters as a router passes them on (HAND-1)."""
         try:
             copied = json.loads(json.dumps(dict(params)))
-            handoff = Handoff.from_params(copied)
+            handoff = self.pair.read_handoff(copied, num_tokens)
         except (TypeError, ValueError, HandoffError) as error:
             self.fail("parameters are plain JSON", f"{params}: {error}", "a handoff", "HAND-1")
-        self.equal(copied, dict(params), "parameters survive JSON", "HAND-1")
+        if self.can(Capability.NAMES_THE_KV):
+            self.equal(copied, dict(params), "parameters survive JSON", "HAND-1")
         named = handoff.engine_id, handoff.life, handoff.address
-        me = name, self.pair.life(name), f"wire://{name}"
+        me = name, self.pair.life(name), self.pair.address(name)
         self.equal(named, me, "parameters name this life of the producer", "HAND-1")
         return handoff
 
@@ -188,7 +193,7 @@ class HandoffPlayer(Player):
     def ended_blocks_are_free(self) -> None:
         """Blocks of handoffs that have ended are not held."""
         for name, engine in self.engines.items():
-            if self.network.is_reading(f"wire://{name}"):
+            if self.network.is_reading(self.pair.address(name)):
                 continue
             network = self.network
             held = {*engine.held_blocks()}
@@ -223,8 +228,9 @@ class HandoffPlayer(Player):
     def draw_add(self, **changes: Any) -> Add:
         """Draw a prompt."""
         size = self.geometry.scheduler_block_size
+        number = self.rng.randrange(3)
         add = Add(
-            f"r{self.rng.randrange(3)}",
+            f"r{self.num_requests if self.pair.names_are_unique else number}",
             self.rng.randrange(8),
             size * self.rng.randint(1, 3) + self.rng.randint(1, size),
             self.rng.randint(0, 6),
@@ -268,7 +274,8 @@ class HandoffPlayer(Player):
 
     def other(self, name: str) -> str:
         """Return the other engine, or sometimes the same engine."""
-        return name if self.rng.random() < 0.1 else _NAMES[name == "P"]
+        is_same = self.rng.random() < 0.1 and self.pair.serves_itself
+        return name if is_same else _NAMES[name == "P"]
 
     def new_offers(self) -> list[Kept]:
         """List the offers that no consumer has received, sometimes only expired offers."""
@@ -317,9 +324,13 @@ class HandoffPlayer(Player):
             add = self.draw_add(request_id=request_id, family=100 + self.num_requests)
             self.route_to(name, kept, replace(add, num_shared_blocks=0), "wrong")
             return
-        field = self.rng.choice([*kept.handoff.to_params()])
-        value = getattr(kept.handoff, field)
-        others = [None, "missing", [], value + (1 if isinstance(value, int) else "x")]
+        field, value = self.rng.choice([*self.pair.entries(kept.params).items()])
+        others: list[Any] = [
+            None,
+            "missing",
+            [],
+            value + 1 if isinstance(value, int) else f"{value}x",
+        ]
         add = replace(kept.add, request_id=request_id, num_output_tokens=1)
         self.route_to(name, kept, add, "wrong", **{field: self.rng.choice(others)})
 
@@ -371,7 +382,7 @@ class HandoffPlayer(Player):
     @operation("HAND-7", weight=2)
     def disturb(self) -> None:
         """Plan faults of some of the next messages."""
-        some = self.rng.choices((None, *FAULTS), k=self.rng.randint(1, 4))
+        some = self.rng.choices((None, *self.pair.faults), k=self.rng.randint(1, 4))
         self.network.faults += some
 
     @operation("HAND-9", weight=0.5)

@@ -125,6 +125,14 @@ class RawWorker:
         self._to_verify -= loaded
         return StepAnswer(transfers, wrong, len(loaded), self._seen())
 
+    def holds(self, load: RequestInStep) -> bool:
+        """Whether all layers have the bytes that a load must write."""
+        return self._compute.holds(load)
+
+    def handshake_metadata(self) -> Any:
+        """Return the metadata of the connector for its peers."""
+        return self._role.get_handshake_metadata()
+
     def shutdown(self) -> Collection[str]:
         """Shut the role down; return the replaced parts and the parts that were left out."""
         if self._role is not None:
