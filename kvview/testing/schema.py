@@ -1,6 +1,6 @@
 """The JSON of ``kvview check --json``: one schema for every contract, with a version.
 
-``docs/report.md`` describes it; ``docs/make_commands.py`` writes it as JSON Schema.
+``docs/report.md`` describes the JSON; ``docs/make_commands.py`` writes the JSON Schema.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION: Literal[1] = 1
-"""Increased when a field is removed or changes its meaning; new fields do not increase it."""
+"""Version of the schema, increased when a field is removed or changes its meaning."""
 
 
 class _Model(BaseModel):
@@ -34,28 +34,32 @@ class FailureModel(_Model):
     what: str
     got: str
     expected: str
-    law_url: str = Field(description="Where the law stands in the documentation, or empty.")
-    script: str = Field(description="Python that fails as long as the law is broken, or empty.")
-    seeds: list[int] = Field(description="Of a connector: all that break the law.")
-    timeline: list[SnapshotModel] = Field(description="Of a connector: the run of the script.")
+    law_url: str = Field(description="Address of the law's documentation, or empty.")
+    script: str = Field(
+        description="Python code that fails as long as the law is broken, or empty."
+    )
+    seeds: list[int] = Field(description="For a connector, the seeds that break the law.")
+    timeline: list[SnapshotModel] = Field(description="For a connector, the run of the script.")
 
 
 class CheckModel(_Model):
-    """One check; the list has the order in which they ran."""
+    """The result of one check; results are listed in the order of the run."""
 
     name: str
-    law: str = Field(description="'*' in it: of several; 'coverage': what was exercised.")
+    law: str = Field(
+        description="Number of the law; with '*', several laws; 'coverage' for exercised items."
+    )
     summary: str
     outcome: Literal[
         "passed", "failed", "skipped", "expected failure", "unexpected pass", "not checked"
     ]
     seconds: float
-    reason: str = Field(description="Why it was skipped or expected to fail, or empty.")
+    reason: str = Field(description="Why the check was skipped or was expected to fail, or empty.")
     failure: FailureModel | None
 
 
 class GapModel(_Model):
-    """The items that simulated runs did not exercise."""
+    """An item that simulated runs did not exercise."""
 
     name: str
     what: str
@@ -64,14 +68,16 @@ class GapModel(_Model):
 class UnrunModel(_Model):
     """Consecutive statements of the connector's code that no run reached."""
 
-    place: str = Field(description="file:line of the first of them.")
+    place: str = Field(description="file:line of the first statement.")
     function: str
-    num_statements: int = Field(description="0 for a branch that never ran, of a line that did.")
+    num_statements: int = Field(
+        description="Number of statements; 0 for a branch never taken in a line that ran."
+    )
     source: str
-    condition: str = Field(description="The condition above them, or empty.")
+    condition: str = Field(description="The condition that never led to the statements, or empty.")
     is_judged: bool = Field(
-        description="Whether the check is incomplete without them; false for code that handles "
-        "errors, needs a GPU, logs or has no caller, and for a branch."
+        description="Whether a check without the statements is incomplete; false for a branch, and "
+        "for code that handles errors, needs a GPU, logs or has no caller."
     )
 
 
@@ -80,27 +86,27 @@ class RunsModel(_Model):
 
     engine: str
     first_seed: int
-    num_seeds: int = Field(description="How many were played.")
+    num_seeds: int = Field(description="Number of seeds that were played.")
     num_asked: int = Field(
-        default=0, description="How many were to be played; the first failure ends the runs."
+        default=0, description="Number of requested seeds; the first failure ends the runs."
     )
-    steps: int | None = Field(description="Fewest steps of a run, if that was asked for.")
+    steps: int | None = Field(description="Requested minimum of steps in a run, or null.")
     seconds: float
-    coverage: dict[str, int] = Field(description="What happened how often.")
+    coverage: dict[str, int] = Field(description="Number of occurrences of each event.")
     not_exercised: list[GapModel]
     replaced: list[str] = Field(
         default_factory=list,
         description="Parts of the connector that the engine replaced; they were not checked.",
     )
-    notes: list[str] = Field(description="For people; 'not deterministic', for example.")
+    notes: list[str] = Field(description="Notes for the reader; 'not deterministic', for example.")
     num_statements: int = Field(
-        default=0, description="Statements of the connector's code; 0 if they were not measured."
+        default=0, description="Statements of the connector's code; 0 without a measurement."
     )
     unrun: list[UnrunModel] = Field(
         default_factory=list, description="The statements that no run reached."
     )
     typical: list[SnapshotModel] = Field(
-        default_factory=list, description="A run with as many loads as most, step by step."
+        default_factory=list, description="A run with a typical number of loads, step by step."
     )
 
 
@@ -113,13 +119,14 @@ class ReportModel(_Model):
     seed: int = Field(description="The first seed.")
     is_clean: bool
     is_interrupted: bool
-    num_selected: int = Field(description="Checks that were to run.")
+    num_selected: int = Field(description="Number of selected checks.")
     seconds: float
-    counts: dict[str, int] = Field(description="Checks by outcome.")
+    counts: dict[str, int] = Field(description="Number of checks by outcome.")
     checks: list[CheckModel]
-    runs: RunsModel | None = Field(description="Of a connector; null for all others.")
+    runs: RunsModel | None = Field(description="The runs of a connector; null for other targets.")
     versions: dict[str, str] = Field(
-        default_factory=dict, description="Of kvview, Python, the target and what they use."
+        default_factory=dict,
+        description="Versions of kvview, Python, the target and their libraries.",
     )
 
 
@@ -144,16 +151,18 @@ class SelfTestModel(_Model):
 
 
 class ReleaseModel(_Model):
-    """One release."""
+    """The result of one release."""
 
     release: str
     verdict: Literal[
         "green", "failed", "not checked", "could not run", "interrupted", "a bug of kvview"
     ]
-    reason: str = Field(description="The first reason why it is not green, or empty.")
+    reason: str = Field(description="The first reason why the release is not green, or empty.")
     seconds: float
-    left_out: list[str] = Field(description="What the release cannot play.")
-    report: ReportModel | None = Field(description="Of its process; null when it wrote none.")
+    left_out: list[str] = Field(description="Parts of scenarios that the release cannot play.")
+    report: ReportModel | None = Field(
+        description="Report of the release's process; null if the process wrote no report."
+    )
 
 
 class UpgradeModel(_Model):

@@ -1,7 +1,7 @@
-"""Checks of real tokens: a connector in an engine that runs a model.
+"""Checks of real tokens, which a connector in an engine with a model produces.
 
 The engine's package runs the model (:mod:`kvview.testing.token_runs`); these checks report the
-result, law by law.
+result by law.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LAWS = ("CONN-3", "CONN-4", "CONN-11", "XFER-1")
 
 
 def token_checks() -> list[Check]:
-    """The checks, by law."""
+    """Make the checks, sorted by law."""
     runs = {law: law_check(law, "real_inference") for law in LAWS}
     named = [Check(run.__name__, law, "connector", (), run) for law, run in runs.items()]
     return [*named, _any_other(), _coverage()]
@@ -22,7 +22,7 @@ def token_checks() -> list[Check]:
 
 def _any_other() -> Check:
     def run(factory: Factory) -> None:
-        """The engine keeps running, and no other law is broken."""
+        """The engine continues to run, and no other law is broken."""
         check_law(factory, lambda broken: broken not in LAWS, "no law broken")
 
     return Check("check_any_other_law_in_real_inference", "*", "connector", (), run)

@@ -14,12 +14,12 @@ from kvview.testing.connector.harness import load_factory_class
 from kvview.testing.connector.result import ConnectorRuns
 
 ENGINE = "vllm"
-"""The engine that serves by default."""
+"""The engine that serves models by default."""
 
 
 @dataclass(frozen=True)
 class TokenRuns(ConnectorRuns):
-    """The outcome of serving with and without a connector; ``gaps`` are the only gaps."""
+    """The outcome of requests that were served with and without a connector."""
 
     @property
     @override
@@ -28,7 +28,7 @@ class TokenRuns(ConnectorRuns):
 
 
 class TokenCheck(Protocol):
-    """Serves with and without a connector; a static member of an engine factory."""
+    """Serves requests with and without a connector; a static member of an engine factory."""
 
     def __call__(
         self,
@@ -40,7 +40,7 @@ class TokenCheck(Protocol):
         hook_seconds: float = ...,
         on_progress: Callable[[str], None] = ...,
     ) -> TokenRuns:
-        """Serve the traffic of some seeds.
+        """Serve the requests of some seeds.
 
         Args:
             connector_class: A kvview connector, or a connector for the engine's own interface.
@@ -56,7 +56,7 @@ class TokenCheck(Protocol):
 
 
 def load_token_check(engine: str) -> TokenCheck:
-    """The settings with which an engine serves.
+    """Return the check of real tokens of an engine.
 
     Raises:
         ConfigError: The engine runs no model.

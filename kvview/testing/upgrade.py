@@ -1,13 +1,13 @@
-"""The check of one connector in many releases, one process each (``kvview check --vllm``).
+"""The check of a connector in many releases, with one process each (``kvview check --vllm``).
 
-An engine provides its releases (:class:`Releases`) and is never imported here. ``kvview check``
-itself checks each release, in a process whose imports find that release first.
+An engine provides its releases (:class:`Releases`), but this module never imports an engine.
+``kvview check`` checks each release, in a process whose imports find that release first.
 
-1. A release is green if its process ended with 0, its report is clean, and the report names
-   that release for the runs.
+1. A release is green if its process ended with exit code 0, its report is clean, and the runs in
+   the report used that release.
 2. A release that could not be downloaded, imported or exercised is reported and not green.
 3. Releases run one after another, because a check uses all cores.
-4. Ctrl-C ends the process in order, and the findings so far are reported.
+4. On Ctrl-C the process ends with a report, and the findings so far are reported.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any, Protocol
 from kvview.errors import ConfigError, KVViewError, line_of
 
 ENTRY_POINTS = "kvview.releases"
-"""Group of the entry points that name a class of :class:`Releases`, by the name of the engine."""
+"""Group of the entry points that name a class of :class:`Releases` for an engine."""
 
 _PREFIX = "kvview: "  # start of the line in which a command reports its error
 
 
 class Verdict(StrEnum):
-    """The outcome of a release, the worst first; only green is good."""
+    """The outcome of a release, from the worst to the best; only green is a success."""
 
     FAILED = "failed"
     BUG = "a bug of kvview"
@@ -55,14 +55,14 @@ _CODES: Mapping[int, Verdict] = {
     4: Verdict.NOT_CHECKED,
     0: Verdict.GREEN,
 }
-"""The verdict for each exit code of ``kvview check``, the worst first."""
+"""The verdict for each exit code of ``kvview check``, starting with the worst."""
 
 
 class Releases(Protocol):
     """The releases of an engine; an entry point in :data:`ENTRY_POINTS` names its class."""
 
     def resolve(self, names: Sequence[str], /) -> list[str]:
-        """Return the releases that the names match, each once, in order.
+        """Return the releases that match the names, each once, in order.
 
         Raises:
             KVViewError: A name matches no release.
@@ -76,7 +76,7 @@ class Releases(Protocol):
         """
 
     def environment(self) -> Mapping[str, str]:
-        """Return environment variables for the release's process; the user's values win."""
+        """Return environment variables for the release's process; the user's values prevail."""
 
 
 def load_releases(engine: str) -> Releases:
@@ -97,10 +97,10 @@ class ReleaseResult:
 
     Args:
         release: Name of the release.
-        verdict: Its outcome.
-        reason: The first reason why it is not green; empty for green.
-        seconds: Its duration in seconds, without the download.
-        report: The report of the process (``docs/report.md``); None if there is none.
+        verdict: Outcome of the release.
+        reason: The first reason why the release is not green; empty if it is green.
+        seconds: Duration of the check in seconds, without the download.
+        report: The report of the process (``docs/report.md``); None if it wrote no report.
     """
 
     release: str
@@ -119,13 +119,13 @@ class ReleaseResult:
 
 @dataclass
 class UpgradeReport:
-    """All releases, in the order in which they were named.
+    """The results of all releases, in the order in which the user named them.
 
     Args:
         target: Name of the target.
         engine: Name of the engine.
-        results: The findings, one per release.
-        seconds: Duration of everything.
+        results: The results, one per release.
+        seconds: Duration of the whole check.
     """
 
     target: str
@@ -179,7 +179,8 @@ def check_releases(
         on_result: Called with each result.
 
     Returns:
-        One result per release, in order; those that Ctrl-C ends or that come later are interrupted.
+        One result per release, in order. Releases that Ctrl-C ended or that were not started are
+        interrupted.
     """
     start = time.monotonic()
     report = UpgradeReport(target, engine)
@@ -212,12 +213,12 @@ def _environment(releases: Releases, folder: Path) -> dict[str, str]:
 def _check_one(
     target: str, engine: str, release: str, options: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[ReleaseResult, bool]:
-    """Return the findings in a release, and whether Ctrl-C ended its process."""
+    """Return the result of a release, and whether Ctrl-C ended its process."""
     start = time.monotonic()
     is_interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "report.json")
-        # -P: the import path is this process's own, behind the release.
+        # -P: the import path is the release, followed by the path of this process.
         command = [sys.executable, "-P", "-m", "kvview", "check", target, f"--json={file}"]
         with subprocess.Popen(
             [*command, *options],
@@ -227,7 +228,7 @@ def _check_one(
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C ends it once, so that it writes its report
+            start_new_session=True,  # one Ctrl-C ends the process, so that it writes its report
         ) as process:
             try:
                 _, errors = process.communicate()
@@ -237,7 +238,7 @@ def _check_one(
                 _, errors = process.communicate()
         text = file.read_text() if file.exists() else ""
     code = process.returncode
-    if is_interrupted and code == -signal.SIGTERM:  # before it could end in order
+    if is_interrupted and code == -signal.SIGTERM:  # before the process could write its report
         code, errors = 130, "interrupted"
     report: dict[str, Any] | None = json.loads(text) if text else None
     verdict, reason = judge(release, code, errors, report, engine)
@@ -248,13 +249,13 @@ def _check_one(
 def judge(
     release: str, code: int, errors: str, report: dict[str, Any] | None, engine: str = ""
 ) -> tuple[Verdict, str]:
-    """Return the findings of a process that checked a release.
+    """Return the verdict on a release from the process that checked it.
 
     Args:
         release: Name of the release.
         code: Exit code of the process; negative for a signal.
-        errors: Its stderr.
-        report: Its report, if it wrote one.
+        errors: Stderr of the process.
+        report: Report of the process, or None.
         engine: Name of the engine.
 
     Returns:
@@ -275,9 +276,9 @@ def judge(
         return verdict, _last_line(errors)
     engine = (report["runs"] or {}).get("engine", "no engine")
     if release not in engine.replace("+", " ").split():
-        return Verdict.COULD_NOT_RUN, f"it ran in {engine}, not in {release}"
+        return Verdict.COULD_NOT_RUN, f"the runs used {engine}, not {release}"
     if verdict is Verdict.GREEN and not report["is_clean"]:
-        return Verdict.NOT_CHECKED, "its report is not clean"
+        return Verdict.NOT_CHECKED, "the report of the process is not clean"
     return verdict, _first_reason(report, verdict)
 
 
@@ -288,7 +289,7 @@ def _first_reason(report: dict[str, Any], verdict: Verdict) -> str:
     }.get(verdict, ())
     found = next((check for check in report["checks"] if check["outcome"] in bad), None)
     if found is None:
-        return "" if verdict is Verdict.GREEN else "it ended before its runs did"
+        return "" if verdict is Verdict.GREEN else "the process ended before the last run"
     failure = found["failure"]
     if failure is None:
         return line_of(f"{found['name']} passed, but is expected to fail: {found['reason']}")
@@ -302,4 +303,4 @@ def _first_reason(report: dict[str, Any], verdict: Verdict) -> str:
 def _last_line(errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     reported = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
-    return line_of((reported or lines or ["it printed nothing"])[-1])
+    return line_of((reported or lines or ["the process printed no text"])[-1])

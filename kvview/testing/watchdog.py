@@ -1,14 +1,14 @@
-"""A watchdog that ends calls that do not return: endless loops and locks held forever.
+"""A watchdog that ends calls that do not return because of an endless loop or a lock.
 
-It watches hooks of a connector and all other calls of a check. A timer ticks once a second and
-tests whether the same call is still running.
+The watchdog watches hooks of a connector and all other calls of a check. A timer ticks once a
+second and tests whether the same call is still running.
 
-1. The limit is CPU time of the process, so that a slow machine is not a fault. A hook that
-   waits without using CPU time has four times as long, counted in ticks, because a machine
-   that sleeps does not tick.
+1. The limit is CPU time of the process, so that a slow machine does not cause a failure. A hook
+   that waits without CPU time has four times the limit, counted in ticks, because a suspended
+   machine does not tick.
 2. A :class:`HookTimeout` raised inside the hook ends it. A C call that never returns cannot be
    ended, but its stack is written to stderr.
-3. Without timers of the system (Windows), or outside the main thread, no call is watched.
+3. If the system has no such timers (Windows), or outside the main thread, no call is watched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from types import FrameType
 
 HOOK_SECONDS = 30.0
-"""CPU seconds that one call of a hook may take, by default."""
+"""Default limit of CPU seconds for one call of a hook."""
 
 _TICK = 1.0
 _WAITS = 4  # factor of the limit for a hook that uses no CPU
@@ -34,22 +34,22 @@ _seconds: ContextVar[float] = ContextVar("kvview_hook_seconds", default=HOOK_SEC
 
 
 class HookTimeout(BaseException):
-    """A hook did not return. This is not an ``Exception``, because a hook may catch that."""
+    """A hook did not return. The class is not an ``Exception``, because hooks may catch those."""
 
 
 class _Call:
-    """The watched call, by number; the same number at two ticks means the same call."""
+    """The number of the watched call; the same number at two ticks means the same call."""
 
     number = 0
     depth = 0
     is_watched = False
-    dead_thread = ""  # the exception that ended a thread, for which the call may wait
-    may_arm = True  # a child forked while faulthandler's lock was taken can never take it
+    dead_thread = ""  # the exception that ended a thread for which the call may be waiting
+    may_arm = True  # False in a fork, which may inherit a taken lock of faulthandler
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Set the time limit of a hook call, for the runs in the block."""
+    """Set the time limit of a hook call for the runs in the ``with`` block."""
     token = _seconds.set(seconds)
     try:
         yield
@@ -59,7 +59,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """Watch the hook that is called in the block."""
+    """Watch the hook that the ``with`` block calls."""
     _Call.number += 1
     _Call.depth += 1
     try:
@@ -70,12 +70,12 @@ def calling() -> Iterator[None]:
 
 
 def next_call() -> None:
-    """Note that a call in the block has returned and that another one starts."""
+    """Record that a call in the ``with`` block has returned, and that another one starts."""
     _Call.number += 1
 
 
 def thread_died(error: str) -> None:
-    """Note that an exception ended a thread, so that a call that waits for it ends soon.
+    """Record that an exception ended a thread, so that a call that waits for the thread ends.
 
     Args:
         error: The exception; empty when a new run starts.
@@ -85,12 +85,12 @@ def thread_died(error: str) -> None:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Watch the hooks that are called in the block."""
+    """Watch the hooks that are called in the ``with`` block."""
     is_main = threading.current_thread() is threading.main_thread()
     if not hasattr(signal, "setitimer") or not is_main or _Call.is_watched:
         yield
         return
-    if signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):  # another program's handler
+    if signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):  # another program has set a handler
         yield
         return
     watch = _Watch(_seconds.get())
@@ -110,7 +110,7 @@ def watching() -> Iterator[None]:
 
 @contextmanager
 def watching_child() -> Iterator[None]:
-    """Watch the calls of a forked child, which inherits no timer of its parent."""
+    """Watch the calls of a forked child, which does not inherit its parent's timer."""
     _Call.is_watched, _Call.may_arm = False, False
     with watching():
         yield
@@ -148,7 +148,7 @@ class _Watch:
             raise HookTimeout(told)
 
     def _arm(self) -> None:
-        """Write the stack later, unless a timer interrupts the thread before."""
+        """Write the stack after some time, unless a tick interrupts the thread before then."""
         if sys.__stderr__ is None or not _Call.may_arm:
             return
         with suppress(OSError, ValueError):  # stderr is not a file

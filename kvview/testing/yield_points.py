@@ -1,8 +1,8 @@
-"""Threads that yield to other threads before each of their lines, so that races become visible.
+"""Threads that yield to other threads before each line of code, so that races become visible.
 
-The time between two lines of the code under test is a microsecond, so another thread interferes
-there once in a million runs. Here a thread yields between two lines, so other threads can interfere
-each time.
+The time between two lines of the code under test is a microsecond, so another thread runs in
+between once in a million runs. With these functions a thread yields between two lines, so other
+threads can run each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 _SECONDS_PER_YIELD = 0.0002
 num_yields = [0]
-"""Number of yields so far, in a list of one: a thread that yields is not asleep."""
+"""Number of yields so far, in a list of one item; a thread that yields is not asleep."""
 
 _NOT_TESTED = sys.stdlib_module_names | {"kvview", "numpy", "torch"}
 
@@ -39,7 +39,7 @@ def yielding_often(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def new_threads_yield_often() -> Iterator[None]:
-    """Make threads that are started in the block yield at each line, unless under a debugger."""
+    """Let threads that the ``with`` block starts yield at each line, except under a debugger."""
     before = threading.gettrace()
     if before is None:
         threading.settrace(_yield_often)

@@ -57,7 +57,7 @@ def test_verdicts_of_real_processes(tmp_path: Path) -> None:
     assert ran.report["runs"]["num_seeds"] == 8
     assert (elsewhere.verdict, elsewhere.reason) == (
         Verdict.COULD_NOT_RUN,
-        "it ran in reference, not in 1.0",
+        "the runs used reference, not 1.0",
     )
     assert (unheard.verdict, unheard.reason) == (Verdict.COULD_NOT_RUN, "no such release")
 
@@ -108,8 +108,8 @@ def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
         (0, "", report(), Verdict.GREEN, ""),
         (0, "", None, Verdict.COULD_NOT_RUN, "wrote no report"),
         (0, "", report("failed"), Verdict.NOT_CHECKED, "not clean"),
-        (0, "", report(runs=None), Verdict.COULD_NOT_RUN, "it ran in no engine"),
-        (0, "", report(runs={"engine": "vllm 1.2.30"}), Verdict.COULD_NOT_RUN, "not in 1.2.3"),
+        (0, "", report(runs=None), Verdict.COULD_NOT_RUN, "the runs used no engine"),
+        (0, "", report(runs={"engine": "vllm 1.2.30"}), Verdict.COULD_NOT_RUN, "not 1.2.3"),
         (1, "", report("failed"), Verdict.FAILED, "CONN-2: wrong (2 of 9 seeds)"),
         (4, "", report("not checked"), Verdict.NOT_CHECKED, "CONN-2: wrong"),
         (2, "a\nkvview: no such option\nb\n", None, Verdict.COULD_NOT_RUN, "no such option"),
@@ -119,7 +119,7 @@ def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
         (5, "kvview: a bug", None, Verdict.BUG, "a bug"),
         (77, "oh", None, Verdict.COULD_NOT_RUN, "exit code 77: oh"),
         (-signal.SIGSEGV, "", None, Verdict.COULD_NOT_RUN, "SIGSEGV"),
-        (130, "", report(), Verdict.INTERRUPTED, "before its runs did"),
+        (130, "", report(), Verdict.INTERRUPTED, "before the last run"),
     ],
 )
 def test_the_verdict_of_a_process(

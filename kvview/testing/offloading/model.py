@@ -102,8 +102,8 @@ class ManagerModel:
     def num_lacking(self, offered: Keys) -> tuple[int, int]:
         """Return the minimum and the maximum of pages that a store lacks.
 
-        A transfer started before a reset keeps its page. Without pages in specs, the tier may or
-        may not have room for the key of such a transfer.
+        A transfer started before a reset keeps its page. Without pages in specs, the tier may have
+        room for the key of such a transfer or not.
         """
         most = len(self.new_of(offered)) - self.num_free()
         least = most if self.has_pages else most - len(self.late)
@@ -154,7 +154,7 @@ class ManagerModel:
         return (self.storing | self.late_stores).issuperset(keys)
 
     def end_stores(self, keys: Keys, *, success: bool) -> None:
-        """End stores (OFF-4, OFF-6); a store started before a reset ends without effect (OFF-8)."""
+        """End stores (OFF-4, OFF-6); one that started before a reset has no effect (OFF-8)."""
         for key in dict.fromkeys(keys):
             if key in self.late_stores:
                 self.late_stores.discard(key)

@@ -21,9 +21,9 @@ from kvview.testing.tier.writer import Writer
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
 from kvview.tier.store import missing_methods
 
-SMALLEST_ENTRY = 290  # bytes; smaller files are the store's own notes
+SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
 
-_MOST_FILES = 5  # in a message
+_MOST_FILES = 5  # maximum of files that a message lists
 _OF_METHODS = (Capability.DELETE, Capability.USAGE, Capability.TOUCH)
 _IN_A_FOLDER = "the place of the store is not a folder of this machine"
 _WITHOUT = {
@@ -37,11 +37,11 @@ _WITHOUT = {
     Capability.PAUSE: "the store is not derived from Threaded",
     Capability.TIER_GUARD: "the target is a store and not a guard",
 }
-"""Reasons why a class of stores lacks a capability; of a method, that the method is missing."""
+"""Reasons why a class of stores lacks a capability; by default, that a method is missing."""
 
 
 def reason_without(missing: Sequence[Capability], declared: Collection[str]) -> str:
-    """The reason, in words of a store's author, why a check of a class of stores is skipped.
+    """Return the reason why a check of a class of stores is skipped, in words for its author.
 
     Args:
         missing: Capabilities that the check needs and the class lacks.
@@ -67,7 +67,7 @@ class StoreFactory:
 
     @property
     def made_by(self) -> str:
-        """Lines of a script that make the factory from ``factory``, the class."""
+        """Return lines of a script that make the factory from ``factory``, the class."""
         place = "from kvview.testing.tier.store_harness import tier_factory"
         return f"{place}\nfactory = tier_factory(factory, {self.options!r})"
 
@@ -81,7 +81,7 @@ def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Calla
 
     Args:
         target: A factory, or a class of :class:`~kvview.tier.TierStore`.
-        options: Options of the class; None for those of the run.
+        options: Options of the class; None for the options of the run.
 
     Raises:
         ConfigError: The class lacks a method, or cannot be made with these options.
@@ -100,7 +100,7 @@ def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Calla
 
 
 class StoreHarness:
-    """A store of a class, made with a namespace and options, in its own folder.
+    """A harness of a store, which is made with a namespace and options in its own folder.
 
     Args:
         make: The class.
@@ -110,7 +110,7 @@ class StoreHarness:
     """
 
     guarded = False
-    """Whether the store is put behind a :class:`~kvview.tier.GuardedTier`."""
+    """Whether the store is wrapped in a :class:`~kvview.tier.GuardedTier`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class StoreHarness:
         self._gate = threading.Event()
         self._gate.set()
         self.callers: set[int] = set()
-        """Threads that were in a blocking call of the store, if that is known."""
+        """The threads that were inside a blocking call of the store, if they are known."""
         self.store: TierStore = self._gated(make)(self.namespace, **self._filled_options())
         if self.guarded:
             self.store = GuardedTier(self.store, self.namespace)
@@ -136,7 +136,7 @@ class StoreHarness:
         """The capabilities that follow from the class, its options and its methods."""
         found: set[str] = set()
         places = [str(value) for value in self._options.values() if FOLDER in str(value)]
-        if places:  # which may be one on a server
+        if places:  # the place may be on a server
             found |= {Capability.REOPEN, Capability.NAMESPACES}
             found |= {Capability.KILL} if self._target() else set()
         if any(place.partition("://")[0] in (place, "file") for place in places):
@@ -148,7 +148,7 @@ class StoreHarness:
         if self._is_threaded():
             found.add(Capability.PAUSE)
         for name in _OF_METHODS:
-            both = (self.store, self._make)  # because a guard has methods that its store may lack
+            both = (self.store, self._make)  # a guard has methods that its store may lack
             has_it = all(callable(getattr(one, name.value, None)) for one in both)
             found |= {name} if has_it else set()
         return found
@@ -162,7 +162,7 @@ class StoreHarness:
         self._gate.set()
 
     def reopen(self) -> StoreHarness:
-        """Another store over the same folder."""
+        """Make another store over the same folder."""
         self.resume()
         self.store.close()
         return type(self)(self._make, self._options, self.namespace, self.folder)
@@ -172,11 +172,11 @@ class StoreHarness:
         return type(self)(self._make, self._options, namespace, self.folder)
 
     def with_budget(self, max_bytes: int) -> StoreHarness:
-        """A store with a budget."""
+        """Make a store with a budget."""
         return type(self)(self._make, {**self._options, "max_bytes": max_bytes})
 
     def occupied_bytes(self) -> int:
-        """The bytes of all files in the folder now."""
+        """Return the number of bytes of all files in the folder."""
         total = 0
         for path in self._files():
             with suppress(OSError):  # a file that was being written
@@ -184,7 +184,7 @@ class StoreHarness:
         return total
 
     def files_in_words(self) -> str:
-        """The files in the folder with their sizes, the largest ones first."""
+        """List the files in the folder with their sizes, the largest ones first."""
         sizes: dict[str, int] = {}
         for path in self._files():
             with suppress(OSError):  # a file that was being written
@@ -199,12 +199,12 @@ class StoreHarness:
     def damage(self, how: str) -> int:
         """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
 
-        A damaged file replaces the old file instead of changing it, because a store may have mapped
-        the file, and cutting a mapped file ends the process with SIGBUS.
+        A damaged file replaces the old file and does not change it, because a store may have mapped
+        the file, and a cut of a mapped file ends the process with SIGBUS.
         """
         contents = {}
         for path in self.entries():
-            with suppress(FileNotFoundError):  # removed on a thread just now
+            with suppress(FileNotFoundError):  # a thread has just removed the file
                 contents[path] = path.read_bytes()
         number, self._num_damaged = self._num_damaged, self._num_damaged + len(contents)
         if how == "swap":
@@ -219,7 +219,7 @@ class StoreHarness:
         new = self.folder / "damaged"
         for path, content in damaged.items():
             new.write_bytes(content)
-            if path.exists():  # otherwise it was removed meanwhile
+            if path.exists():  # otherwise the file was removed meanwhile
                 new.replace(path)
         new.unlink(missing_ok=True)
         return len(damaged)
@@ -227,7 +227,7 @@ class StoreHarness:
     def lose_medium(self) -> None:
         """Replace the folder by a file."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # if a store creates it again at once
+        with suppress(OSError):  # in case a store creates the folder again at once
             self.folder.write_text("no folder", encoding="utf-8")
 
     def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
@@ -237,7 +237,7 @@ class StoreHarness:
         return Writer(target, self._filled_options(), self.namespace, keys)
 
     def entries(self) -> set[Path]:
-        """Files in the folder that are large enough for an entry."""
+        """Return the files in the folder that are large enough for an entry."""
         found = set()
         for path in self._files():
             with suppress(OSError):  # a file that was being written
@@ -249,7 +249,7 @@ class StoreHarness:
         self.resume()
         self.store.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # a file, after lose_medium
+        with suppress(OSError):  # the folder is a file after lose_medium
             self.folder.unlink()
 
     def _filled_options(self) -> dict[str, Any]:
@@ -286,18 +286,18 @@ class StoreHarness:
 
 
 class GuardedStoreHarness(StoreHarness):
-    """The same harness with a :class:`~kvview.tier.GuardedTier` in front, which is also tested."""
+    """The harness of a :class:`~kvview.tier.GuardedTier` over a store; both are tested."""
 
     guarded = True
 
     @property
     def capabilities(self) -> set[str]:
-        """The capabilities of the store, and the guard's."""
+        """Return the capabilities of the store and of the guard."""
         # Entries that a killed process wrote without a guard have no seal.
         return {*super().capabilities, Capability.TIER_GUARD} - {Capability.KILL}
 
     def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
-        """The guard over any store."""
+        """Make the guard over any store."""
         return GuardedTier(store, namespace, **options)
 
 
@@ -312,7 +312,7 @@ def _require_options(make: Any, options: Mapping[str, Any]) -> None:
     name = make.__qualname__
     try:
         signature = inspect.signature(make)
-    except (TypeError, ValueError):  # built in, without a signature
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(None, **options)

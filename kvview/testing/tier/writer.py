@@ -1,4 +1,4 @@
-"""A process that writes into the place of a store, and may be killed during a write (TIER-9)."""
+"""A process that writes into the place of a store, and can be killed during a write (TIER-9)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KEYS_OF_A_JOB = 4
 
 
 class Writer:
-    """A process that opens a place and puts keys; it reports each key that was stored.
+    """A process that opens the place of a store, puts keys, and reports each stored key.
 
     Args:
         target: Class of the store, as ``package.module:Class``.
         options: Options of the store.
         namespace: Namespace of the store.
-        keys: Keys with the bytes of their pages.
+        keys: Keys, each with the number of bytes of its page.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Writer:
         self._process.kill()
 
     def stored(self) -> list[bytes] | None:
-        """Wait for the end; returns the stored keys, or None if the place was refused.
+        """Wait for the process to end; returns the stored keys, or None if the place was refused.
 
         Raises:
             RuntimeError: The process ended with an error.
@@ -69,29 +69,29 @@ class Writer:
         return None if lines == ["refused"] else [bytes.fromhex(line) for line in lines[1:]]
 
     def _lines(self) -> list[str]:
-        """The complete lines that the process has printed."""
+        """Return the complete lines that the process has printed."""
         return _text(self._output).split("\n")[:-1]
 
     def _wait_until(self, is_enough: Callable[[], bool]) -> None:
-        """Wait for the end of the process, or until something has happened."""
+        """Wait until a condition holds or the process has ended."""
         end = time.monotonic() + _SECONDS
         while self._process.poll() is None and not is_enough():
-            watchdog.next_call()  # the process has its own limit
+            watchdog.next_call()  # no timeout, because the process has its own limit
             if time.monotonic() > end:
                 self._process.kill()
             time.sleep(0.001)
 
 
 def _text(file: IO[bytes]) -> str:
-    return os.pread(file.fileno(), 1 << 22, 0).decode()  # a seek would move the process's position
+    return os.pread(file.fileno(), 1 << 22, 0).decode()  # seek would move the process's position
 
 
 def write() -> None:
-    """Run the job of this process, which is its argument."""
+    """Run the job that was passed to this process as its argument."""
     target, options, namespace, sizes = json.loads(sys.argv[1])
     try:
         store = load_target(target)(Namespace.from_json(namespace), **options)
-    except KVViewError:  # a store that is alone in its place
+    except KVViewError:  # the store allows one process in a place
         print(printable("refused"))
         return
     print(printable("open"), flush=True)

@@ -1,4 +1,4 @@
-"""KV caches of many shapes, right and wrong ones, and their layout in bytes."""
+"""KV caches of many shapes, valid and invalid, and their layout in bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw_caches(seed: int) -> CanonicalKVCaches[Any]:
         groups.append(
             [CanonicalKVCacheRef(t, rng.choice((w, rng.randint(1, w)))) for t, w in widths]
         )
-        # A tensor that is named twice counts once, with the wider page.
+        # A tensor that a group names twice counts once, with the wider page.
         if used and rng.random() < 0.2:
             groups[-1].append(CanonicalKVCacheRef(used[0], 1))
     caches = [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors]
@@ -50,7 +50,7 @@ def draw_caches(seed: int) -> CanonicalKVCaches[Any]:
 def layout_of(
     caches: CanonicalKVCaches[Any],
 ) -> tuple[list[TensorLayout], list[Any], list[dict[int, int]]]:
-    """The place of each tensor, the storages, and the bytes of a page for each group."""
+    """Return the place of each tensor, the storages, and the bytes of a page for each group."""
     storages: dict[int, Any] = {}
     tensors = []
     for cache in caches.tensors:
@@ -62,7 +62,7 @@ def layout_of(
     groups = []
     for refs in caches.group_data_refs:
         widths: dict[int, int] = {}
-        for ref in refs:  # pages start with their rows, so the wider one includes both
+        for ref in refs:  # each page starts with its row, so the wider page includes the other
             widths[ref.tensor_idx] = max(ref.page_size_bytes, widths.get(ref.tensor_idx, 0))
         groups.append(widths)
     return tensors, list(storages.values()), groups
@@ -71,7 +71,7 @@ def layout_of(
 def wrong_caches(
     rng: Random, right: CanonicalKVCaches[Any]
 ) -> Iterator[tuple[str, CanonicalKVCaches[Any], int]]:
-    """Yield caches that no worker can move exactly (XFER-7), with the fault and the tier's size."""
+    """Yield the fault, caches that no worker can move exactly (XFER-7), and the tier's size."""
     import torch
 
     def zeros(*shape: int, dtype: Any = torch.int8) -> Any:
@@ -110,5 +110,5 @@ def wrong_caches(
         yield what, caches, 4
     yield "a tier of no pages", right, 0
     yield "a tier of fewer than no pages", right, -1
-    if Path("/proc/meminfo").exists():  # if the system reports the size of its memory
+    if Path("/proc/meminfo").exists():  # only if the system reports the size of its memory
         yield "a tier larger than memory", right, _TOO_MANY

@@ -1,4 +1,4 @@
-"""A compute stream whose work can be held back (XFER-6)."""
+"""A compute stream whose work can be delayed (XFER-6)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing_extensions import override
 
 
 class GatedComputeStream:
-    """A stand-in for the stream of the model's kernels, for the KV caches of a harness.
+    """A substitute for the stream of the model's kernels, for the KV caches of a harness.
 
     1. Work submitted between ``hold`` and ``release`` ends at ``release``.
-    2. The thread that holds the stream runs the model. A wait on that thread would last forever, so
+    2. The thread that calls ``hold`` runs the model. A wait on this thread would last forever, so
        it raises; a wait on any other thread blocks.
     3. After ``fail`` the stream raises once, like a stream whose kernels failed.
     """
@@ -22,18 +22,18 @@ class GatedComputeStream:
         self._fails = ""
 
     def hold(self) -> None:
-        """Hold back work from now on."""
+        """Delay work from now on."""
         self._gate = threading.Event()
         self._model_thread = threading.get_ident()
 
     def release(self) -> None:
-        """Let the work end."""
+        """Let the delayed work end."""
         if self._gate is not None:
             self._gate.set()
             self._gate = None
 
     def fail(self, when: str) -> None:
-        """Raise at the next mark (``"mark"``), or at the wait for it (``"wait"``)."""
+        """Raise when the next event is recorded (``"mark"``) or waited for (``"wait"``)."""
         self._fails = when
 
     def record_event(self) -> GatedComputeEvent:
@@ -47,15 +47,15 @@ class GatedComputeStream:
 
 
 class GatedComputeEvent:
-    """A mark in a gated stream.
+    """An event in a gated stream.
 
     Args:
-        gate: The gate that opens when the mark is reached; None if it was reached at once.
+        gate: The gate that opens when the event ends; None if the event has ended at once.
         model_thread: The thread on which a wait raises.
     """
 
     _MANY_QUERIES = 10_000
-    _PATIENCE = 10.0  # seconds; longer than any check holds compute
+    _PATIENCE = 10.0  # seconds, longer than any check delays compute
 
     def __init__(self, gate: threading.Event | None, model_thread: int) -> None:
         self._gate = gate
@@ -63,7 +63,7 @@ class GatedComputeEvent:
         self._num_queries = 0
 
     def query(self) -> bool:
-        """Whether all work before the mark is done."""
+        """Whether all work before the event is done."""
         if self._gate is None or self._gate.is_set():
             return True
         self._num_queries += threading.get_ident() == self._model_thread
@@ -72,18 +72,18 @@ class GatedComputeEvent:
         return False
 
     def synchronize(self) -> None:
-        """Block until that work is done."""
+        """Block until all work before the event is done."""
         if self.query():
             return
         if threading.get_ident() == self._model_thread:
             raise _waits()
-        assert self._gate is not None, "a mark that is not reached has a gate"
+        assert self._gate is not None, "an event that has not ended has a gate"
         if not self._gate.wait(self._PATIENCE):
             raise _waits()
 
 
 class _FailedEvent(GatedComputeEvent):
-    """An event of a stream whose kernels failed: only a wait for it raises."""
+    """An event of a stream whose kernels failed; only a wait for the event raises."""
 
     @override
     def query(self) -> bool:
@@ -95,7 +95,7 @@ class _FailedEvent(GatedComputeEvent):
 
 
 def _failed() -> RuntimeError:
-    return RuntimeError("the compute stream failed, as it was told to")
+    return RuntimeError("simulated failure of the compute stream")
 
 
 def _waits() -> RuntimeError:

@@ -33,7 +33,7 @@ def check_xfer_5_race_of_wait_and_report(worker: TransferPlayer) -> None:
 
 @example(TransferPlayer, "XFER-5", C.WORKERS)
 def check_xfer_5_memory_after_shutdown(worker: TransferPlayer) -> None:
-    """Memory: after a shutdown the KV caches are freed, even if a reference to the worker stays."""
+    """Memory: after a shutdown the KV caches are freed, even while the worker is referenced."""
     import torch
 
     tensor = torch.zeros(8, 64, dtype=torch.int8)

@@ -1,12 +1,11 @@
 """The transfer contract as an executable model: bytes, jobs in order, and the laws.
 
-The model touches no worker. It runs every job at once when it is submitted, page by page, on plain
+The model calls no worker. It runs every job when the job is submitted, page by page, on plain
 bytes. So ``gpu`` and ``tier`` have the bytes that are required when every job has ended, and a page
 that several jobs touch has the bytes that follow from the order of submission (XFER-3).
 
 The worker may choose the moment of a copy. So a GPU page that a job in flight writes may have any
-bytes (:class:`Pending`), unless copies or compute are held back, in which case it has its old
-bytes.
+bytes (:class:`Pending`). If copies or compute are delayed, the page has its old bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from kvview.transfer import TransferResult
 _PIECE = 1 << 14
 
 Row = tuple[int, int]
-"""A tensor and a block: one GPU page, with its padding."""
+"""A GPU page with its padding, given as a tensor and a block."""
 Slot = tuple[int, int]
-"""A page of the tier and a place in it, which holds one GPU block."""
+"""The place of one GPU block in the tier, given as a page and a position in the page."""
 KERNELS = -(10**9)
-"""Pseudo job id of the engine's kernels that write a page."""
+"""Pseudo job id of engine kernels that write a page."""
 
 
 def first_difference(one: memoryview, other: bytearray) -> int:
-    """The first place where two buffers of one length differ."""
+    """Return the first index at which two buffers of one length differ."""
     pieces = range(0, len(other), _PIECE)
     start = next(at for at in pieces if other[at : at + _PIECE] != one[at : at + _PIECE])
     return next(at for at in range(start, start + _PIECE) if one[at] != other[at])
@@ -36,13 +35,13 @@ def first_difference(one: memoryview, other: bytearray) -> int:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The places of the pages of one KV-cache tensor, in bytes.
+    """The byte positions of the pages of one KV-cache tensor.
 
     Args:
-        storage: The storage that they are in.
+        storage: Index of the storage that contains the tensor.
         start: First byte of block 0 in the storage.
         stride: Bytes from one block to the next.
-        page_bytes: Bytes of one row, padding included.
+        page_bytes: Number of bytes in one row, including padding.
         num_blocks: Blocks of the tensor.
     """
 
@@ -77,13 +76,13 @@ class JobInFlight:
     """A job in flight.
 
     Args:
-        is_store: Whether it goes to the tier.
+        is_store: Whether the job moves bytes to the tier.
         num_bytes: Number of bytes that the job moves.
-        slots: The slots of the tier, one for each of its GPU blocks, in order.
-        touched: The GPU pages, and the pages of the tier, that it reads or writes.
+        slots: The slots of the tier, one for each GPU block of the job, in order.
+        touched: The GPU pages and the pages of the tier that the job reads or writes.
         stored: For each GPU block of a store, its group and its bytes.
         is_held: Whether the job must not end yet, because it moves bytes and was submitted while
-            copies or compute were held back.
+            copies or compute were delayed.
     """
 
     is_store: bool
@@ -101,8 +100,8 @@ class Pending:
     Args:
         before: The row before the first job.
         law: The law that a wrong byte breaks.
-        is_held: Whether no job may have written yet.
-        width: The bytes of the row that they may write.
+        is_held: Whether the page must still have its old bytes.
+        width: Number of bytes of the row that the jobs may write.
         writers: Ids of the jobs.
     """
 
@@ -136,32 +135,32 @@ class TransferModel:
         self.k, self.num_chunks = blocks_per_chunk, num_chunks
         self.gpu = gpu
         self.tier: dict[Slot, tuple[int, list[bytes], str]] = {}
-        """For each used slot: its group, its bytes, and the law of its store."""
+        """For each used slot: the group, the bytes, and the law that wrong bytes break."""
         self.jobs: dict[int, JobInFlight] = {}
-        """The jobs in flight, which are accepted but not reported."""
+        """The jobs in flight, which were accepted and are not reported yet."""
         self.touched: Counter[Row | int] = Counter()
         """Number of jobs in flight that touch each page."""
         self.pending: dict[Row, Pending] = {}
         self.written: dict[Row, tuple[int, str]] = {}
-        """The pages that ended since the last comparison: bytes written, and the law."""
+        """The pages whose jobs ended since the last comparison: bytes written, and the law."""
         self.held_by = ""
-        """The law that is broken if a job ends now; empty while nothing is held back."""
+        """The law that is broken if a job ends now; empty while no work is delayed."""
 
     # --- pages ---
 
     def num_blocks(self, group: int) -> int:
-        """GPU blocks that a group can name: those that all its tensors have."""
+        """Return the number of blocks that a group can name, which all its tensors have."""
         used = self.groups[group] or range(len(self.tensors))
         return min(self.tensors[number].num_blocks for number in used)
 
     def span(self, row: Row, width: int) -> tuple[int, slice]:
-        """The storage of a GPU page, and the place of its first ``width`` bytes there."""
+        """Return the storage of a GPU page, and the slice of its first ``width`` bytes."""
         tensor = self.tensors[row[0]]
         start = tensor.start + row[1] * tensor.stride
         return tensor.storage, slice(start, start + width)
 
     def read(self, row: Row, width: int) -> bytes:
-        """The bytes of a GPU page when every job in flight has ended."""
+        """Return the bytes of a GPU page after every job in flight has ended."""
         storage, span = self.span(row, width)
         return bytes(self.gpu[storage][span])
 
@@ -188,13 +187,13 @@ class TransferModel:
         return len(set(into)) < len(into)
 
     def loadable(self, group: int) -> list[Slot]:
-        """The slots that a group has stored; no other group may load them."""
+        """Return the slots that a group has stored; no other group may load these slots."""
         return [slot for slot, (owner, *_) in self.tier.items() if owner == group]
 
     # --- jobs ---
 
     def submit(self, job_id: int, is_store: bool, parts: Parts) -> None:
-        """Run a job that was accepted, after all jobs that were accepted before it."""
+        """Run an accepted job, after all jobs that were accepted before it."""
         moves = list(self.moves(parts))
         slots = [slot for *_, slot in moves]
         touched: set[Row | int] = {(t, block) for g, block, _ in moves for t in self.groups[g]}
@@ -216,20 +215,20 @@ class TransferModel:
         self.jobs[job_id] = JobInFlight(is_store, num_bytes, slots, touched, stored, is_held)
 
     def _law(self, pages: Collection[Row | int]) -> str:
-        """The law that wrong bytes of a job break, which concerns compute, order, or bytes."""
+        """Return the law that wrong bytes of a job break: on compute, on order, or on bytes."""
         if self.held_by == "XFER-6":
             return "XFER-6"
         return "XFER-3" if any(self.touched[page] for page in pages) else "XFER-1"
 
     def _put(self, slot: Slot, group: int, data: list[bytes], law: str) -> None:
-        """Store one GPU block; its page of the tier now belongs to this group."""
+        """Store one GPU block; its page of the tier then belongs to this group."""
         for other in [one for one in self.tier if one[0] == slot[0]]:
             if self.tier[other][0] != group:
                 del self.tier[other]
         self.tier[slot] = group, data, law
 
     def write(self, job_id: int, row: Row, data: bytes, law: str) -> None:
-        """Write the first bytes of a GPU page by a job, or by kernels that are under way."""
+        """Write the first bytes of a GPU page by a job, or by kernels that have not ended."""
         if row not in self.pending:
             before = self.read(row, self.tensors[row[0]].page_bytes)
             self.pending[row] = Pending(before, law, bool(self.held_by))
@@ -241,12 +240,12 @@ class TransferModel:
         self.compute(row, data)
 
     def compute(self, row: Row, data: bytes) -> None:
-        """Write a GPU page at once, as kernels of the engine that have ended."""
+        """Write a GPU page at once, like engine kernels that have ended."""
         storage, span = self.span(row, len(data))
         self.gpu[storage][span] = data
 
     def release(self) -> None:
-        """Resume all work that was held back."""
+        """Let all delayed work end."""
         self.held_by = ""
         for pending in self.pending.values():
             pending.is_held = False
@@ -267,13 +266,13 @@ class TransferModel:
         """End a job that succeeded; yields (law, promise, whether it was kept)."""
         yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         job = self.jobs.get(result.job_id)
-        yield "XFER-5", "only a job in flight is reported, and once", job is not None
+        yield "XFER-5", "only a job in flight is reported, and only once", job is not None
         assert job is not None, "the search ends at the first broken promise"
         law = self.held_by or "XFER-5"
-        yield law, "a job ends after what holds it back", not job.is_held
-        yield "XFER-4", "a job that nothing disturbs succeeds", result.success
+        yield law, "a job does not end before delayed copies or compute", not job.is_held
+        yield "XFER-4", "a job without an injected fault succeeds", result.success
         sizes = (None, job.num_bytes)
-        yield "XFER-4", "transfer_size is the bytes moved", result.transfer_size in sizes
+        yield "XFER-4", "transfer_size is the number of bytes moved", result.transfer_size in sizes
         yield "XFER-4", "moved is of a failed store only", result.moved is None
         self._end(result.job_id)
 
@@ -286,7 +285,7 @@ class TransferModel:
     def failed(
         self, result: TransferResult, lost: Sequence[int], actual: Sequence[memoryview]
     ) -> Iterator[tuple[str, str, bool]]:
-        """End a job whose GPU blocks number ``lost`` could not be moved.
+        """End a failed job; ``lost`` has the indices of the GPU blocks that could not be moved.
 
         A failed load may have left any bytes in its GPU pages, and a failed store in its slots
         except for those that ``moved`` names. All other bytes must be right.
@@ -298,9 +297,9 @@ class TransferModel:
         yield "XFER-4", "a failed job has an error", bool(result.error)
         yield "XFER-4", "moved is of a failed store only", job.is_store or result.moved is None
         moved = result.moved if result.moved is not None else [False] * len(job.slots)
-        yield "XFER-4", "moved has an entry a GPU block", len(moved) == len(job.slots)
+        yield "XFER-4", "moved has one entry for each GPU block", len(moved) == len(job.slots)
         named = [number for number in lost if moved[number]]
-        yield "XFER-4", "moved names no block that was not moved", not named
+        yield "XFER-4", "moved is False for each block that was not moved", not named
         if job.is_store:
             for slot in job.slots:
                 self.tier.pop(slot, None)
@@ -312,7 +311,7 @@ class TransferModel:
             self.compute(row, bytes(actual[storage][span]))
 
     def dropped(self) -> None:
-        """Forget the jobs in flight that a shutdown dropped; their pages may have any bytes."""
+        """Drop the jobs in flight after a shutdown; their pages may have any bytes."""
         for pending in self.pending.values():
             pending.is_held = False
         self.jobs.clear()
@@ -320,10 +319,10 @@ class TransferModel:
     # --- bytes ---
 
     def difference(self, actual: Sequence[memoryview]) -> tuple[str, str] | None:
-        """The law that the bytes on the GPU break, and the place of the first wrong one."""
+        """Return the law that the GPU bytes break, and the place of the first wrong byte."""
         expected = list(self.gpu)
         free: list[list[slice]] = [[] for _ in self.gpu]
-        """Bytes that a worker may write now, so they may change during the comparison."""
+        """Bytes that a worker may be writing, so that they may change during the comparison."""
         for row, pending in self.pending.items():
             storage, span = self.span(row, pending.width)
             if not pending.is_held:
@@ -346,7 +345,7 @@ class TransferModel:
         return None
 
     def _place(self, storage: int, at: int) -> tuple[str, str]:
-        """The law of a wrong byte; a byte in a page that no job named breaks XFER-2."""
+        """Return the law of a wrong byte; XFER-2 for a byte in a page that no job named."""
         for number, tensor in enumerate(self.tensors):
             block, byte = divmod(at - tensor.start, tensor.stride)
             inside = 0 <= block < tensor.num_blocks and byte < tensor.page_bytes

@@ -1,4 +1,4 @@
-"""A worker, its KV caches and its jobs, with the model of all their bytes."""
+"""The calls of a worker, with its KV caches and the model of all bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvview.testing.watchdog import HookTimeout
 from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
 _LARGE = 1 << 40  # an id that does not fit into 32 bits
-_LATE_S = 3.0  # more than a call takes that waits for nothing
+_LATE_S = 3.0  # seconds: more than a call takes that does not wait
 
 
 class TransferMoves(Player):
@@ -32,19 +32,19 @@ class TransferMoves(Player):
 
     @override
     def start(self) -> None:
-        import torch  # only a check of a worker needs it
+        import torch  # imported here, because only a check of a worker needs it
 
         self._torch = torch
         self._next_job = 3
         self._workers = [self.subject]
         self.is_own = True
-        """Whether the worker is that of the harness, whose copies can be held back and fail."""
+        """Whether the worker is the harness's own, whose copies can be delayed and fail."""
         self.num_chunks, self.k = self.harness.num_cpu_blocks, self.harness.blocks_per_chunk
         self.caches = self.harness.kv_caches
         self._fill()
 
     def start_again(self) -> None:
-        """Continue with a fresh harness, whose threads are started now."""
+        """Continue with a new harness, whose threads start now."""
         self.end()
         self.harness = self._factory()
         self.subject = self.harness.worker
@@ -68,7 +68,7 @@ class TransferMoves(Player):
 
     def _fill(self) -> None:
         """Fill every storage with bytes, and make the model."""
-        import numpy as np  # torch brings it
+        import numpy as np  # numpy is installed with torch
 
         self._flat: list[Any] = []
         gpu = []
@@ -85,12 +85,12 @@ class TransferMoves(Player):
         self.kernels: list[tuple[tuple[int, int], bytes]] = []
 
     def bytes_now(self) -> list[memoryview]:
-        """The bytes of every storage."""
+        """Return the bytes of every storage."""
         return [memoryview(flat.cpu().numpy()) for flat in self._flat]
 
     @override
     def end(self) -> None:
-        """End threads; an error of that does not replace an earlier failure."""
+        """End threads; an error in this does not replace an earlier failure."""
         with suppress(Exception):
             self.let_go()
         for worker in self._workers:
@@ -100,7 +100,7 @@ class TransferMoves(Player):
     # --- draws ---
 
     def draw_store(self, most: int) -> dict[int, Part]:
-        """Blocks and pages for some groups; a GPU block may be named twice."""
+        """Draw blocks and pages for some groups; a GPU block may occur twice."""
         free = self.rng.sample(range(self.num_chunks), self.num_chunks)
         parts = {}
         for group in self.some_groups():
@@ -116,7 +116,7 @@ class TransferMoves(Player):
         return parts
 
     def _in_rows(self, named: list[int]) -> list[int]:
-        """Return the blocks, at times in the order of their numbers."""
+        """Return the blocks, sometimes in the order of their numbers."""
         return sorted(named) if self.rng.random() < 0.3 else named
 
     def some_groups(self) -> list[int]:
@@ -125,7 +125,7 @@ class TransferMoves(Player):
         return [group for group in groups if self.rng.random() < 0.6] or [self.rng.choice(groups)]
 
     def draw_load(self, most: int) -> dict[int, Part]:
-        """Slots that were stored, into any blocks; a page of the tier may be named twice."""
+        """Draw stored slots to load into any blocks; a page of the tier may occur twice."""
         parts = {}
         taken: set[tuple[int, int]] = set()
         for group in self.some_groups():
@@ -162,7 +162,7 @@ class TransferMoves(Player):
     # --- jobs and kernels ---
 
     def tier(self, pages: Sequence[object]) -> LoadStoreSpec:
-        """The spec that names pages of the tier."""
+        """Return the spec that names pages of the tier."""
         if not self.can(C.TIER_SPEC):
             return CPULoadStoreSpec(pages)  # type: ignore[arg-type]
         spec: LoadStoreSpec = self.harness.tier_spec(list(pages))
@@ -171,7 +171,7 @@ class TransferMoves(Player):
         return spec
 
     def gpu_side(self, parts: Parts) -> GPULoadStoreSpec:
-        """Return the GPU's half of a job."""
+        """Return the GPU side of a job."""
         groups = [parts.get(group, Part([], [])) for group in range(len(self.model.groups))]
         return GPULoadStoreSpec(
             [block for part in groups for block in part.blocks],
@@ -180,16 +180,16 @@ class TransferMoves(Player):
         )
 
     def tier_side(self, parts: Parts) -> LoadStoreSpec:
-        """Return the tier's half of a job."""
+        """Return the tier side of a job."""
         return self.tier([chunk for _, part in sorted(parts.items()) for chunk in part.chunks])
 
     def spec(self, is_store: bool, parts: Parts) -> tuple[Any, Any]:
-        """The source and the destination of a job."""
+        """Return the source and the destination of a job."""
         gpu, tier = self.gpu_side(parts), self.tier_side(parts)
         return (gpu, tier) if is_store else (tier, gpu)
 
     def new_id(self) -> int:
-        """Draw an id that is not in flight; an id of a reported job may be used again."""
+        """Draw an id that no job in flight has; ids of reported jobs may be used again."""
         again: int = self.rng.choice((*range(-3, 4), _LARGE, -_LARGE))
         if again not in self.model.jobs and self.rng.random() < 0.3:
             return again
@@ -205,7 +205,7 @@ class TransferMoves(Player):
         job_id = self.new_id()
         late: list[bool] = []
         timer = None
-        if self.model.held_by == "XFER-5":  # a wait for earlier jobs never ends
+        if self.model.held_by == "XFER-5":  # because a wait for earlier jobs would never end
             timer = threading.Timer(_LATE_S, self._resume_late, [late])
             timer.start()
         try:
@@ -213,9 +213,11 @@ class TransferMoves(Player):
         finally:
             if timer is not None:
                 timer.cancel()
-        self.true(not late, "transfer_async waits for no job", "it waited", "it returns", "XFER-5")
+        self.true(
+            not late, "transfer_async does not wait for jobs", "it waited", "it returns", "XFER-5"
+        )
         if accepted is False and self.model.jobs and not self.model.held_by:
-            self.finish_all()  # because a worker may be full
+            self.finish_all()  # a worker may be full
             accepted = self.call(self.subject, "transfer_async", job_id, spec)
         if accepted is False and self.model.held_by:
             return None
@@ -241,7 +243,7 @@ class TransferMoves(Player):
     # --- reports, and delays of reports ---
 
     def take_reports(self) -> list[int]:
-        """Take the available reports; returns the ids of their jobs."""
+        """Take the available reports; returns the ids of the reported jobs."""
         results: list[TransferResult] = list(self.call(self.subject, "get_finished"))
         for result in results:
             for law, promise, is_kept in self.model.reported(result):
@@ -249,11 +251,11 @@ class TransferMoves(Player):
         return [result.job_id for result in results]
 
     def pass_a_moment(self) -> None:
-        """Let a worker that does not wait continue; longer in a script, which plays only once."""
+        """Give the worker's threads some time; more time in a script, which plays only once."""
         time.sleep(0.1 if self.is_recording else 0.001)
 
     def finish_all(self) -> None:
-        """Wait for every job, each of which is reported then."""
+        """Wait for every job, and check that each job is reported."""
         self.resume_all()
         self.call(self.subject, "wait", list(self.model.jobs))
         self.take_reports()
@@ -262,7 +264,7 @@ class TransferMoves(Player):
 
     @operation("XFER-5", weight=2)
     def resume_all(self) -> None:
-        """Resume all work that was held back, sometimes after a comparison of the bytes."""
+        """Let all delayed work end, sometimes after a comparison of the bytes."""
         if not self.model.held_by:
             return
         if self.rng.random() < 0.7:
@@ -272,7 +274,7 @@ class TransferMoves(Player):
         self.let_go()
 
     def let_go(self) -> None:
-        """Resume copies and compute that were held back."""
+        """Let delayed copies and compute end."""
         held_by = self.model.held_by
         for row, data in self.kernels:
             self.write_row(row, data)
@@ -287,7 +289,7 @@ class TransferMoves(Player):
 
     @observable("XFER-2")
     def gpu_bytes(self) -> None:
-        """Every byte of every storage."""
+        """Compare every byte of every storage."""
         wrong = self.model.difference(self.bytes_now())
         if wrong is not None:
             law, where = wrong

@@ -1,4 +1,4 @@
-"""The operations of the transfer contract, played on a worker and on its model."""
+"""The operations of the transfer contract, which are played on a worker and on its model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ _MANY = 1500  # jobs
 
 @check_by_search
 class TransferPlayer(TransferMoves):
-    """Plays one worker: jobs, compute, failures and the end, and compares every byte."""
+    """Plays jobs, compute, failures and the end of one worker, and compares every byte."""
 
     first_moves = ("store", "load")
     labels: ClassVar[Mapping[str, Label]] = {
-        "XFER-1": Label("Bytes are exact; a spec that does not fit is refused, and moves nothing."),
-        "XFER-2": Label("Nothing outside the named pages is written."),
+        "XFER-1": Label("Bytes are exact; a spec that does not fit is refused and moves no bytes."),
+        "XFER-2": Label("No byte outside the named pages is written."),
         "XFER-3": Label("Jobs that touch the same page run in the order of submission."),
-        "XFER-4": Label("A failed job is reported as one, with the blocks that were moved."),
-        "XFER-5": Label("A job waits for no other, and is reported once; shutdown ends all."),
-        "XFER-6": Label("Jobs come after the compute that was launched before.", (C.COMPUTE,)),
-        "XFER-7": Label("Caches that cannot be moved exactly are refused at once.", (C.WORKERS,)),
+        "XFER-4": Label("A failed job is reported as failed, with the blocks that were moved."),
+        "XFER-5": Label(
+            "Submission does not wait; a job is reported once; shutdown ends all jobs."
+        ),
+        "XFER-6": Label("Jobs run after the compute that was launched before them.", (C.COMPUTE,)),
+        "XFER-7": Label(
+            "KV caches that cannot be moved exactly are refused at once.", (C.WORKERS,)
+        ),
     }
 
     # --- jobs ---
@@ -45,7 +49,7 @@ class TransferPlayer(TransferMoves):
         if self.can(C.WORKERS) and not self.plan.is_small and self.rng.random() < 0.4:
             self.make_worker()
         super().play(moves)
-        if not self.is_over:  # the tier is visible only through loads
+        if not self.is_over:  # because only loads show the content of the tier
             self.read_back()
             self.compare()
 
@@ -76,7 +80,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-3", weight=2)
     def burst(self) -> None:
-        """Submit many jobs over a few pages, between large jobs, without waiting."""
+        """Submit many jobs over a few pages, between large jobs, without a wait."""
         group = self.rng.randrange(len(self.model.groups))
         blocks = self.rng.choices(range(self.model.num_blocks(group)), k=2)
         chunks = self.rng.sample(range(self.num_chunks), 2)
@@ -90,7 +94,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1")
     def name_by_numpy(self) -> None:
-        """Pass blocks as arrays, which must be accepted or refused before any byte is moved."""
+        """Pass block ids as arrays, which must be accepted, or refused before any byte is moved."""
         import numpy as np
 
         parts = self.draw_load(self.most)
@@ -131,7 +135,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=3)
     def wait(self) -> None:
-        """Wait for some jobs and for unknown ids; afterwards their reports are available."""
+        """Wait for some jobs and unknown ids; afterwards the jobs' reports must be available."""
         if self.model.held_by:
             self.resume_all()
         jobs = [job_id for job_id in self.model.jobs if self.rng.random() < 0.6]
@@ -145,7 +149,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1", weight=1)
     def read_back(self) -> None:
-        """Load everything that the tier holds, and compare it."""
+        """Load all blocks that the tier holds, and compare them."""
         self.finish_all()
         for group in range(len(self.model.groups)):
             slots = sorted(self.model.loadable(group))
@@ -158,7 +162,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=0.1)
     def flood(self) -> None:
-        """Submit more jobs than a worker may keep reports of; a full one refuses at once."""
+        """Submit more jobs than a worker may keep reports for; a full worker refuses at once."""
         self.finish_all()
         parts = self.draw_load(1)
         spec = self.spec(False, parts)
@@ -175,7 +179,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", C.PAUSE, weight=2)
     def pause(self) -> None:
-        """Hold copies back."""
+        """Delay copies."""
         if self.is_own and not self.model.held_by:
             self.finish_all()
             self.call(self.harness, "pause")
@@ -183,7 +187,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-6", C.COMPUTE, weight=3)
     def launch(self) -> None:
-        """Start kernels that write blocks, and submit a job behind them."""
+        """Start kernels that write blocks, and submit a job after them."""
         if self.model.held_by:
             return
         self.finish_all()
@@ -197,7 +201,7 @@ class TransferPlayer(TransferMoves):
             self.model.write(KERNELS, row, data, "XFER-6")
         self.blame("XFER-6")
         is_store, parts = self._draw_any()
-        for group, part in parts.items():  # into or from blocks that kernels write
+        for group, part in parts.items():  # the job reads or writes blocks that kernels write
             written = [b for number, b in dict(self.kernels) if number in self.model.groups[group]]
             if len(written) >= len(part.blocks):
                 blocks = list(dict.fromkeys(written))[: len(part.blocks)]
@@ -247,7 +251,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-4", C.COMPUTE_FAILS)
     def fail_stream(self) -> None:
-        """Let compute fail, after which no block may be moved, because the bytes are unknown."""
+        """Let compute fail; then no block may be moved, because the bytes are unknown."""
         self.finish_all()
         is_store, parts = self._draw_any()
         when = self.rng.choice(("mark", "wait"))
@@ -275,7 +279,7 @@ class TransferPlayer(TransferMoves):
         ]
         for wrong in (*_NOT_IDS, no_block, gpu.block_ids[0] + 0.5):
             wrong_specs.append((replace(gpu, block_ids=self._with(gpu.block_ids, wrong)), tier))
-        if not self.can(C.TIER_SPEC):  # otherwise any page may exist
+        if not self.can(C.TIER_SPEC):  # without this check, any page may exist
             for wrong in (*_NOT_IDS, self.num_chunks, chunks[0] + 0.5):
                 wrong_specs.append((gpu, self.tier(self._with(chunks, wrong))))
         for src, dst in wrong_specs:
@@ -285,13 +289,13 @@ class TransferPlayer(TransferMoves):
             self.refuse_spec((gpu, tier), self.rng.choice(list(self.model.jobs)))
 
     def _with(self, ids: Sequence[int], wrong: object) -> list[Any]:
-        """Return the same ids, except for one of them."""
+        """Return the ids with one of them replaced by ``wrong``."""
         at = self.rng.randrange(len(ids))
         return [*ids[:at], wrong, *ids[at + 1 :]]
 
     @operation("XFER-7", C.WORKERS, weight=0.5)
     def refuse_caches(self) -> None:
-        """Make a worker with caches or a tier that do not fit."""
+        """Make a worker with KV caches or a tier size that it must refuse."""
         for what, caches, num_chunks in wrong_caches(self.rng, self.caches):
             code = f"h.with_caches(kv_caches, {num_chunks})  # {what}"
             self.refuses(ConfigError, code, partial(self.harness.with_caches, caches, num_chunks))
@@ -300,7 +304,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=0.3)
     def shutdown(self) -> None:
-        """End the worker with jobs in flight, after which no byte may be written."""
+        """End the worker with jobs in flight; afterwards no byte may be written."""
         if self.can(C.PAUSE) and self.rng.random() < 0.7:
             self.pause()
             self.load()
@@ -309,7 +313,7 @@ class TransferPlayer(TransferMoves):
         if not is_held:
             self.let_go()
         resumed = threading.Timer(0.05, self.harness.resume if is_held else bool)
-        resumed.start()  # a worker that ends its jobs waits until then
+        resumed.start()  # because shutdown may wait for the jobs
         self.call(self.subject, "shutdown")
         before = [bytearray(one) for one in self.bytes_now()]
         self._nothing_is_written(before, 5)
@@ -333,7 +337,7 @@ class TransferPlayer(TransferMoves):
         for _ in range(times):
             time.sleep(0.001)
             same = all(one == now for one, now in zip(before, self.bytes_now(), strict=True))
-            self.true(same, "nothing is written after shutdown", "new bytes", "none", "XFER-5")
+            self.true(same, "no byte is written after shutdown", "new bytes", "none", "XFER-5")
 
     # --- observables ---
 
