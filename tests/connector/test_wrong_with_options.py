@@ -25,7 +25,7 @@ def port() -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number: int = free.getsockname()[1]
-    server = [sys.executable, ROOT / "examples" / "page_server.py", str(number)]
+    server = [sys.executable, str(ROOT / "examples" / "page_server.py"), str(number)]
     process = subprocess.Popen(server)
     yield number
     process.kill()
