@@ -82,13 +82,6 @@ def test_a_wrong_copy_is_detected_in_each_kind_and_each_layout(name: str, law: s
     assert "layer" in cells[0].detail
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "law"), [("LosesAByte", "XFER-1"), ("WritesElsewhere", "XFER-2")])
-def test_a_wrong_copy_is_detected_in_every_kind_in_every_layout(name: str, law: str) -> None:
-    cells = check(name, PAIRS)
-    assert [cell.pair.name for cell in cells if law not in cell.detail] == []
-
-
 @has_layouts
 @pytest.mark.parametrize(
     ("options", "expected"),
