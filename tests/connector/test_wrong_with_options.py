@@ -32,8 +32,15 @@ def port() -> Iterator[int]:
     process.wait()
 
 
+def params() -> Iterator[object]:
+    for variant in load_with_options():
+        missed = variant.notes.get("missed")
+        marks = [pytest.mark.xfail(reason=missed, strict=True)] if missed else []
+        yield pytest.param(variant, marks=marks, id=variant.name)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of theirs
-@pytest.mark.parametrize("variant", load_with_options(), ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", params())
 def test_a_wrong_connector_is_not_green(variant: Variant, port: int) -> None:
     texts = [text.partition("=") for text in variant.notes["options"].split()]
     options = {name: port if value == "{port}" else value for name, _, value in texts}

@@ -69,7 +69,6 @@ _WITH_OPTIONS = {
     "folder_store": Base("FolderConnector", (_EXAMPLE.with_stem("folder_store"),)),
     "host_memory": Base("HostMemoryConnector", (_EXAMPLE.with_stem("host_memory"),)),
     "remote_store": Base("RemoteConnector", (_EXAMPLE.with_stem("remote_store"),)),
-    "compressed_memory": Base("CompressedConnector", (_EXAMPLE.with_stem("compressed_memory"),)),
 }
 """The right connectors of ``with_options.txt``, by the family of their edits."""
 
