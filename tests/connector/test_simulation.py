@@ -35,13 +35,20 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
-from kvview.testing.connector.aging import FEWEST_ROUNDS, Memory, grows, grows_with_keys
+from kvview.testing.connector.aging import (
+    FEWEST_ROUNDS,
+    Memory,
+    grows,
+    grows_with_keys,
+    with_rounds_compared,
+)
 from kvview.testing.connector.coverage import not_exercised
 from kvview.testing.connector.generate import steady_scenario
 from kvview.testing.connector.invariants import (
     InvariantBroken,
 )
 from kvview.testing.connector.memory import TierKeys
+from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import to_script
 from kvview.testing.connector.shrink import simpler_geometries, simpler_sizes
 from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
@@ -359,6 +366,18 @@ def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(num_held: list[int], is_l
         memory.end_round(16 * third - 1, [half], pages)
     memory.close()
     assert grows(memory.sizes, 90) == is_leak
+
+
+@pytest.mark.parametrize("is_leak", [False, True])
+def test_conn10_a_run_that_loads_little_is_played_again(is_leak: bool) -> None:
+    def played(scenario: Scenario, tokens: int) -> SimulationResult:
+        return SimulationResult(scenario, None, (), {}, (tokens,) * scenario.rounds)
+
+    def play(scenario: Scenario) -> SimulationResult:
+        return played(scenario, 1 if is_leak and scenario.rounds == FEWEST_ROUNDS else 30)
+
+    result = with_rounds_compared(played(steady_scenario(0), 1), play)
+    assert (result.failure is not None) == is_leak
 
 
 class Growing(SchedulerConnector):
