@@ -98,7 +98,7 @@ RESULT_OPTION = report_option(
     "--report-json",
     "result_file",
     {"result": "kvview.cli.result_file:ResultFile"},
-    "Write the verdict of each class, the replaced parts and the command to FILE ('-' for stdout).",
+    "Write the verdicts, the replaced parts and the command to FILE ('-' for stdout).",
 )
 
 

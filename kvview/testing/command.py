@@ -98,8 +98,8 @@ SEEDS_OF_A_RELEASE = 100
     "transfer_config",
     metavar="JSON",
     help=(
-        "Configuration of a vLLM connector in the form that vllm serve accepts; --option goes "
-        "into its extra config."
+        "Configuration of a vLLM connector in the form that vllm serve accepts; --option sets "
+        "entries of its kv_connector_extra_config."
     ),
 )
 @click.option(

@@ -63,7 +63,9 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="NAME",
     help="Report how this reader treats each event. Repeatable; 'all' selects every reader.",
 )
-@click.option("--format", "format_name", metavar="NAME", help="Decode only this format, strictly.")
+@click.option(
+    "--format", "format_name", metavar="NAME", help="Decode only this format; report deviations."
+)
 @_JSON
 def validate(
     source: str,
