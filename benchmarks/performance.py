@@ -35,9 +35,10 @@ BENCHMARKS = {
 
 def machine() -> str:
     """Describe the time, the machine and the versions of a run."""
-    parts = [f"{datetime.now(UTC):%Y-%m-%d}", f"{os.cpu_count()} cores ({platform.machine()})"]
+    cores = f"{os.cpu_count()} cores ({platform.machine()})"
+    parts = [f"{datetime.now(UTC):%Y-%m-%d} with {cores}"]
     if hasattr(os, "getloadavg"):
-        parts.append(f"load average {os.getloadavg()[0]:.1f} before the run")
+        parts.append(f"a load average of {os.getloadavg()[0]:.1f} before the run")
     parts += [f"Python {platform.python_version()}", PEER]
     for package in ("numpy", "torch"):
         try:
@@ -62,7 +63,7 @@ def measure(name: str, sources: Path | None) -> bool:
     if run.returncode:
         print(f"benchmarks/{name}.py: exit code {run.returncode}", file=sys.stderr)
         return False
-    section = f"`benchmarks/{name}.py`; {where}.\n\n{run.stdout.strip()}\n"
+    section = f"`benchmarks/{name}.py` ran on {where}.\n\n{run.stdout.strip()}\n"
     page = PAGE.read_text(encoding="utf-8")
     start = page.index(f"`benchmarks/{name}.py`")
     heading = re.compile(r"\n##+ ").search(page, start)

@@ -24,15 +24,15 @@ _HALVES, _REQUEST, _PLAN, _TRANSFER = (
 _HOOKS = {
     "SchedulerConnector": {
         "bind_gpu_block_pool_view": "once, before any other",
-        "on_engine_ready": "once, right after",
+        "on_engine_ready": "once, right after `bind_gpu_block_pool_view`",
         "match_prefix": "before a waiting request gets blocks; perhaps again",
-        "on_blocks_allocated": "when it gets them, promised or not, right after `match_prefix`",
-        "plan_step": "once a step, when all its blocks are allocated",
+        "on_blocks_allocated": "right after `match_prefix`, when a request gets blocks",
+        "plan_step": "once per step, when all blocks of the step are allocated",
         "on_transfers_finished": "when the worker half has reported, between two plans",
-        "on_request_preempted": "when a request gives way to others",
-        "on_request_finished": "at its end, before its blocks are given back",
+        "on_request_preempted": "when a request loses its blocks to other requests",
+        "on_request_finished": "when a request ends, before its blocks are freed",
         "take_events": "at any time",
-        "has_pending_work": "when no request is left",
+        "has_pending_work": "when no request is scheduled",
         "reset_cache": "when the engine's caches are reset, after new weights for example",
         "shutdown": "at the end",
     },
@@ -40,8 +40,8 @@ _HOOKS = {
         "register_kv_caches": "once, before any other",
         "start_plan": "in each step whose plan has jobs, or belongs to a subclass of StepPlan",
         "get_finished": "in each step",
-        "wait": "when the engine can do nothing before these end",
-        "shutdown": "at the end, perhaps without any other before",
+        "wait": "when the engine cannot continue before the jobs end",
+        "shutdown": "at the end, perhaps without any call before",
     },
     "Connector": {
         "make_scheduler": "once, in the process of the scheduler",
@@ -70,50 +70,51 @@ _HEAD = """\
 
 <!-- Written by docs/make_hooks.py from the sources; edit those and run it again. -->
 
-All names are in `kvview`. Override the hooks that you need; each has the default that is shown.
-The order of the calls is in [the life of a request](life-of-a-request.md), the laws are
+All names are in `kvview`. Override the hooks that you need; the tables show the default of each.
+[The life of a request](life-of-a-request.md) shows the order of the calls, and the laws are
 [CONN](laws.md#conn).
 
-- **Options.** `kvview.options.parse_options(Options, config.options)` in the `__init__` of your
-  connector: `Options` is your pydantic model, with `ConfigDict(extra="forbid")` so that a typo is
-  an error. It returns an `Options`, or raises `ConfigError` with one line for the user.
-- **A spec of your own.** The side of a job that is not the GPU may be any object that pickles and
-  has a class attribute `medium`, any string: a dataclass with keys, offsets or names of files.
-  Only your two halves read it.
-- **A plan of your own.** A subclass of `StepPlan` may have more fields for the worker half; it
-  reaches it in every step.
+- **Options.** Call `kvview.options.parse_options(Options, config.options)` in the `__init__` of
+  your connector: `Options` is your pydantic model, with `ConfigDict(extra="forbid")` so that a typo
+  is an error. The call returns an `Options`, or raises `ConfigError` with one line for the user.
+- **A spec of your own.** The side of a job that is not the GPU may be any object that can be
+  pickled and has a string as class attribute `medium`, such as a dataclass with keys, offsets or
+  file names. Only your two halves read it.
+- **A plan of your own.** A subclass of `StepPlan` may have more fields for the worker half. A plan
+  of such a class reaches the worker half in every step.
 - **The length of the prompt** is not a field: `num_tokens` is the prompt and the tokens generated
-  so far. In the first `match_prefix` of a request it is the length of the prompt. Keep that by
-  `request_id` until `on_request_finished`, because a preempted request comes back to
-  `match_prefix` with its generated tokens.
-- **A hold** (`touch_blocks`, `lease`) may be taken in any hook of the scheduler half, and is given
-  back when the job is reported. What your connector does not want is no skipped block (CONN-13).
-- **A thread of your own** in the worker half is fine. `get_finished` takes what it has done,
-  under a lock; `wait` blocks until its jobs have ended; `shutdown` joins it (CONN-12). It touches
-  GPU pages after an event recorded in `start_plan` has come (XFER-6); in the thread,
-  `event.synchronize()` may block.
+  so far. In the first `match_prefix` of a request it is the length of the prompt. Keep this length
+  by `request_id` until `on_request_finished`, because a preempted request is passed to
+  `match_prefix` again, with its generated tokens.
+- **A hold** (`touch_blocks`, `lease`) may be taken in any hook of the scheduler half, and is
+  released when the job is reported. A block that your connector does not want to store does not
+  count as skipped (CONN-13).
+- **A thread of your own** in the worker half is allowed. `get_finished` takes the results of the
+  thread under a lock, `wait` blocks until the given jobs have ended, and `shutdown` joins the
+  thread (CONN-12). The thread uses GPU pages only after an event that was recorded in `start_plan`
+  has occurred (XFER-6). In the thread, `event.synchronize()` may block.
 """
 _TAIL = """
 ## A medium on disk
 
-- The folder is an option of your connector, `directory: str | None = None` for example, given with
-  `--option directory=/var/cache/kv`; None for a temporary one.
-- Each worker process builds its own half from an equal configuration. Every worker gets every
-  plan, moves its own part of each page, and reports each job; a job has ended when all have. So
-  two workers must not share a file.
+- Make the folder an option of your connector, `directory: str | None = None` for example. The user
+  passes it with `--option directory=/var/cache/kv`, and None means a temporary folder.
+- Each worker process builds its own half from an equal configuration. Every worker receives every
+  plan, moves its own part of each page, and reports each job. A job has ended when all workers have
+  reported it. So two workers must not share a file.
 - `CanonicalKVCaches.rank`, which `register_kv_caches` receives, is the rank of the worker in its
-  engine. Put it into the name of the file. Two engines have equal ranks, so a folder that engines
-  share needs a further name: `tempfile.mkstemp(dir=directory)` gives one that no other process has.
-  Remove the file in `shutdown`. The table of keys and offsets belongs to the scheduler half, and
-  ends with it.
-- Files that shall outlive a restart, or that several engines share, are a
-  [store below the host](tier.md): a store receives the namespace of the model, its weights and its
-  layout, and has laws of its own.
-- Read and write in a thread, because `start_plan` must not wait. Report a load with
-  `success=False` if its bytes may be wrong; the engine then computes the blocks (XFER-4). The check
-  never changes the bytes on your medium, so it requires no checksums. If the medium can return
-  other bytes than were written (a disk, a network), keep a checksum of each page, or use a
-  [store](tier.md), whose guard keeps them.
+  engine. Use the rank in the name of the file. Two engines have equal ranks, so files in a folder
+  that engines share need a further distinction: `tempfile.mkstemp(dir=directory)` returns a name
+  that no other process uses. Remove the file in `shutdown`. The table of keys and offsets belongs
+  to the scheduler half, and is lost when that half ends.
+- For files that must survive a restart, or that several engines share, write a [store below the
+  host](tier.md). A store receives the namespace of the model, its weights and its layout, and must
+  satisfy its own laws.
+- Read and write in a thread, because `start_plan` must not wait. Report a load with `success=False`
+  if its bytes may be wrong; the engine then computes the blocks (XFER-4). The check never changes
+  the bytes on your medium, so it requires no checksums. If the medium can return bytes that differ
+  from the written ones (a disk, a network), keep a checksum of each page, or use a
+  [store](tier.md), whose guard keeps checksums.
 """
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?: {4}.*\n?|\n)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
@@ -134,7 +135,7 @@ def page() -> str:
         for hook, node in declared.items():
             lines.append(_row(_signature(node), when[hook], _what(node), _default(node)))
         lines.append("")
-    lines.append("## What they are told, and what they give")
+    lines.append("## Arguments and results")
     for path, names in _RECORDS.items():
         classes = _classes(path)
         for name in names:
@@ -147,7 +148,12 @@ def page() -> str:
 
 def _calls() -> Iterator[str]:
     """The calls of a connector: the view, and helpers for tokens, blocks and keys."""
-    yield from ("## The view", "", "`isinstance(view, SupportsLeases)` says whether it can.", "")
+    yield from (
+        "## The view",
+        "",
+        "`isinstance(view, SupportsLeases)` tests whether a view has leases, for example.",
+        "",
+    )
     yield from ("| call | of | what |", "|---|---|---|")
     for path in _VIEW:
         for name, protocol in _classes(path).items():

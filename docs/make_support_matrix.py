@@ -2,12 +2,13 @@
 
     python docs/make_support_matrix.py
 
-Releases and differences come from ``kvview_vllm/releases``. A feature names the difference that it
-needs, so its first release is defined in one place.
+Releases and differences come from ``kvview_vllm/releases``, features from ``support_matrix.toml``.
+A feature names the difference that it needs, so its first release is defined in one place.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,7 +27,7 @@ _SPANS |= {each.name: (each.since, None) for each, _ in KNOWN}
 _HEAD = f"""\
 # Support matrix
 
-<!-- Written by docs/make_support_matrix.py from kvview_vllm/releases; edit those instead. -->
+<!-- Written by docs/make_support_matrix.py from support_matrix.toml and kvview_vllm/releases. -->
 
 kvview supports all {len(RELEASES)} releases of vLLM from {RELEASES[0]} to {RELEASES[-1]}. The
 tables list the features that some releases lack, with the reason. ✓ means supported, – means not
@@ -66,88 +67,8 @@ class Feature:
         return not self.needs or is_between(release, *_SPANS[self.needs])
 
 
-FEATURES = {
-    "Connectors": (
-        Feature("A connector in `KVViewConnector`"),
-        Feature("`kvview check --engine vllm`"),
-        Feature(
-            "Models with several KV-cache groups",
-            "several_groups",
-            "vLLM has no `SupportsHMA`, so a connector serves models with one group",
-        ),
-        Feature(
-            "A failed load is computed again, one group",
-            "failed_blocks",
-            "a worker cannot report the failure, so the engine ends (WORK-2)",
-        ),
-        Feature(
-            "A failed load is computed again, several groups",
-            "failed_requests",
-            "a worker cannot report requests, so the engine ends (WORK-2)",
-        ),
-        Feature(
-            "`reset_cache` of a connector",
-            "connector_reset",
-            "a reset of the prefix cache does not reach a connector",
-        ),
-        Feature(
-            "Loads between steps",
-            "worker_metadata",
-            "workers cannot send metadata, so a load runs within a step, which waits for the load",
-        ),
-    ),
-    "Access to the block pool": (
-        Feature(
-            "Without `--scheduler-cls`",
-            "optional_pool_hook",
-            "the scheduler binds no pool; add "
-            "`--scheduler-cls kvview_vllm.scheduler.ViewScheduler`",
-        ),
-        Feature(
-            "In a child of vLLM's `MultiConnector`, without `--scheduler-cls`",
-            "pool_hook",
-            "`MultiConnector` passes no pool on to its children; add the same option",
-        ),
-        Feature(
-            "`give_back_blocks` (POOL-12)",
-            "free_prepend",
-            "`free_blocks` cannot put blocks at the front of the free queue",
-        ),
-        Feature(
-            "`free_blocks_with_notice` (POOL-14)",
-            "reuse_watchers",
-            "the pool has no `unpin_blocks`",
-        ),
-    ),
-    "Offloading managers in vLLM's OffloadingConnector": (
-        Feature("A manager in `KVViewOffloadingSpec`"),
-        Feature("`lookup` may return `RETRY`", "lookup_retry", "`RETRY` counts as a miss"),
-        Feature("`reset_cache` of a manager", "cache_reset", "vLLM never resets a manager"),
-        Feature(
-            "Hooks of requests and steps",
-            "request_hooks",
-            "vLLM does not notify a manager of requests and steps",
-        ),
-        Feature(
-            "`has_pending_work`",
-            "manager_work",
-            "vLLM does not query it, so transfers wait for the next request",
-        ),
-    ),
-    "Tiers below the host": (
-        Feature("A tier store in `KVViewTier`", "TieringOffloadingSpec", "vLLM has no tiers"),
-        Feature("Metrics of a tier in `/metrics`", "tier_metrics", "vLLM reads no stats of a tier"),
-        Feature("KV events of a tier", "tier_events", "vLLM reads no events of a tier"),
-        Feature(
-            "Loads that succeed in part", "partial_loads", "all pages of a load count as failed"
-        ),
-        Feature(
-            "Several processes share a tier without `PYTHONHASHSEED`",
-            "fixed_hash_root",
-            "block hashes start at random; set `PYTHONHASHSEED` to the same number everywhere",
-        ),
-    ),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("support_matrix.toml").read_text("utf-8"))
+FEATURES = {title: [Feature(**row) for row in rows] for title, rows in _TABLES.items()}
 
 
 def _spans(features: Sequence[Feature]) -> Iterator[tuple[str, list[bool]]]:

@@ -4,8 +4,8 @@
 2. Cross references of docstrings (``:class:`~kvview.Lease```) become links into the API pages.
 3. The number of a law links to its anchor.
 4. The tables of the performance page are drawn as charts.
-5. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code breaks at
-   punctuation only.
+5. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code and long words
+   break at punctuation only.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _CONTENTS = re.compile(r'<nav class="md-nav" aria-label="[^"]*"')
 _PARAMETER = re.compile(r"\[(?=<autoref|<span title)")  # of a type
 _EMPTY_HEAD = re.compile(r"<th([^>]*)></th>")
 _INLINE_CODE = re.compile(r"(?<!<pre>)<code>[^<]{12,}</code>")
+_LONG_WORD = re.compile(r"(?<=[>\s])[^\s<>\"]{30,}(?=[<\s])")
 _PUNCTUATION = re.compile(r"(?<=[a-z\d\]])([._/:,=([]+)(?=[A-Za-z\d_\"'\[])")
 _WIDE = re.compile(r"<table>.*?</table>|<p><img [^>]*\.svg[^>]*></p>", re.DOTALL)
 
@@ -58,7 +59,8 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)  # Markdown keeps it in code
     html = _EMPTY_HEAD.sub(r"<td\1></td>", html)
     html = _WIDE.sub(r'<div class="scrolling" tabindex="0">\g<0></div>', html)
-    html = _INLINE_CODE.sub(lambda code: _PUNCTUATION.sub(r"\1<wbr>", code[0]), html)
+    for long in (_INLINE_CODE, _LONG_WORD):
+        html = long.sub(lambda text: _PUNCTUATION.sub(r"\1<wbr>", text[0]), html)
     html = _PARAMETER.sub("[<wbr>", html)
     return html if page.file.src_uri == _LAWS_PAGE else _with_laws(html)
 

@@ -3,9 +3,9 @@ r"""An L2 adapter of LMCache with the interface of a store, so that the kit can 
     kvview check kvview_lmcache.l2_adapter_store:L2AdapterStore --option adapter=fs \
       --option base_path={tmp}
 
-1. The adapter gets the arguments that LMCache would pass: a key of model, rank and hash, and
-   memory.
-2. The adapter's results are not improved: each lookup queries the adapter again.
+1. The adapter receives the arguments that LMCache would pass: a key (model, rank and hash), and the
+   memory of a page.
+2. No result of the adapter is cached: each lookup queries the adapter again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class L2AdapterStore(Polled):
         self._adapter.close()
 
     def collect(self) -> None:
-        """Report tasks that ended; a store has one flag for all keys in LMCache."""
+        """Report the tasks that have ended; in LMCache, all keys of a store task share one flag."""
         self._stored |= self._adapter.pop_completed_store_tasks()
         for job, entry in [*self._tasks.items()]:
             if entry.is_get:
@@ -113,7 +113,7 @@ class L2AdapterStore(Polled):
 
 
 def _memory(page: memoryview) -> Any:
-    """Make an object of LMCache over a page."""
+    """Wrap a page in a memory object of LMCache."""
     made = torch.frombuffer(page, dtype=torch.uint8)
     metadata = MemoryObjMetadata(
         shape=made.shape,

@@ -74,7 +74,7 @@ class _Lookup:
 
 
 def key_bytes(key: Any) -> bytes:
-    """An ``ObjectKey`` as the key of a store, with every distinguishing field."""
+    """Convert an ``ObjectKey`` to a key of the store, with every field that distinguishes pages."""
     parts = (
         key.model_name.encode(),
         str(key.kv_rank).encode(),
@@ -95,7 +95,7 @@ class KVViewL2Adapter(_Adapter):
 
     Raises:
         ConfigError: An option that cannot be used, or unknown weights.
-        NamespaceMismatchError: The store has entries of other weights or another layout.
+        NamespaceMismatchError: The store already holds pages of other weights or another layout.
     """
 
     def __init__(self, params: Mapping[str, Any], **given: Any) -> None:
@@ -161,7 +161,7 @@ class KVViewL2Adapter(_Adapter):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Return the ended stores; for LMCache a store with a failed key has failed."""
+        """Return the ended store tasks; in LMCache, a task with a failed key has failed."""
         with self._lock:
             stored, self._stored = self._stored, {}
         return stored

@@ -1,7 +1,7 @@
 """The metrics of a tier under SGLang, with ``--enable-metrics``.
 
-SGLang's own histograms (``sglang:prefetch_pgs``, ``sglang:backup_pgs``, and their bandwidths) get
-each job. The guard's counters are exported as ``sglang:kvview_tier_...``.
+Each job is recorded in SGLang's own histograms (``sglang:prefetch_pgs``, ``sglang:backup_pgs``, and
+their bandwidths). The guard's counters are exported as ``sglang:kvview_tier_...``.
 
 Source: ``StorageMetrics``, sglang/srt/observability/metrics_collector.py, 0.5.23.
 """

@@ -65,7 +65,7 @@ class KVViewHiCache(_Storage):
 
     Raises:
         ConfigError: An option that cannot be used, or unknown model or weights.
-        NamespaceMismatchError: The store has entries of other weights or another layout.
+        NamespaceMismatchError: The store already holds pages of other weights or another layout.
     """
 
     def __init__(self, storage_config: Any, given: Any = None) -> None:

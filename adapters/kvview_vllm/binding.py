@@ -104,7 +104,7 @@ class BlockPoolViewMixin:
         return leak
 
     def _late_work(self, seconds: float) -> list[str]:
-        """Return log lines about other work that has taken this long."""
+        """Return log lines about other work that has taken at least this many seconds."""
         return []
 
     def close_block_pool_view(self) -> None:

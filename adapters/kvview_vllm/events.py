@@ -1,12 +1,13 @@
 """The conversion of a connector's offloading events into KV-cache events of the installed vLLM.
 
-1. An event describes its block, as the GPU's own events do: tokens, parent, LoRA and extra keys
-   as well as hash, size, group and medium. Routers drop stores without them (EVENT-2).
+1. An event describes its block as the GPU's own events do: with tokens, parent, LoRA and extra
+   keys, and with hash, size, group and medium. Routers drop an event of a store without these
+   fields (EVENT-2).
 2. The content of a block is remembered from its request, for as many blocks as the pool has. For an
    older block, or with ``location_only``, an event only has the location, because the content is
    never guessed.
 3. The block size is that of the key's group, never 0, and hashes take the form that the
-   GPU's own events have. The connector's name of the medium is published.
+   GPU's own events have. The medium is published under the connector's name for it.
 
 Source: vllm/distributed/kv_events.py, vllm/v1/core/block_pool.py.
 """
@@ -53,9 +54,10 @@ class _Place(NamedTuple):
 
 
 class BlockDescriptions:
-    """Remembers the content of blocks (2.).
+    """Remembers the content of blocks (rule 2).
 
-    A request takes one entry until events are taken, because its keys are indexed only then.
+    A request takes one entry until the next events are converted, because its keys are indexed only
+    then.
 
     Args:
         geometry: Geometry of the engine.
@@ -76,7 +78,7 @@ class BlockDescriptions:
         self._living[request.request_id] = self._chain(request, content)
 
     def finish(self, request: Any, content: RequestContent) -> None:
-        """Finish a request; the object is not kept."""
+        """Finish a request, without keeping the request object."""
         chain = self._living.pop(request.request_id, None) or self._chain(request, content)
         sizes = (group.block_size for group in self.geometry.groups)
         counts = [len(chain.hashes) * self.geometry.hash_block_size // size for size in sizes]

@@ -111,7 +111,7 @@ def read_facts(
 
 
 def read_group(index: int, spec: Any) -> CacheGroup:
-    """One KV-cache group.
+    """Convert one KV-cache group.
 
     Raises:
         UnsupportedEngineError: A group that cannot be expressed (VGEO-2).

@@ -51,9 +51,9 @@ class LeakReporter:
 
     Args:
         guard: The view of the connector.
-        report_after: Seconds, None for no reports.
+        report_after: Age of a hold that is reported, in seconds; None for no reports.
         describe: Adds the engine's facts to a leak before it is logged.
-        late_work: Returns log lines about other work that has taken this many seconds.
+        late_work: Returns log lines about other work that has taken at least so many seconds.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The metrics of a connector, in vLLM's own ``/metrics`` and stats log.
 
 All metrics are counted on the scheduler's side, which knows every hold and the end of every job.
-Changes are sent to the front end with the step's output. There they go into Prometheus (0.11.1 and
-later) and into the log line of vLLM's stats.
+Changes are sent to the front end with the step's output. The front end adds them to Prometheus
+(0.11.1 and later) and to the log line of vLLM's stats.
 
 - METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (empty
   except for the children of a connector of several).
@@ -73,7 +73,7 @@ class Meter:
     """Counts the outcomes of jobs, by child.
 
     Args:
-        num_workers: Workers that each move the pages of a job.
+        num_workers: Number of workers, each of which moves the pages of a job.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -115,7 +115,7 @@ class Meter:
 
         Args:
             half: The scheduler half, which may count the blocks that it skipped.
-            guard: View of the half; None before it has one.
+            guard: View of the half; None before the half has a view.
             oldest: Unix time of the oldest reference of each owner, as of the last examination.
         """
         found: dict[str, Values] = {child: dict(counts) for child, counts in self._counts.items()}

@@ -121,7 +121,7 @@ class KVViewOffloadingSpec(_Spec):
         self._manager: ManagerForVLLM | None = None
 
     def get_manager(self) -> ManagerForVLLM:
-        """The scheduler's side, one for all calls."""
+        """The manager of the scheduler's side, the same for all calls."""
         if self._manager is None:
             options = self._options
             make = load_target(options.manager)
@@ -135,7 +135,7 @@ class KVViewOffloadingSpec(_Spec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> WorkerForVLLM:
-        """The worker's side from 0.25 on."""
+        """The worker of the worker's side, from 0.25 on."""
         check_whole_blocks(self, kv_caches)
         options, num_blocks = self._options, blocks_per_chunk(self)
         make = load_target(options.worker)
@@ -157,7 +157,7 @@ class KVViewOffloadingSpec(_Spec):
     def get_handlers(
         self, kv_caches: Any, attn_backends: Any = None
     ) -> Iterator[tuple[Any, Any, WorkerForVLLM]]:
-        """The worker's side up to 0.24: one handler for both directions."""
+        """The handlers of the worker's side up to 0.24: one handler for both directions."""
         if isinstance(kv_caches, dict):  # tensors by layer, up to 0.18
             kv_caches = canonical_kv_caches(kv_caches, cache_config_of(self))
         worker = self.get_worker(kv_caches)

@@ -3,10 +3,11 @@ r"""A secondary tier of vLLM with the interface of a store, so that the kit can 
     kvview check kvview_vllm.secondary_tiers:SecondaryTierStore --option type=fs \
       --option root_dir={tmp}
 
-1. The tier gets the arguments that vLLM would pass: a spec, rows of the host's memory, keys of a
-   hash and a group. All rows of a tier have one size. So there is one tier for each size of pages,
+1. The tier receives the arguments that vLLM would pass: a spec, rows of the host's memory, and keys
+   made of a hash and a group. All rows of a tier have one size. So there is one tier for each size
+   of pages,
    and a job is split by size. The length of a page follows its bytes.
-2. The tier's results are not improved: each lookup queries the tier again.
+2. No result of the tier is cached: each lookup queries the tier again.
 
 For vLLM 0.26.0 and later, whose specs can be made without a model.
 """

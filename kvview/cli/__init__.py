@@ -1,7 +1,7 @@
 """The command line of all packages, imported only by modules named ``command``.
 
-Each command belongs to the package that does the work. This package declares the command as an
-entry point ``kvview.commands``, which is imported when the command is called.
+A command belongs to the package that does its work, which declares the command as an entry point
+of ``kvview.commands``. A command is imported when it is called.
 
 Exit codes: see :class:`~kvview.cli.exit_codes.ExitCode`.
 """
@@ -35,9 +35,9 @@ def main() -> None:
 
 
 class _Outlasting(io.FileIO):
-    """A stream whose reader may close it early, so that ``kvview replay | head`` runs to its end.
+    """A stream whose reader may close it, so that ``kvview replay | head`` runs to its end.
 
-    Any other error, such as a full disk, is raised at the end of the run.
+    Any other error, such as a full disk, is reported at the end of the run.
     """
 
     refusal: OSError | None = None
@@ -58,7 +58,7 @@ def _outlasting(stream: TextIO) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
-        errors="backslashreplace",  # because the name of a file may not be valid text
+        errors="backslashreplace",  # a file name need not be text
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -33,17 +33,17 @@ SUMMARIES = {
 _QUIET = "kvview.quiet"
 _COMMON_OPTIONS = (
     (_QUIET, "-q", "--quiet", "Print only errors, and reports that go to '-'."),
-    (VERBOSE, "-v", "--verbose", "Print versions; show the traceback of an error."),
+    (VERBOSE, "-v", "--verbose", "Print versions, and the traceback of an error."),
 )
 _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothesis", "click")
 
 
 class EntryPointGroup(click.Group):
-    """A click group whose commands are the entry points of the group :data:`GROUP`.
+    """A group whose commands are the entry points of :data:`GROUP`.
 
-    1. Each command, also in a subgroup, has the options ``--quiet`` and ``--verbose``, lists the
-       exit codes in its help, and reports an error in one line.
-    2. A command that cannot be imported is named in the help and does not affect other commands.
+    1. Each command, and each command of a group, gets ``--quiet`` and ``--verbose``, the exit
+       codes in its help, and errors in one line.
+    2. A command that cannot be imported is listed in the help, and the other commands still work.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -65,7 +65,7 @@ class EntryPointGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write names and summaries of commands; only commands of other packages are imported."""
+        """Write the names and summaries of commands, importing only those of other packages."""
         rows = []
         for name, point in sorted(self._points().items()):
             text = SUMMARIES.get(name, "") if _is_own(point) else ""
@@ -106,7 +106,7 @@ class EntryPointGroup(click.Group):
 def _report_usage(error: click.ClickException) -> None:
     text = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None
-    if ctx is not None and text == ctx.get_help():  # a group without a command
+    if ctx is not None and text == ctx.get_help():  # the user named a group without a command
         error.show()
         return
     hint = f" See '{ctx.command_path} --help'." if ctx is not None else ""

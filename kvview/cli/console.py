@@ -16,7 +16,7 @@ from kvview.errors import printable
 
 
 class Console(rich_console.Console):
-    """A console that escapes control characters in text (see :mod:`kvview.cli.echo`).
+    """A console that prints control characters as escapes (see :mod:`kvview.cli.echo`).
 
     Args:
         stderr: Whether to print to stderr, unless ``file`` is given.
@@ -38,7 +38,7 @@ class Console(rich_console.Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render, and replace characters that a terminal would execute by escapes."""
+        """Render an object, with escapes in place of control characters."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.isprintable():
@@ -55,6 +55,6 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:  # no progress, because a file or a pipe would receive empty lines
         yield lambda text: None
         return
-    # No thread refreshes the line, because kvview check forks processes.
+    # No refresh by a thread, because kvview check forks the processes that run seeds.
     with Live(Text(title), console=console, auto_refresh=False, transient=True) as live:
         yield lambda text: live.update(Text(f"{title}: {text}"), refresh=True)

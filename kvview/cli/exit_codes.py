@@ -9,7 +9,7 @@ class ExitCode(IntEnum):
     """The exit code of a command.
 
     Attributes:
-        meaning: The text of the help and of the README.
+        meaning: Text in the help and in the README.
     """
 
     CLEAN = 0, "clean"
@@ -31,4 +31,4 @@ class ExitCode(IntEnum):
 
 
 EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
-"""The last paragraph of the help of every command."""
+"""Last lines of the help of every command."""

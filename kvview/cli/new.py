@@ -1,10 +1,10 @@
 """``kvview new``: a complete connector, its test, and a CI job, which pass unchanged.
 
-1. The connector is a copy of an example under a new name: of ``host_memory.py``, with ``--hooks``
-   of ``host_cache.py``, with ``--raw`` of ``raw_host_cache.py``. The package contains all three
-   examples.
-2. If one of the files exists, even as a dangling link, no file is written.
-3. FILE may not have the name of a module that can be imported, because it would hide that module.
+1. The connector is a copy of an example with other names: of ``host_memory.py``, of
+   ``host_cache.py`` with ``--hooks``, or of ``raw_host_cache.py`` with ``--raw``. The package
+   contains all three examples.
+2. No file is overwritten. If one of the files exists, even as a dangling link, none is written.
+3. The name of a module that can be imported is refused, because FILE would hide that module.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _TORCH = (
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "torch comes with kvview[reference], pytest with kvview[testing]",
 )
-# A small GPU cache, because a large one would still have every reused block.
+# A small GPU cache, because a large one keeps every block that is used again.
 _REPLAY = "kvview replay --connector {target} --gpu-blocks 500 "
 _STORE = _Kind(
     "host_memory",
@@ -126,26 +126,26 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.ht
 @click.option(
     "--hooks",
     is_flag=True,
-    help=("Write a connector that overrides the hooks, instead of a StoreConnector."),
+    help="Write a connector that overrides the hooks, instead of a StoreConnector.",
 )
 @click.option(
     "--raw",
     is_flag=True,
-    help=("Write a connector for vLLM's own interface, which does not import kvview."),
+    help="Write a connector for vLLM's own interface, which does not import kvview.",
 )
 def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     """Write a complete connector to FILE, its test, and a CI job.
 
     The connector keeps blocks in host memory. It is a StoreConnector, unless
-    --hooks or --raw is given. It passes "kvview check" and pytest unchanged;
-    without --raw, "kvview replay" too.
+    --hooks or --raw is given. It passes "kvview check" and pytest unchanged, and runs
+    in "kvview replay" unless --raw is given.
     """
     if hooks and raw:
         raise ConfigError("--hooks and --raw are two kinds of connector; drop one of them")
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(
-            f"{file}: the file name is not the name of a Python module; try my_connector.py"
+            f"{file}: the file name is not that of a Python module; try my_connector.py"
         )
     for module in (stem, f"test_{stem}"):
         if place := _place_of(module, file.parent):
@@ -170,15 +170,15 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     if there := [str(path) for path in texts if os.path.lexists(path)]:
         raise ConfigError(f"{', '.join(there)}: exists already; nothing was written")
     _write_all(texts)
-    echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written. Next")
-    echo(f"({kind.needs}):")
+    echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written.")
+    echo(f"Run these commands next ({kind.needs}):")
     for command in kind.commands:
         echo(f"  {command.format(target=f'{file}:{name}Connector')}")
     echo(f"  python -m pytest {test}")
 
 
 def _place_of(module: str, folder: Path) -> str:
-    """Describe the module of a name outside a folder; empty if no such module exists."""
+    """Describe the module of this name outside a folder; empty if no such module exists."""
     if module in _TOOLS:
         return f"a file that {_TOOLS[module]} reads"
     if module in sys.stdlib_module_names:

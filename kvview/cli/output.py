@@ -21,7 +21,7 @@ from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
 
 VERBOSE = "kvview.verbose"
-"""Key in ``meta`` of a command's context: whether --verbose is given."""
+"""Key of the flag --verbose in the ``meta`` of a command's context."""
 
 _STDOUT: ContextVar[TextIO | None] = ContextVar("the stream for '-'; None: sys.stdout")
 _MOST = 2**63 - 1
@@ -40,7 +40,7 @@ _EXTRAS = {
 
 
 def report_error(error: Exception, is_verbose: bool) -> ExitCode:
-    """Print the error of a command to stderr in one line; a bug of kvview with its traceback.
+    """Print the error of a command to stderr in one line; print the traceback of a bug too.
 
     Args:
         error: The exception that the command raised.
@@ -56,7 +56,7 @@ def report_error(error: Exception, is_verbose: bool) -> ExitCode:
         code = ExitCode.COULD_NOT_RUN
     else:
         code = ExitCode.BUG
-        text = "a bug of kvview or of the command, and no verdict: please report the above"
+        text = "a bug of kvview or of the command, so no verdict; please report the traceback above"
     if is_verbose or code is ExitCode.BUG:
         for line in "".join(traceback.format_exception(error)).splitlines():
             echo(line, err=True)
@@ -133,7 +133,7 @@ class Whole(click.types.IntParamType):
     """A whole number of at most 64 bits.
 
     Args:
-        least: The smallest allowed number.
+        least: The smallest number that is accepted.
     """
 
     def __init__(self, least: int = -_MOST) -> None:
@@ -167,7 +167,7 @@ class OutputFile(click.ParamType[str]):
         if value != "-":
             _require_writable(option, value)
         elif not self._may_be_stdout:
-            raise ConfigError(f"{option} needs a file")
+            raise ConfigError(f"{option} cannot be '-'; pass the name of a file")
         return value
 
 
@@ -183,14 +183,14 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def report_option(option: str, name: str, schemas: dict[str, str], text: str) -> Decorator:
-    """Make an option for a JSON file that the command writes.
+    """Make an option for a file that the command writes as JSON.
 
     Args:
-        option: Name of the option, such as ``--json``.
-        name: Name of the option's parameter.
+        option: Name of the option.
+        name: Name of its parameter.
         schemas: Dataclasses or pydantic models of the reports that the command may write, as
             targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
-        text: The help text.
+        text: Help text of the option.
     """
     return click.option(option, name, cls=JSONOption, schemas=schemas, help=text)
 
@@ -206,7 +206,7 @@ def arguments_of(context: click.Context, ignored: Collection[str]) -> list[str]:
 
     Args:
         context: Context of the call.
-        ignored: Names of parameters to exclude.
+        ignored: Names of the parameters to exclude.
     """
     arguments = []
     for parameter in given_parameters(context):
@@ -239,7 +239,7 @@ def target_options(text: str) -> Decorator:
 
 
 def _require_writable(option: str, path: str) -> None:
-    """Open a path in the same way as for the report, without a change of the file."""
+    """Check that a path can be opened like a report, without changing the file."""
     problem = ""
     try:
         if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
@@ -252,7 +252,7 @@ def _require_writable(option: str, path: str) -> None:
         # A pipe is not opened, because its reader would see it closed.
         elif not os.access(path, os.W_OK):
             problem = "not writable"
-    except (OSError, ValueError) as error:  # the name is too long, or links form a circle
+    except (OSError, ValueError) as error:  # a name that is too long, or links in a circle
         problem = getattr(error, "strerror", None) or str(error)
     if problem:
         raise ConfigError(f"{option} {path!r}: {problem}")

@@ -1,4 +1,4 @@
-"""The result of one command for one implementation: ``--report-json``.
+"""The file of ``--report-json``, which has the result of one command for one implementation.
 
 As for the conformance reports of the Gateway API, each implementation and version has one file,
 which states the replaced parts and the commands that reproduce the result. ``docs/results.md`` is
@@ -34,17 +34,17 @@ _FOLDERS = (
 
 
 Colour = Literal["red", "not checked", ""]
-"""The effect of an outcome on a verdict; empty if the outcome is listed but is not a failure."""
+"""Effect of an outcome on a verdict; empty for an outcome that is listed but not a failure."""
 
 
 @dataclass(frozen=True)
 class ResultFinding:
-    """One result that is not a success.
+    """One result that is red, refused or not checked.
 
     Args:
         subject: The law, the pair of requests, or the kind of layers and the memory layout.
-        outcome: Outcome of the result, as the report of the command names it.
-        evidence: The first fault, or the reason, in one line.
+        outcome: Outcome of the result, named as in the report of the command.
+        evidence: The first error, or the reason, in one line.
     """
 
     subject: str
@@ -54,11 +54,11 @@ class ResultFinding:
 
 @dataclass(frozen=True)
 class Profile:
-    """The verdict on one class of behaviour.
+    """The verdict for one class of behaviour.
 
     Args:
-        name: A contract (such as ``connector``), or ``keys``, ``layouts`` or ``inference``.
-        verdict: Red after a failure; not checked if no result failed but a part was not exercised.
+        name: The contract, such as connector (the life of requests); keys, layouts or inference.
+        verdict: Red if a result is red; otherwise not checked if a part was not exercised.
         counts: Results by outcome.
         findings: The results that are red, refused or not checked.
     """
@@ -75,14 +75,13 @@ class ResultFile:
 
     Args:
         target: The connector or store.
-        engine: Name and version.
+        engine: Name and version of the engine.
         date: Day of the run, in UTC.
         versions: Versions of kvview, Python, the machine and the libraries used.
         replaced: Parts of the implementation that the check replaced; empty if it is unmodified.
-        profiles: One for each class of behaviour that the command checks.
-        reproduce: Lines for a shell in a checkout of kvview that repeat the run.
-        schema_version: Version of the JSON; increased when a field is removed or changes its
-            meaning.
+        profiles: One profile for each class of behaviour that the command checks.
+        reproduce: Shell commands that repeat the run in a checkout of kvview.
+        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
 
     target: str
@@ -108,12 +107,12 @@ def make_profile(
     outcomes: Mapping[str, Colour],
     results: Sequence[ResultFinding],
 ) -> Profile:
-    """Make the verdict on a class from its results.
+    """Make the verdict for a class from its results.
 
     Args:
-        name: The class.
-        outcomes: The effect on the verdict of each outcome that is a finding.
-        results: All results; results with another outcome are only counted.
+        name: Name of the class.
+        outcomes: The colour of each outcome that is a finding.
+        results: All results of the class; results with other outcomes are only counted.
     """
     findings = [each for each in results if each.outcome in outcomes]
     colours = {outcomes[each.outcome] for each in findings}
@@ -133,15 +132,15 @@ def write_result(
     replaced: Sequence[str] = (),
     engine: str = "",
 ) -> None:
-    """Write the result file of the running command.
+    """Write the result of the running command to a file.
 
     Args:
         path: The file; None writes nothing.
         target: The connector or store.
         profiles: The verdicts.
-        versions: Versions by name.
+        versions: Versions by the name of the package.
         replaced: Parts of the implementation that were replaced.
-        engine: Name and version; empty for the installed vLLM.
+        engine: Name and version of the engine; empty for the installed vLLM.
     """
     if path is None:
         return
@@ -173,7 +172,7 @@ def write_result(
 
 @contextmanager
 def or_could_not_run(path: str | None, target: str, *names: str) -> Iterator[None]:
-    """Write a file with the error if the block raises an error that the target did not cause.
+    """Write a file with the error of the block, unless the implementation raised the error.
 
     Args:
         path: The file; None writes nothing.
@@ -198,7 +197,7 @@ def command_line(context: click.Context) -> str:
 
 
 def _without_folders(profile: Profile) -> Profile:
-    """Shorten paths in a profile, because folders of this machine mean nothing to a reader."""
+    """Shorten paths, because the folders of this machine mean nothing to a reader."""
     findings = []
     for finding in profile.findings:
         evidence = finding.evidence

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_SLAB_BYTES = 16 << 20  # of a pinned chunk, and of a job's temporary GPU memory
+_SLAB_BYTES = 16 << 20  # of pinned memory; a job needs up to twice as much GPU memory
 
 
 class CUDABlocks:
@@ -32,29 +32,22 @@ class CUDABlocks:
         self._pinned = _PinnedRows(self.page_bytes)
 
     def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
-        """Yield the row of each block."""
-        for ids in self._chunks(blocks):
-            rows = [self._pinned.take() for _ in ids]
-            with self._copying():
-                at = torch.tensor(ids, device=self._device)
-                on_gpu = torch.cat([part.index_select(0, at) for part in self._parts], dim=1)
-                for row, page in zip(rows, on_gpu, strict=True):
-                    row.tensor.copy_(page, non_blocking=True)
-            self._stream.synchronize()
-            for row in rows:
-                yield memoryview(row).cast("B").toreadonly()
+        """Yield the row of each block, while the GPU copies the rows of the next chunk."""
+        started: tuple[list[Any], Any] | None = None
+        for at in self._chunks(blocks):
+            before, started = started, self._start_read(at)
+            yield from self._rows_of(before)
+        yield from self._rows_of(started)
 
     def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
-        """Write one row to each block."""
-        kept = []  # referenced until the last copy has ended
-        for ids in self._chunks(blocks):
-            pinned = [self._pinned.holding(row) for row in islice(rows, len(ids))]
+        """Write as many rows as there are blocks."""
+        kept = []  # until the last copy has ended
+        for at in self._chunks(blocks):
+            pinned = [self._pinned.holding(row) for row in islice(rows, len(at))]
             kept.append(pinned)
             with self._copying():
-                at = torch.tensor(ids, device=self._device)
-                on_gpu = torch.empty(
-                    (len(ids), self.page_bytes), dtype=torch.int8, device=self._device
-                )
+                size = (len(at), self.page_bytes)
+                on_gpu = torch.empty(size, dtype=torch.int8, device=self._device)
                 for page, row in zip(on_gpu, pinned, strict=True):
                     page.copy_(row.tensor, non_blocking=True)
                 columns = torch.split(on_gpu, self._sizes, dim=1)
@@ -62,9 +55,27 @@ class CUDABlocks:
                     part.index_copy_(0, at, column)
         self._stream.synchronize()
 
-    def _chunks(self, blocks: Sequence[int]) -> Iterator[Sequence[int]]:
-        at_once = max(1, _SLAB_BYTES // self.page_bytes)
-        return (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+    def _chunks(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yield the ids of a few blocks, on the GPU."""
+        if len(blocks):
+            with self._copying():  # once, because this copy waits for the copies before it
+                ids = torch.tensor(blocks, device=self._device)
+            yield from torch.split(ids, max(1, _SLAB_BYTES // self.page_bytes))
+
+    def _start_read(self, at: torch.Tensor) -> tuple[list[Any], Any]:
+        rows = [self._pinned.take() for _ in range(len(at))]
+        with self._copying():
+            on_gpu = torch.cat([part.index_select(0, at) for part in self._parts], dim=1)
+            for row, page in zip(rows, on_gpu, strict=True):
+                row.tensor.copy_(page, non_blocking=True)
+        return rows, self._stream.record_event()
+
+    def _rows_of(self, started: tuple[list[Any], Any] | None) -> Iterator[memoryview]:
+        if started is not None:
+            rows, event = started
+            event.synchronize()
+            for row in rows:
+                yield memoryview(row).cast("B").toreadonly()
 
     @contextmanager
     def _copying(self) -> Iterator[None]:

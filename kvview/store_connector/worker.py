@@ -22,7 +22,7 @@ from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
 
 _LONGEST_SLEEP = 0.05  # seconds, because a store's deadline passes without a wake-up
-_BETWEEN_LOOKS = 0.0005  # seconds between two queries of an event that has not ended
+_FIRST_LOOK, _LAST_LOOK = 20e-6, 0.0005  # seconds between queries of an event; they double
 
 MakePages = Callable[[Sequence[int], int, Callable[[], None]], Pages]
 """Makes the pages of a worker from the page sizes, its rank, and a call that wakes its thread."""
@@ -85,8 +85,9 @@ class StoreWorker(WorkerConnector):
     # --- the thread ---
 
     def _run(self) -> None:
+        pause = _LONGEST_SLEEP
         while not self._is_closed:
-            self._awake.wait(_BETWEEN_LOOKS if self._plans else _LONGEST_SLEEP)
+            is_new = self._awake.wait(pause)
             self._awake.clear()
             self._pages.poll()
             while self._plans:
@@ -99,6 +100,8 @@ class StoreWorker(WorkerConnector):
                     error = raised
                 self._plans.popleft()
                 self._start(plan, error)
+            pause = _FIRST_LOOK if is_new else min(2 * pause, _LAST_LOOK)
+            pause = pause if self._plans else _LONGEST_SLEEP
 
     def _start(self, plan: StepPlan, error: Exception | None) -> None:
         if isinstance(plan, StorePlan):

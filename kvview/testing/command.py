@@ -67,7 +67,7 @@ SEEDS_OF_A_RELEASE = 100
     metavar="FILE",
     help=(
         "File of expected failures, with lines of 'check_name: reason' or 'coverage: name: "
-        "reason'. A check in it that passes is reported."
+        "reason'. A check in the file that passes is reported."
     ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
@@ -83,14 +83,14 @@ SEEDS_OF_A_RELEASE = 100
     help="Engine that runs a connector: reference (default), or vllm, the scheduler of the "
     "installed vLLM, without a GPU.",
 )
-@target_options("An option for the connector or store; JSON, or else text. Repeatable.")
+@target_options("Option of the connector or store, as JSON or text. Repeatable.")
 @click.option(
     "--vllm",
     multiple=True,
     metavar="RELEASE",
     help=(
-        "Check in this vLLM release (0.33, 0.33.0), or in 'all'. The sources of the release are "
-        "fetched, but not installed. Repeatable."
+        "Check in this vLLM release (0.33, 0.33.0), or in 'all' releases. The sources of the "
+        "release are fetched, but not installed. Repeatable."
     ),
 )
 @click.option(
@@ -105,8 +105,8 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--inference",
     is_flag=True,
-    help="Serve a tiny model with the connector in the installed vLLM, and compare the tokens "
-    "with those without it (docs/inference.md).",
+    help="Serve a tiny model with the connector in the installed vLLM, and compare its tokens with "
+    "those of a run without the connector (docs/inference.md).",
 )
 @click.option(
     "--pd",
@@ -126,7 +126,7 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--keep-going",
     is_flag=True,
-    help="Play all seeds of a connector; by default the first failing seed ends the run.",
+    help="Run all seeds of a connector; by default the first failing seed ends the run.",
 )
 @json_option(
     {
@@ -141,12 +141,12 @@ SEEDS_OF_A_RELEASE = 100
     "page_file",
     type=OutputFile(may_be_stdout=False),
     metavar="FILE",
-    help="Write the printed report to FILE, as an HTML page.",
+    help="Write the printed report to FILE as an HTML page.",
 )
 @click.option(
     "--self-test",
     is_flag=True,
-    help="Check the checks: every injected fault must be detected; needs a checkout.",
+    help="Test the checks themselves: each injected fault must be detected. Needs a checkout.",
 )
 def check(
     target: str | None,
@@ -164,7 +164,7 @@ def check(
     """Check an implementation against the laws of its contract.
 
     TARGET is package.module:name or path/to/file.py:name. It names a factory of
-    harnesses over a pool view, a coordinator, an offloading manager or a transfer
+    harnesses for a pool view, a coordinator, an offloading manager or a transfer
     worker; a class of tier stores, which is built with the --options; or a connector class, which
     runs in an engine with injected faults. With --engine vllm, the connector may be any unmodified
     KVConnectorBase_V1 of vLLM. In an option, '{tmp}' is a new folder for each connector and run;
@@ -402,7 +402,7 @@ def _refuse_for_the_self_test(context: click.Context) -> None:
     for option in given_parameters(context):
         if option.name not in ("self_test", "json_file"):
             raise ConfigError(
-                f"{option.opts[0]} needs a TARGET, which --self-test does not have; drop it"
+                f"{option.opts[0]} needs a TARGET, but --self-test has none; drop {option.opts[0]}"
             )
 
 

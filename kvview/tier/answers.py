@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
 _FOREVER = float("inf")
+_UNREAD = 10.0  # seconds for which the result of a lookup waits for its first reader
 
 
 class LookupAnswers:
     """The known results of lookups, and the keys whose lookups have not ended.
 
-    1. A result is valid for ``seconds``, because other processes also put and evict keys. A lookup
-       that has no result after ``patience`` seconds is a miss.
+    1. A result is valid for ``seconds``, because other processes also put and evict keys. The
+       result of a lookup waits ten seconds for its first reader, because a step of an engine may
+       take longer than ``seconds``. A lookup that has no result after ``patience`` seconds is a
+       miss.
     2. A key that failed is a miss until it is stored again, whatever the store returns (TIER-4).
     3. The result of a lookup is dropped if a put, a failed get or a deletion of the key came first,
        because the lookup may have started before it.
@@ -28,7 +32,7 @@ class LookupAnswers:
 
     def __init__(
         self,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         *,
         patience: float = _FOREVER,
         seconds: float = 1.0,
@@ -57,6 +61,8 @@ class LookupAnswers:
                 flags.append(False)
             elif found is not None and found[1] > now:
                 flags.append(found[0])
+                if found[1] > now + self._seconds:
+                    known[key] = found[0], now + self._seconds
             elif key not in self._asked:
                 self._asked[key] = now
                 ask.append(key)
@@ -77,7 +83,7 @@ class LookupAnswers:
     def looked_up(self, key: bytes, flag: bool) -> None:
         """Record the result of a lookup; ignored unless the lookup is waited for."""
         if key in self._asked:
-            self._answer(key, flag)
+            self._answer(key, flag, _UNREAD)
 
     def stored(self, key: bytes) -> None:
         """Record a successful put; ignored before the first lookup."""
@@ -95,12 +101,12 @@ class LookupAnswers:
         """Record that the store deletes a key; later lookups of the store find it missing."""
         self._answer(key, False)
 
-    def _answer(self, key: bytes, flag: bool) -> None:
+    def _answer(self, key: bytes, flag: bool, seconds: float = 0.0) -> None:
         self._asked.pop(key, None)
         self._known.pop(key, None)
         self._failed.pop(key, None)
         now = self._clock()
-        self._known[key] = flag, now + self._seconds
+        self._known[key] = flag, now + max(seconds, self._seconds)
         # Drop up to two old results for each new one, so that expired results do not accumulate.
         for oldest in [*islice(self._known, 2)]:
             if len(self._known) > self._max_keys or self._known[oldest][1] <= now:

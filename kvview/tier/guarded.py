@@ -121,12 +121,9 @@ class GuardedTier:
         zero_copy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        seconds = {"deadline": deadline, "lookup_deadline": lookup_deadline}
-        for name, value in {
-            **seconds,
-            "trip_after": trip_after,
-            "retry_after": retry_after,
-        }.items():
+        numbers = {"deadline": deadline, "lookup_deadline": lookup_deadline}
+        numbers |= {"trip_after": trip_after, "retry_after": retry_after}
+        for name, value in numbers.items():
             if not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
         if zero_copy and checksum != "none":
@@ -164,11 +161,8 @@ class GuardedTier:
     def stats(self) -> TierStats:
         """Return a copy of the counts so far."""
         with self._changed:
-            return replace(
-                self._stats,
-                trips=self._breaker.num_trips,
-                unanswered=self._answers.num_unanswered,
-            )
+            trips, unanswered = self._breaker.num_trips, self._answers.num_unanswered
+            return replace(self._stats, trips=trips, unanswered=unanswered)
 
     @property
     def is_healthy(self) -> bool:
@@ -248,6 +242,12 @@ class GuardedTier:
         """Report the use of keys to the store, if the store supports ``touch``."""
         if isinstance(self.store, SupportsTouch):
             self._run_soon(partial(self._call_store, self.store.touch, [*keys]))
+
+    def note(self, keys: Sequence[bytes], *, is_stored: bool) -> None:
+        """Record that another process has stored or deletes keys, so lookups agree at once."""
+        with self._changed:
+            for key in keys:
+                (self._answers.stored if is_stored else self._answers.deleted)(key)
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys that the store reported as evicted since the last call."""

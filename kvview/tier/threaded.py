@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -69,7 +68,7 @@ class Threaded(ABC):
         self._jobs: dict[int, _Job] = {}
         self._done: list[tuple[int, list[bool]]] = []
         self._removals: dict[bytes, _Removal] = {}  # the latest removal of each key
-        self._answers = LookupAnswers(time.monotonic)
+        self._answers = LookupAnswers()
         self._is_closed = False
         self._wake_up: Callable[[], None] = lambda: None
         self._logged: set[str] = set()

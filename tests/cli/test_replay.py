@@ -121,7 +121,7 @@ def test_a_trace_without_timestamps_runs_in_a_closed_loop(tmp_path: Path) -> Non
     result = run(trace, "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
     assert result.stderr.count("\n") == 1
-    assert "t.jsonl has no timestamps" in result.stderr
+    assert "t.jsonl has no timestamps, so 16 requests run at once" in result.stderr
     assert json.loads((tmp_path / "r.json").read_text())["closed_loop"] == 16
     result = run(trace, "--speed", "2")
     assert result.exit_code == 2

@@ -205,5 +205,5 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
 def test_self_test_has_no_page(tmp_path: Path) -> None:
     result = run("--self-test", "--html", tmp_path / "report.html")
     assert result.exit_code == 2
-    expected = "kvview: --html needs a TARGET, which --self-test does not have; drop it\n"
+    expected = "kvview: --html needs a TARGET, but --self-test has none; drop --html\n"
     assert result.output == expected

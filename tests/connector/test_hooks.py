@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -19,46 +21,7 @@ HALVES: dict[str, type] = {
     "connector": Connector,
 }
 
-MISSPELLED = {
-    "scheduler": """
-        bind_gpu_block_pool bind_gpu_block_pool_veiw bindGpuBlockPoolView bind_kv_cache_manager
-        on_engine_read on_engine_started engineReady match_prefx match_prefixes matchPrefix
-        get_num_new_matched_tokens on_block_allocated on_blocks_alocated blocks_allocated
-        update_state_after_alloc plan_setp plan_steps step_plan build_connector_meta
-        on_transfer_finished on_transfers_completed transfers_finished on_request_premepted
-        on_request_preempt on_request_finish on_request_finised request_finished on_request_aborted
-        take_event takes_events has_pending_works has_pending_push_work haspendingwork reset_caches
-        reset_prefix_cache resetCache shut_down start_plan make_worker register_kv_caches
-    """,
-    "worker": """
-        register_kv_cache registerKVCaches start_plans plan_start start_load_kv get_finish
-        get_finshed getFinished get_transfer_results waits shut_down take_events plan_step
-    """,
-    "connector": """
-        make_schedular make_workers makeScheduler build_scheduler make_scheduler_connector
-        create_worker get_scheduler match_prefix start_plan bind_gpu_block_pool_view
-    """,
-}
-HELPERS = {
-    "scheduler": """
-        load_blocks plan steps match prefix_length on_start finish close reset store release
-        has_room has_pending_jobs pending_jobs match_hash match_tokens longest_match on_evicted
-        on_load_finished on_store_finished on_job_finished reset_stats request_blocks
-        finished_requests bind blocks_to_store start stop finish_request take_keys take_blocks
-        events plan_eviction on_hit prefix plan_prefetch request_state end_request on_blocks_stored
-        on_blocks_freed on_transfer reset_tier bind_tier to_events engine_ready_time wait
-        create_worker
-    """,
-    "worker": """
-        copy poll finish register_tensor register_pages start_copy start_thread get_finished_jobs
-        finished wait_all wait_for_job shutdown_pool run close reset plan_for get_result waiting
-        kv_caches create_worker
-    """,
-    "connector": """
-        make_store make_key make_manager make_tier from_options name make_worker_pool
-        worker_options scheduler_options validate close shutdown wait
-    """,
-}
+NAMES = tomllib.loads(Path(__file__).with_name("hook_names.toml").read_text())
 
 
 def define(half: str, name: str, value: object = lambda self, *args: None) -> type:
@@ -67,7 +30,7 @@ def define(half: str, name: str, value: object = lambda self, *args: None) -> ty
 
 @pytest.mark.parametrize("half", HALVES)
 def test_misspelled_names_are_refused(half: str) -> None:
-    for name in MISSPELLED[half].split():
+    for name in NAMES["misspelled"][half].split():
         with pytest.raises(
             ConnectorDefinitionError, match=r"^CONN-9: .* is never called, because "
         ):
@@ -76,7 +39,7 @@ def test_misspelled_names_are_refused(half: str) -> None:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_names_of_helpers_are_not(half: str) -> None:
-    for name in HELPERS[half].split():
+    for name in NAMES["helpers"][half].split():
         define(half, name)
         define(half, f"_{name}")
 

@@ -92,7 +92,9 @@ def hits_alone(num_requests: int) -> float:
     return run(Connector, 400, {}, num_requests)[0].gpu_hit_rate
 
 
-@pytest.mark.parametrize("cpu_blocks", [0, 20, 100, 5000])
+@pytest.mark.parametrize(
+    "cpu_blocks", [20, 5000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 100))]
+)
 @pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_blocks: int) -> None:
     """The requests in flight fill the pool, which is the worst case for holds."""

@@ -13,6 +13,7 @@ from kvview import ConfigError, ConnectorConfig, TransferResult
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
+    FEWEST_SEEDS,
     LOADS_LEFT_ALONE,
     loads_that_failed,
     not_exercised,
@@ -22,7 +23,7 @@ from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview.testing.placeholders import in_size
 from tests.connector.unusual import Host
 
-FEW_SEEDS = 8
+FEW_SEEDS = 3
 FIRST_SEED = 3  # after a steady run, which takes as long as ten others
 HEADER_BYTES = 10_000
 
@@ -111,14 +112,14 @@ def test_what_a_block_takes_is_the_connectors_to_say() -> None:
 
 
 def test_a_size_of_its_own_is_not_enough() -> None:
-    runs = check(OwnOption, seeds=20, first_seed=15, max_blocks=10_000)
-    gaps = {gap.name: gap.what for gap in not_exercised(runs.coverage)}
+    coverage = check(OwnOption, max_blocks=10_000).coverage
+    many = {name: FEWEST_SEEDS * number for name, number in coverage.items()}
+    gaps = {gap.name: gap.what for gap in not_exercised(many)}
     assert "NAME='{blocks}'" in gaps["full tier"]
 
 
-@pytest.mark.parametrize(
-    "connector", [pytest.param(LosesPages, marks=pytest.mark.slow), MixesPagesUp]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", [LosesPages, MixesPagesUp])
 def test_a_full_tier_shows_faults(connector: type[OwnOption]) -> None:
     assert check(connector, seeds=45, max_blocks="{blocks}").failures
 

@@ -74,7 +74,12 @@ def missing(shown: str, printed: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "wanted"), [("first-connector.md", 3), ("first-hooks.md", 6), ("kit.md", 4)]
+    ("page", "wanted"),
+    [
+        pytest.param("first-connector.md", 3, marks=pytest.mark.slow),
+        pytest.param("first-hooks.md", 6, marks=pytest.mark.slow),
+        ("kit.md", 4),
+    ],
 )
 def test_the_commands_of_the_page_run(page: str, wanted: int, tmp_path: Path) -> None:
     done: subprocess.CompletedProcess[str] | None = None

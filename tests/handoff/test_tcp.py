@@ -79,8 +79,8 @@ def test_both_roles_run_on_each_device(device: str) -> None:
     (producer, _), (consumer, _) = engines
 
     def step(engine: PDEngine) -> None:
-        if device == "cuda":  # kernels end long after they were launched
-            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        if device == "cuda" and torch.cuda.current_stream().query():
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # kernels end late
         engine.step()
 
     for number in range(4):

@@ -30,7 +30,7 @@ def source() -> str:
 def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     target = f"{tmp_path / 'mine.py'}:FirstInFirstOut"
-    report = run_checks(load_target(target))
+    report = run_checks(load_target(target), seeds=30)
     assert report.contract == "offloading"
     assert report.is_clean, report.failures
     assert report.counts[Outcome.PASSED] >= 14
@@ -56,7 +56,7 @@ def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path)
 def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path: Path) -> None:
     assert right in source
     (tmp_path / "wrong.py").write_text(source.replace(right, wrong))
-    report = run_checks(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
+    report = run_checks(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"), seeds=20)
     assert report.failures
     failure = report.failures[0].failure
     assert failure is not None
@@ -64,6 +64,7 @@ def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path
         assert "as_factory(factory)" in failure.script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [VLLMARCPolicy, LRUOrARCPolicy], ids=lambda one: one.__name__)
 def test_policies_of_the_reference_satisfy_every_law(policy: type[Any]) -> None:
     report = run_checks(policy, steps=20)

@@ -88,45 +88,7 @@ def test_bytes_that_every_token_adds(name: str, token_bytes: int) -> None:
     assert _read(name).token_bytes == token_bytes
 
 
-ALSO = {
-    "Jamba v0.1": {
-        "use_mamba_kernels": True,
-        "mamba_inner_layernorms": True,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "sliding_window": None,
-        "num_logits_to_keep": 1,
-    },
-    "Nemotron-H 8B": {
-        "use_mamba_kernels": True,
-        "mamba_hidden_act": "silu",
-        "use_conv_bias": True,
-        "time_step_floor": 1e-4,
-        "time_step_limit": [0.0, 1.0],
-        "attention_head_dim": 128,
-    },
-    "Falcon-H1 7B": {
-        "mamba_norm_before_gate": False,
-        "mamba_rms_norm": False,
-        "mamba_use_mlp": True,
-        "ssm_multipliers": [0.5],
-        "ssm_in_multiplier": 1.25,
-        "attn_layer_indices": None,
-    },
-    "Zamba2 7B": {
-        "mamba_headdim": 64,
-        "chunk_size": 256,
-        "use_conv_bias": True,
-        "state_size": 64,
-        "num_query_groups": 32,
-        "kv_channels": 112,
-        "hybrid_layer_ids": [6, 11],
-    },
-    "LFM2 1.2B": {"conv_use_xavier_init": True, "block_use_xavier_init": True},
-    "Gemma 2 9B": {"_sliding_window_pattern": 2, "use_bidirectional_attention": False},
-    "Qwen2.5 7B": {"model_type": "qwen2_5_vl", "max_window_layers": 70, "mtp_hybrid_pattern": "M"},
-    "Llama 3.1 8B": {"is_encoder_decoder": False, "chunk_size_feed_forward": 1, "lru_width": 0},
-}
+ALSO: dict[str, dict[str, Any]] = json.loads((HERE / "model_fields.json").read_text())
 """Further fields of published files, none of which changes the cache."""
 
 

@@ -71,7 +71,7 @@ def test_read_only_rows_may_be_kept(rows: GPURows, tensors: list[torch.Tensor]) 
 
 
 def test_wrong_jobs_raise(rows: GPURows) -> None:
-    with pytest.raises(IndexError, match="not one of 20"):
+    with pytest.raises(IndexError, match="outside the 20 blocks"):
         list(rows.read(GPULoadStoreSpec([20], [1, 0], [0, 0])))
     with pytest.raises(ValueError, match="a page has 3 bytes, expected 96"):
         rows.write(GPULoadStoreSpec([1], [1, 0], [0, 0]), iter([memoryview(b"abc")]))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
 REMOTE = f"{EXAMPLES / 'remote_store.py'}:RemoteStore"
 MEMORY = f"{EXAMPLES / 'host_memory.py'}:HostMemoryStore"
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 class AnswersInTime(AsyncStore):
@@ -73,18 +75,20 @@ def assert_green(target: str, *given: str) -> None:
 @pytest.mark.parametrize(
     ("example", "given"),
     [
-        ("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
-        ("folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]),
-        ("sqlite_store.py:SQLiteConnector", ["root={tmp}", "weights=1"]),
-        ("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
         ("two_levels.py:TwoLevelConnector", ["root={tmp}", "cpu_blocks={blocks}"]),
+        slow("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
+        slow(
+            "folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]
+        ),
+        slow("sqlite_store.py:SQLiteConnector", ["root={tmp}", "weights=1"]),
+        slow("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
     ],
 )
 def test_examples_are_green(example: str, given: list[str]) -> None:
     assert_green(str(EXAMPLES / example), *given)
 
 
-@pytest.mark.parametrize("mode", ["eager", "finish", "victim", "exclusive"])
+@pytest.mark.parametrize("mode", ["victim", *map(slow, ["eager", "finish", "exclusive"])])
 def test_each_mode_is_green(mode: str) -> None:
     assert_green(
         "kvview:StoreConnector", "cpu_blocks={blocks}", f"mode={mode}", "enable_events=true"
@@ -115,6 +119,7 @@ def port() -> Iterator[int]:
     loop.close()
 
 
+@pytest.mark.slow
 def test_a_server_over_asyncio_is_green(port: int) -> None:
     assert_green(f"{EXAMPLES / 'remote_store.py'}:RemoteConnector", f"port={port}", "weights={tmp}")
 

@@ -65,6 +65,7 @@ def test_a_line_that_is_expected_not_to_run_is_green(tmp_path: Path) -> None:
     assert result.exit_code == ExitCode.CLEAN, result.output
 
 
+@pytest.mark.slow
 def test_with_the_option_all_code_runs() -> None:
     runs = check_connector(
         TwoLevels, first_seed=15, seeds=15, options={"recent_blocks": "{blocks}/4"}

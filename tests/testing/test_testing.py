@@ -353,7 +353,6 @@ def test_the_suite_runs_under_pytest(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ((), "the suite needs --kvview-target package.module:factory"),
-        (("--kvview-target", "json:dumps"), "factory dumps raises TypeError"),
         (("--kvview-target", "nowhere:x"), "does not import"),
     ],
 )

@@ -25,12 +25,6 @@ pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT}/examples/host_cache.py:HostCacheConnector"
-LEAKS = """
-import sys
-from kvview.testing import load_mutants
-load_mutants()
-Leaks = sys.modules["kvview_injected_faults.connector"].load_named("NeverFreesAfterFailure")
-"""
 
 
 class Folders:
@@ -57,7 +51,8 @@ def check(folder: Path, *names: str, target: str = EXAMPLE, options: Sequence[st
 
 def test_verdicts_of_real_processes(tmp_path: Path) -> None:
     few = ["--seed=3", "--seeds=8"]  # after a steady run, which takes as long as ten others
-    ran, elsewhere, unheard = check(tmp_path, "reference", "1.0", "unheard-of", options=few)
+    (ran,) = check(tmp_path, "reference", options=few)
+    elsewhere, unheard = check(tmp_path, "1.0", "unheard-of", options=["--seed=3", "--seeds=1"])
     assert (ran.verdict, ran.reason) == (Verdict.GREEN, "")
     assert ran.report["runs"]["num_seeds"] == 8
     assert (elsewhere.verdict, elsewhere.reason) == (
@@ -65,23 +60,6 @@ def test_verdicts_of_real_processes(tmp_path: Path) -> None:
         "the runs used reference, not 1.0",
     )
     assert (unheard.verdict, unheard.reason) == (Verdict.COULD_NOT_RUN, "no such release")
-
-
-def test_the_first_reason_of_a_failure_names_the_law(tmp_path: Path) -> None:
-    file = tmp_path / "leaks.py"
-    file.write_text(LEAKS)
-    (result,) = check(tmp_path, "reference", target=f"{file}:Leaks", options=["--seeds=6"])
-    assert result.verdict is Verdict.FAILED
-    assert result.reason.startswith("CONN-4: ")
-    assert result.reason.endswith(" seeds)")
-
-
-def test_what_was_not_exercised_is_not_green(tmp_path: Path) -> None:
-    (result,) = check(
-        tmp_path, "reference", options=["--seed=3", "--seeds=4", "--option=cpu_blocks=0"]
-    )
-    assert result.verdict is Verdict.NOT_CHECKED
-    assert "nothing was ever stored" in result.reason
 
 
 def test_a_target_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -58,12 +58,15 @@ FOLDER = Path(__file__).parent
 FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
 
 
-@pytest.mark.parametrize("store", RIGHT)
+@pytest.mark.parametrize(
+    "store", [RIGHT[0], *(pytest.param(store, marks=pytest.mark.slow) for store in RIGHT[1:])]
+)
 def test_right_stores_of_authors_are_green(store: Any) -> None:
     report = run_checks(store, options={"root": "{tmp}"}, steps=10, select=FEW)
     assert report.is_clean, report.summary()
 
 
+@pytest.mark.slow
 def test_the_example_with_a_byte_budget_is_green() -> None:
     report = run_checks(SQLiteStore, options={"root": "{tmp}"}, seeds=3, select=["TIER-8"])
     assert report.is_clean, report.summary()
@@ -79,7 +82,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(
+            wrong,
+            marks=[pytest.mark.slow] if "killed_process" in wrong.notes["check"] else [],
+            id=wrong.name,
+        )
+        for wrong in WRONG
+    ],
+)
 def test_wrong_stores_of_authors_are_red(wrong: Variant) -> None:
     select = [wrong.notes["check"]]
     report = run_checks(wrong.load(), options={"root": "{tmp}"}, steps=20, select=select)
@@ -326,7 +339,7 @@ def test_fsck_reports_entries_that_cannot_be_loaded(tmp_path: Path) -> None:
     bad = fsck(str(tmp_path))
     assert bad.exit_code == 1
     assert "it has 999 bytes of a page of 1000" in bad.output
-    assert "1 cannot be loaded" in bad.output
+    assert "entries that cannot be loaded: 1" in bad.output
 
 
 def test_an_exception_of_an_authors_call_is_logged_once(

@@ -28,6 +28,13 @@ class Meta(_base.KVConnectorMetadata):  # type: ignore[misc]
     loads: dict[str, Copies] = field(default_factory=dict)
 
 
+def window_of(spec: Any) -> int | None:
+    """Return the tokens that the next token reads; None for all of them."""
+    if hasattr(spec, "mamba_type"):
+        return 2  # the next token and the state before it
+    return getattr(spec, "sliding_window", None)
+
+
 class HostConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
     """Stores the blocks of finished requests, and loads prefixes between steps or within one.
 
@@ -44,7 +51,7 @@ class HostConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         self.block_size = int(vllm_config.cache_config.block_size)
         # For a connector of one group, vLLM makes windows full attention, and keeps their size.
         groups = kv_cache_config.kv_cache_groups if self.takes_groups else []
-        self.windows = [getattr(g.kv_cache_spec, "sliding_window", None) for g in groups] or [None]
+        self.windows = [window_of(group.kv_cache_spec) for group in groups] or [None]
         self.layer_names = [group.layer_names for group in groups]
         # scheduler
         self.stored: set[bytes] = set()

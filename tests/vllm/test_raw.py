@@ -33,6 +33,7 @@ from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
 from kvview_vllm.simulation.raw.fit import can_load_in_groups
+from kvview_vllm.simulation.raw.target import classes_of, split_options
 from tests.mutants.edits import Variant
 from tests.vllm.ported import After, Before
 from tests.vllm.raw_connectors import (
@@ -94,7 +95,7 @@ def test_the_template_of_kvview_new_is_clean_and_has_loaded(engines: VLLMEngines
 
 def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns) -> None:
     left_out = {name for name in runs.coverage if name.startswith("left out: ")}
-    assert "left out: an end with transfers in flight" in left_out
+    assert "left out: an end with transfers in flight, unless a rank is killed" in left_out
     assert ("left out: several steps in flight" in left_out) != ended_requests_take_no_output()
     assert ("left out: resets of the connector" in left_out) != cpu_scheduler.can_reset_connectors()
 
@@ -134,10 +135,41 @@ def test_only_steps_in_flight_or_processes_show_some_faults(
     assert simulate(connector, scenario, engines=engines).failure is None, "hidden without them"
 
 
+KILLED = Scenario(  # the last rank, while it stores
+    CacheGeometry.single(16),
+    num_gpu_blocks=30,
+    events=(Add("a", 1, 81, 2), Step(2)),
+    max_tokens_per_step=128,
+    ranks=(2, 2),
+    ends_abruptly=True,
+)
+
+
+def test_a_right_connector_is_clean_on_several_ranks(engines: VLLMEngines) -> None:
+    assert simulate(HostConnector, KILLED, engines=engines).failure is None
+    for seed, ranks in ((1, (2, 2)), (5, (2, 2, 2))):
+        scenario = replace(generate_scenario(seed), ranks=ranks)
+        result = simulate(HostConnector, scenario, engines=engines)
+        assert result.failure is None, result.failure
+        assert result.coverage["with several ranks"]
+        assert result.coverage["loads"]
+
+
+@each_of("faults of ranks")
+def test_only_ranks_show_some_faults(fault: Variant, engines: VLLMEngines) -> None:
+    connector, options = fault.load(), {"path": "{tmp}"}
+    scenario = replace(generate_scenario(1), ranks=(2, 2))
+    if fault.name == "NeedsAllReports":
+        scenario = KILLED
+    assert simulate(connector, scenario, options, engines=engines).failure is not None
+    alone = replace(scenario, ranks=(), worker_half="in_a_process", ends_abruptly=False)
+    assert simulate(connector, alone, options, engines=engines).failure is None, "hidden"
+
+
 @has_groups
 def test_a_right_connector_of_several_groups_is_clean(engines: VLLMEngines) -> None:
     coverage: Counter[str] = Counter()
-    for seed in range(10):
+    for seed in range(10):  # 6 and 9 with Mamba
         result = simulate(GroupsConnector, generate_scenario(seed), engines=engines)
         assert result.failure is None, result.failure
         coverage.update(result.coverage)
@@ -369,6 +401,26 @@ def test_a_wrong_transfer_config_is_refused(engines: VLLMEngines) -> None:
     options = {"kv_transfer_config": {"kv_role": "nobody"}}
     with pytest.raises(ConfigError, match="kv_transfer_config"):
         simulate(HostConnector, scenario, options, engines=engines)
+
+
+@pytest.mark.parametrize(
+    "connectors",
+    ["text", 3, None, {"a": 1}, ["a"], [{"x": 1}], [{"kv_connector": "Nope"}]],
+    ids=str,
+)
+def test_wrong_children_of_a_multi_connector_are_refused(connectors: Any) -> None:
+    multi = import_module(f"{V1}.multi_connector").MultiConnector
+    of_child = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    for config in (
+        {"connectors": connectors},
+        {"connectors": [of_child | {"kv_connector_extra_config": {"connectors": connectors}}]},
+    ):
+        with pytest.raises(ConfigError, match="connectors"):
+            classes_of(multi, split_options(config))
+
+
+def test_an_option_named_connectors_of_another_connector_is_its_own() -> None:
+    assert classes_of(HostConnector, split_options({"connectors": "text"})) == [HostConnector]
 
 
 def test_the_example_connector_loses_a_chunked_prefill(engines: VLLMEngines) -> None:

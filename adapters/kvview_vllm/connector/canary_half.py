@@ -140,11 +140,11 @@ class CanaryHalf(SchedulerConnector):
         return jobs
 
     def is_ready_to_end(self, name: str) -> bool:
-        """Whether a request has had every call except the one about its end."""
+        """Whether a request has received every call except the call at its end."""
         return len(self._expected[name]) <= 1
 
     def expect_ended(self, *names: str) -> None:
-        """Check that requests had every call, and that their loads were reported."""
+        """Check that the requests received every call, and that their loads were reported."""
         missing = {name: calls for name in names if (calls := self._expected[name])}
         expect(_SEAM, "calls that did not come", missing, {})
         if names[-1] != "a":
@@ -157,7 +157,7 @@ class CanaryHalf(SchedulerConnector):
         expect(_SEAM, "free blocks after all requests", free, NUM_BLOCKS - 1)
 
     def release_held(self) -> None:
-        """Free the held blocks, which stayed out of the queue without a request."""
+        """Free the held blocks, which stayed out of the free queue although no request had them."""
         held, self._held = self._held, []
         self._names = {_NULL_BLOCK_ID: "-"}  # the other blocks are now free for any request
         stayed = not any(map(self.view.is_free, held))

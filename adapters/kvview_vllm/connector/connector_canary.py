@@ -39,7 +39,7 @@ _NAME = "kvview canary"
 
 @cache
 def check_connector() -> None:
-    """Play once per process.
+    """Run the canary once per process.
 
     Raises:
         UnsupportedEngineError: A result differs from that of the tested releases.

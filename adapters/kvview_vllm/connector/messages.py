@@ -70,7 +70,7 @@ class JobReport:
     """The end of a job on one worker.
 
     Args:
-        owner: The owner in the metadata that brought the job.
+        owner: The owner in the metadata that started the job.
         rank: Rank of the worker.
         result: Result of the job on this worker.
     """

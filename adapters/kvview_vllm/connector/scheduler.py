@@ -162,12 +162,12 @@ class SchedulerSide:
         self.meter = Meter(num_workers)
 
     def bind(self, view: GuardedView) -> None:
-        """Pass the view on (CONN-1)."""
+        """Pass the view to the scheduler half (CONN-1)."""
         self._view = view
         self.half.bind_gpu_block_pool_view(view)
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        """Pass the facts on."""
+        """Pass the engine's facts to the scheduler half."""
         self.meter.page_bytes = facts.page_bytes
         if self.descriptions is not None:
             self.descriptions.num_blocks = facts.num_gpu_blocks
@@ -214,7 +214,7 @@ class SchedulerSide:
         return num_tokens
 
     def _accept(self, request: Any, content: RequestContent) -> None:
-        """Pass the parameters of a handoff on, once for each request."""
+        """Pass the parameters of a handoff to the scheduler half, once for each request."""
         params = params_with(request, ACCEPT)
         if params is not None and isinstance(self.half, HandoffScheduler):
             self._attribute_to(request.request_id)
@@ -568,7 +568,7 @@ class SchedulerSide:
             yield job, age
 
     def jobs_of(self, block_ids: Collection[int]) -> list[int]:
-        """Jobs in flight that read or write one of these GPU blocks."""
+        """The jobs in flight that read or write one of some GPU blocks."""
         return [
             job.job_id
             for job in self._jobs.jobs()

@@ -6,7 +6,7 @@ with that of every tested release: block ids, bytes of keys, units of matches an
 blocks of a step, and the order of finish and free.
 
 1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
-2. The play leaves nothing behind: no device, process, thread, file, event or log line, and
+2. The trial run leaves nothing behind: no device, process, thread, file, event or log line, and
    the root of vLLM's block hashes is restored.
 3. If the scheduler cannot serve these requests even without a connector, it is not refused, because
    a server may configure it in another way. The adapter then runs unchecked, with a warning. A
@@ -54,13 +54,13 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def check_scheduler_steps(kind: type) -> str:
-    """Play the requests once per process.
+    """Serve the requests once per process.
 
     Args:
         kind: ``KVViewConnector``.
 
     Returns:
-        The reason why nothing could be played; empty if it was played.
+        Reason why the trial run was impossible; empty after a trial run.
 
     Raises:
         UnsupportedEngineError: A result differs from that of the tested releases.
@@ -95,7 +95,7 @@ def _problem_without_connector() -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Isolate a play from the server's log and from its block hashes."""
+    """Keep a trial run out of the server's log and of its block hashes."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -165,7 +165,7 @@ class _Play:
         self._scheduler.add_request(request)
 
     def _step_until(self, name: str) -> None:
-        """Step until a request has had every call except the one about its end."""
+        """Step until a request has received every call except the call at its end."""
         for _ in range(_MOST_STEPS):
             self._step()
             if self._half is not None and self._half.is_ready_to_end(name):

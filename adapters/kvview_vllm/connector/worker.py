@@ -162,12 +162,12 @@ class WorkerSide:
         return loaded
 
     def take_failed_requests(self) -> set[str]:
-        """The requests with a failed load since the last call, where the engine takes requests."""
+        """Requests whose load failed since the last call, for engines that accept requests."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were not loaded, where the engine takes blocks."""
+        """Blocks that were not loaded, for an engine that accepts blocks."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -176,7 +176,7 @@ class WorkerSide:
         return list(self._unacknowledged.values())
 
     def is_stats_due(self) -> bool:
-        """Whether to send stats to the engine, even without news."""
+        """Whether to send stats to the engine, even if none have changed."""
         now = time.monotonic()
         if now < self._next_stats:
             return False

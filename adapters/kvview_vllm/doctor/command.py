@@ -22,14 +22,14 @@ from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
     metavar="JSON",
     help=(
         "Configuration of a tier to try, in the form of vLLM, LMCache or SGLang, or the path of "
-        "a file with it."
+        "a file that contains it."
     ),
 )
 def doctor(json_file: str | None, tier: str | None) -> None:
     """Report the version of the installed vLLM, and whether kvview fits it.
 
-    With --tier, report instead whether this tier opens under its engine, and keeps a page. Run the
-    command on the engine's machine, with the engine's environment.
+    With --tier, report instead whether this tier opens in its engine and returns a stored page. Run
+    the command on the engine's machine, with the engine's environment.
     """
     found = diagnose() if tier is None else diagnose_tier(tier)
     if json_file != "-":

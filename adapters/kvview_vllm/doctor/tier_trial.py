@@ -1,6 +1,7 @@
 """A trial of a tier that vLLM makes from a user's configuration, with one page.
 
-vLLM's own spec makes the tiers, which get the same calls as from vLLM's manager. The page belongs
+vLLM's own spec makes the tiers, and the trial makes the same calls as vLLM's manager. The page
+belongs
 to a model named "kvview doctor".
 """
 

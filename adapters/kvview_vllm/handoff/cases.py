@@ -1,4 +1,4 @@
-"""Cases of handoffs between two real engines, each with the law that it is about.
+"""Cases of handoffs between two real engines, each with the law that it tests.
 
 The tokens of a case are right if they are those that the consumer generates without a handoff. A
 request that fails with an error is right as well, if the handoff was wrong.
@@ -34,7 +34,7 @@ class Entries:
     """The entries of a connector's parameters that the cases change.
 
     Args:
-        at_port: Returns the entries that lead to another port.
+        at_port: Returns the entries with another port.
         damaged: Wrong entries, by the name of their case; None for a missing entry.
     """
 
@@ -212,7 +212,7 @@ class RealHandoffs:
         return f"{held} blocks held", held == 0
 
     def side_channel(self, fault: SideChannelFault) -> tuple[str, bool]:
-        """Let the consumer's handshake reach a faulty server."""
+        """Send the consumer's handshake to a faulty server."""
         number = self.new_prompt()
         params = self.prefill(number)
         server = FaultySideChannel(fault)
@@ -222,7 +222,7 @@ class RealHandoffs:
             server.close()
 
     def killed(self) -> tuple[str, bool]:
-        """Kill the producer, which the consumer knows, before it is read."""
+        """Kill a producer that the consumer knows, before the consumer reads its pages."""
         self.right()
         number = self.new_prompt()
         params = self.prefill(number)
@@ -232,7 +232,7 @@ class RealHandoffs:
         return outcome
 
     def after_a_restart(self) -> tuple[str, bool]:
-        """Hand over three prompts; the consumer knows the older life of the producer."""
+        """Hand over three prompts to a consumer that knows the older life of the producer."""
         failed = []
         for _ in range(3):
             number = self.new_prompt()

@@ -28,9 +28,9 @@ def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         server: The engine.
-        job: ``ids`` and ``n`` of a request; ``kv`` are its parameters; ``abort_after`` steps it is
-            aborted. ``steps`` only steps, ``fill`` overwrites the KV cache, and ``forget`` also
-            resets the prefix cache.
+        job: Fields of a request: ``ids`` and ``n``; ``kv``, its parameters; ``abort_after``, the
+            number of steps after which it is aborted. Other jobs: ``steps`` runs steps, ``fill``
+            overwrites the KV cache, and ``forget`` also resets the prefix cache.
     """
     start, name = time.monotonic(), f"r{next(_numbers)}"
     result: dict[str, Any] = {"tokens": None, "kv": None, "error": None}

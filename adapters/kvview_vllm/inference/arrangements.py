@@ -55,7 +55,7 @@ class Arrangement:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether steps must be launched before the output of the last one."""
+        """Whether a step must be launched before the output of the step before it is processed."""
         return bool(self.more.get("async_scheduling"))
 
     @property

@@ -32,7 +32,7 @@ class Served:
         coverage: Counts of events.
         law: Number of the law that was broken, if the engine's own run broke one.
         message: Description of the failure.
-        left_out: Parts that were not played, each in a few words.
+        left_out: Parts of the traffic that were not sent, each in a few words.
         lost: Names of requests that ended without an answer.
         is_up: Whether the engine has started.
         is_refused: Whether the connector refused its configuration.
@@ -239,7 +239,7 @@ class SeededTraffic(Traffic):
             self.forget()
 
     def _weights(self, talks: Sequence[str]) -> None:
-        """Change the weights and change them back; KV of one set is wrong for the other."""
+        """Change the weights and change them back; KV of the one set is wrong for the other."""
         if not self._resets:
             return
         for shift in (1, -1):
@@ -275,7 +275,7 @@ class SeededTraffic(Traffic):
         return self._draw.choices(range(FIRST_TOKEN, VOCABULARY), k=number)
 
     def _length(self, most: int, fewest: int = 1) -> int:
-        """Draw a length; with half of them the prompt or answer ends at or near a block's end."""
+        """Draw a length; half of the lengths end the prompt or answer at or near a block's end."""
         length = self._draw.randint(fewest, most)
         if self._draw.random() < 0.5:
             length -= (length + self._draw.choice((-1, 0, 1, NUM_TOKENS))) % BLOCK_SIZE

@@ -1,6 +1,6 @@
 """A kvview offloading manager with the interface of vLLM's, for its OffloadingConnector.
 
-- VOFF-3 The manager never gets a key twice in one call of ``touch`` or ``prepare_store``.
+- VOFF-3 The manager never receives a key twice in one call of ``touch`` or ``prepare_store``.
 - VOFF-4 In releases in which vLLM touches no keys (0.31 and later), a request's keys are touched
   when it finishes, so that the head of a prefix is evicted last.
 - VOFF-5 After ``reset_cache`` vLLM does not report the jobs in flight, so they are completed at

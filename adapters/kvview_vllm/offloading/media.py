@@ -26,8 +26,8 @@ _KNOWN = known_media()
 class Media:
     """Renames the media of one manager's events.
 
-    1. If several media get one name, a key is published under it while one of them holds the key
-       (EVENT-1, EVENT-2).
+    1. If several media have one name, a key is published under this name while one of these media
+       holds the key (EVENT-1, EVENT-2).
 
     Args:
         manager: The manager of the events.

@@ -38,7 +38,7 @@ def check_keys() -> None:
     """Compare the bytes of an offloaded block's key, once per process.
 
     Raises:
-        UnsupportedEngineError: They differ from those of the tested releases.
+        UnsupportedEngineError: The bytes differ from those of the tested releases.
     """
     if not installed().offloading.prefix_lookup:  # in older releases keys are block hashes
         key = require_class("make_offload_key")(b"%032d" % 1, 1)

@@ -65,8 +65,8 @@ class PartitionReport:
     Args:
         target: The connector or store.
         engine: The vLLM release whose scheduler, hashes and tensors were used.
-        rows: One for each pair of requests with different or equal keys.
-        layouts: One for each kind of layers and each memory layout.
+        rows: One row for each pair of requests with different or equal keys.
+        layouts: One row for each kind of layers and each memory layout.
         replaced: Parts of the connector that the check replaced, because they need CUDA.
         schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
@@ -110,11 +110,11 @@ def partition(
     json_file: str | None,
     result_file: str | None,
 ) -> None:
-    """Check that requests get exactly the KV that the model computes for them.
+    """Check that requests receive exactly the KV that the model computes for them.
 
     TARGET is a kvview connector, any KVConnectorBase_V1 of vLLM, or a class of tier
     stores. The real scheduler of the installed vLLM stores the KV of one request, and
-    then serves a second one.
+    then serves a second request.
 
     Keys: the second request differs in one property: tokens, LoRA adapter, cache
     salt, multimodal item, prompt embedding, model, weights, dtype, block size, hash
@@ -122,7 +122,7 @@ def partition(
 
     Layouts: the second request continues the first one, in the tensors that vLLM
     allocates for each attention backend, cache dtype, mix of layers and memory
-    layout. All bytes must survive.
+    layout. All bytes must be loaded unchanged.
     """
     from kvview_vllm.releases import engine_version
     from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -175,7 +175,7 @@ def partition(
 
 
 def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
-    """The verdict of a class in a result file."""
+    """Make the verdict of a class in a result file."""
     colours: dict[str, Colour] = {
         "not shared": "",
         "refused": "",
@@ -215,7 +215,7 @@ def _table_of_layouts(report: PartitionReport, title: str) -> Table:
 
 
 def _details(report: PartitionReport) -> Iterator[Text]:
-    """The reasons of layouts, each with the first row that has it."""
+    """Yield each reason in the rows of layouts, with the first row that has it."""
     rows = [row for row in report.layouts if row.detail]
     for detail in dict.fromkeys(row.detail for row in rows):
         places = [row.pair for row in rows if row.detail == detail]
@@ -224,7 +224,7 @@ def _details(report: PartitionReport) -> Iterator[Text]:
 
 
 def _connector(target: str, found: object, options: dict[str, Any]) -> tuple[type, dict[str, Any]]:
-    """The vLLM connector that runs a target, and its options."""
+    """Return the vLLM connector that runs a target, and its options."""
     if is_engine_connector(found):
         return found, options  # type: ignore[return-value]
     if is_connector(found):

@@ -70,7 +70,8 @@ def check_partition(
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.
-        options: Its ``kv_connector_extra_config``; under ``kv_transfer_config`` the rest.
+        options: Its ``kv_connector_extra_config``; the key ``kv_transfer_config`` has the other
+            fields.
             ``{tmp}`` is a new folder for each pair; ``{model}``, ``{revision}`` and the other
             settings of :class:`EngineSettings` are filled in for each engine.
         pairs: The pairs, each control before the pairs that it is for.

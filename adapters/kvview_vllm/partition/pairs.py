@@ -29,15 +29,15 @@ class EngineSettings:
     Args:
         model: Name of the model.
         revision: Revision of the weights; vLLM does not pass weights to a connector.
-        dtype: Of the model, and so of the KV cache.
-        cache_dtype: Of the KV cache; ``"auto"`` is that of the model.
+        dtype: Dtype of the model, and by default of the KV cache.
+        cache_dtype: Dtype of the KV cache; ``"auto"`` is that of the model.
         block_size: Tokens.
         hash_algorithm: Name of vLLM's hash function.
         hash_seed: ``PYTHONHASHSEED``.
         ranks: Tensor-parallel and pipeline-parallel size.
         rank: Of the worker.
         layout: Name of the memory layout; empty for the default of the release.
-        kind: The layers; None for FlashAttention.
+        kind: Kind of the attention layers; None for FlashAttention.
     """
 
     model: str = "model-a"

@@ -15,9 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvview import FullAttention
-from kvview_vllm.releases.calls import make_known
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import BLOCK_SIZE, CacheKind, flash_attention, layouts
+from kvview_vllm.releases.worker_caches import (
+    BLOCK_SIZE,
+    CacheKind,
+    layouts,
+    make_layers,
+    make_states,
+)
 
 _ATTENTION = "model_executor.layers.attention"
 _HEAD_SIZES = (64, 32, 128, 256, 512)
@@ -31,7 +36,7 @@ _MODEL_DTYPES = frozenset({"float16", "bfloat16"})
 def cache_kinds() -> dict[CacheKind, frozenset[str]]:
     """Return the kinds, each with the memory layouts that its backends accept."""
     if not hasattr(vllm("v1.worker.utils"), "allocate_kv_cache"):  # up to 0.31
-        kind = replace(flash_attention([FullAttention(BLOCK_SIZE)]), name="FLASH_ATTN float32")
+        kind = replace(make_layers([FullAttention(BLOCK_SIZE)]), name="FLASH_ATTN float32")
         return {kind: frozenset(layouts())}
     names: dict[Any, list[str]] = {}
     first: dict[Any, tuple[Any, Any]] = {}
@@ -121,7 +126,6 @@ def _mixed_kinds() -> Iterator[CacheKind]:
     """Make the kinds whose layers differ."""
     import torch
 
-    interface = vllm("v1.kv_cache_interface")
     flash = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
     full = _spec(flash, "auto")
     window = _spec(flash, "auto", window=2 * BLOCK_SIZE)
@@ -138,15 +142,7 @@ def _mixed_kinds() -> Iterator[CacheKind]:
     yield _kind("MLA with an indexer", mla, latent, indexer)
     compressed = replace(latent, tokens_per_state=4)
     yield _kind("MLA with four tokens a state", mla, compressed, compressed)
-    mamba = vllm("v1.attention.backends.mamba2_attn").Mamba2AttentionBackend
-    states = make_known(
-        interface.MambaSpec,
-        block_size=BLOCK_SIZE,
-        shapes=((3, 64), (4, 16, 16)),
-        dtypes=(torch.bfloat16, torch.float32),
-        page_size_padded=full.page_size_bytes,  # as vLLM's platforms pad it
-        mamba_cache_mode="align",
-    )
+    mamba, states = make_states(BLOCK_SIZE, full.page_size_bytes)
     yield CacheKind("Mamba states and full attention", ((flash, full), (mamba, states)))
     unpadded = replace(states, page_size_padded=None)
     yield CacheKind("Mamba states without padding", ((flash, full), (mamba, unpadded)))

@@ -1,7 +1,7 @@
 """Calls of vLLM that differ between releases, and queries of members that a release may lack.
 
-1. Constructors and functions get only the arguments that they have, by name. If they require
-   another one, the release is refused (:func:`make_known`).
+1. Constructors and functions receive only the arguments that they accept, by name. If one of them
+   requires another argument, the release is refused (:func:`make_known`).
 2. Each query has one meaning in every release.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
@@ -206,7 +206,7 @@ def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
 
 
 def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """The event fields of each KV-cache group; none up to 0.21, or without groups (0.11.0)."""
+    """Return the event fields of each group; an empty list up to 0.21, and without groups."""
     interface = vllm("v1.kv_cache_interface")
     if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
         return []
@@ -340,7 +340,7 @@ def blocks_freed_later(scheduler: Any) -> list[Any]:
 
 
 def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
-    """Set the number of tokens of a hash, where it is configured (0.32)."""
+    """Set the number of tokens that a hash covers, where it is configured (0.32)."""
     if hasattr(vllm_config.cache_config, "prefix_match_unit"):
         vllm_config.cache_config.prefix_match_unit = number
 
@@ -389,6 +389,16 @@ def aborted_loads_keep_blocks() -> bool:
     """
     finish = vllm(_SCHEDULER).Scheduler.finish_requests
     return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(finish)
+
+
+def idle_steps_report() -> bool:
+    """Whether a worker's report counts in a step without compute.
+
+    0.11.0 drops it unless a request ended its transfers, so the adapter reports it again in the
+    next step with compute (MSG-1).
+    """
+    mixin = vllm("v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
+    return "not kv_connector_output.finished_sending" not in inspect.getsource(mixin)
 
 
 def num_preemptions(request: Any) -> int:

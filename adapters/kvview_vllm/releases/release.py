@@ -41,12 +41,14 @@ class Difference:
 
     Args:
         name: The field of the seam.
-        seam: The surface of vLLM that it belongs to.
-        description: The behaviour of a release that has it and, where needed, of one without.
+        seam: The surface of vLLM that the difference belongs to.
+        description: The behaviour of a release with the difference and, where needed, of a release
+            without it.
         source: The upstream pull request, or the path of the source file.
         releases: ``SINCE..UNTIL``; an empty end is the oldest or the newest tested release.
-        members: The members of vLLM by which it is recognised; empty for one of :data:`_PROBES`.
-        is_defect: Whether it is a mistake in vLLM.
+        members: The members of vLLM by which the difference is recognised; empty for one of
+            :data:`_PROBES`.
+        is_defect: Whether the difference is a mistake in vLLM.
     """
 
     name: str
@@ -68,11 +70,11 @@ class Difference:
         return self.releases.partition("..")[2] or None
 
     def is_in(self, version: str) -> bool:
-        """Whether the table lists it for a version; False for a version that names no release."""
+        """Whether the table lists the difference for a version; False if it names no release."""
         return is_between(version, self.first_release, self.last_release)
 
     def is_found_on(self, owner: Any) -> bool:
-        """Whether an object of its seam has it."""
+        """Whether an object of the seam has the difference."""
         if self.name in _PROBES:
             return _PROBES[self.name](owner)
         return all(has_member(member, owner) for member in self.members)
@@ -186,7 +188,7 @@ class PoolSeam(Seam):
 
 @dataclass(frozen=True)
 class BindingSeam(Seam):
-    """The way in which ``KVConnectorBase_V1`` gets the pool."""
+    """The way in which ``KVConnectorBase_V1`` receives the pool."""
 
     seam: ClassVar[str] = "binding"
 

@@ -138,7 +138,7 @@ class _NoModel:
 def make_scheduler(
     kind: Any, num_blocks: int, num_groups: int, transfer_config: Mapping[str, Any] | None
 ) -> Any:
-    """A scheduler without a model, vllm/v1/core/sched/scheduler.py.
+    """Make a scheduler without a model (vllm/v1/core/sched/scheduler.py).
 
     Args:
         kind: vLLM's ``Scheduler``, or a class derived from it.
@@ -198,12 +198,17 @@ def own_hash_root() -> Iterator[None]:
         vars(utils).update(before)
 
 
-def hash_function() -> Any:
-    """VLLM's default function for block hashes, vllm/utils/hashing.py since 0.11.1."""
+def hash_function(name: str = "sha256") -> Any:
+    """The function for block hashes in vLLM, vllm/utils/hashing.py since 0.11.1.
+
+    Args:
+        name: Name of the function, by default vLLM's default.
+    """
     try:
-        return vllm("utils.hashing").sha256
+        utils = vllm("utils.hashing")
     except ImportError:
-        return vllm("utils").sha256
+        utils = vllm("utils")
+    return utils.get_hash_fn_by_name(name)
 
 
 @reading("connector", "a request, made dry")

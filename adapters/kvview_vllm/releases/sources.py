@@ -45,7 +45,7 @@ class VLLMReleases:
         return resolve_all(names)
 
     def fetch(self, release: str, on_progress: Callable[[str], None]) -> Path:
-        """Return the folder of its sources, which are fetched the first time."""
+        """Return the folder of a release's sources, which are fetched the first time."""
         return sources(release, on_progress)
 
     def environment(self) -> Mapping[str, str]:
@@ -60,7 +60,7 @@ def resolve(name: str) -> tuple[str, ...]:
     index knows whether it exists.
 
     Raises:
-        SourcesError: The name does not name a release.
+        SourcesError: No release has this name.
     """
     if name == "all":
         return LATEST_OF_MINORS
@@ -80,7 +80,7 @@ def resolve_all(names: Sequence[str]) -> list[str]:
     """The releases that names stand for, each once, in the order of the names.
 
     Raises:
-        SourcesError: A name does not name a release.
+        SourcesError: No release has one of the names.
     """
     return list(dict.fromkeys(release for name in names for release in resolve(name)))
 

@@ -139,7 +139,7 @@ def lookup_answers() -> dict[bool | None, Any]:
 
 
 def storage_medium() -> Any:
-    """The medium of a tier; None where a tier has no medium."""
+    """The medium of a tier; None in releases whose tiers have no medium."""
     media = find_class("Medium")
     return None if media is None else media.STORAGE
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvview import CacheGroup, FullAttention, SlidingWindow
-from kvview_vllm.releases.calls import known_arguments
+from kvview import CacheGroup, FullAttention, Mamba, SlidingWindow
+from kvview_vllm.releases.calls import known_arguments, make_known
 from kvview_vllm.releases.samples import make_attention_spec
 from kvview_vllm.releases.versions import refusal, vllm
 
@@ -33,6 +33,9 @@ BLOCK_SIZE = 16
 
 NUM_LAYERS = 2
 _NUM_HEADS, _HEAD_SIZE = 2, 32
+BLOCK_BYTES = NUM_LAYERS * BLOCK_SIZE * 2 * _NUM_HEADS * _HEAD_SIZE * 4
+"""Bytes of a block in all layers: keys and values in float32."""
+
 _MEMORY = 1 << 32  # bytes for the planner; the number of blocks is overridden
 _PLANNERS = ("v1.core.kv_cache_planning", "v1.core.kv_cache_utils")
 _LAYERS = (
@@ -97,7 +100,7 @@ def use_layout(vllm_config: Any, name: str) -> None:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        name: One of :func:`layouts`. Up to 0.31 it holds for the whole process.
+        name: One of :func:`layouts`. Up to 0.31 the choice holds for the whole process.
     """
     if hasattr(vllm_config.cache_config, "get_resolved_kv_cache_layout"):
         vllm_config.cache_config.kv_cache_layout = name
@@ -123,25 +126,52 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
         use_layout(vllm_config, name)
 
 
-def flash_attention(groups: Sequence[CacheGroup]) -> CacheKind:
-    """Make layers of FlashAttention in float32, of these kinds in turn.
+def make_layers(groups: Sequence[CacheGroup]) -> CacheKind:
+    """Make layers of these kinds in turn: FlashAttention in float32, or Mamba states.
 
     Args:
-        groups: Full attention or windows.
+        groups: Full attention, a window or Mamba.
     """
-    backend = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
-    kinds = [groups[index % len(groups)] for index in range(NUM_LAYERS)]
-    specs = [
-        make_attention_spec(
-            _SPECS[type(group)],
-            group.block_size,
-            _NUM_HEADS,
-            _HEAD_SIZE,
-            sliding_window=group.sliding_window if isinstance(group, SlidingWindow) else None,
-        )
-        for group in kinds
-    ]
-    return CacheKind("FlashAttention", tuple((backend, spec) for spec in specs))
+    layers = [_make_layer(groups[index % len(groups)]) for index in range(NUM_LAYERS)]
+    return CacheKind("FlashAttention", tuple(layers))
+
+
+def _make_layer(group: CacheGroup) -> tuple[Any, Any]:
+    attention = make_attention_spec(
+        _SPECS.get(type(group), "FullAttentionSpec"),
+        group.block_size,
+        _NUM_HEADS,
+        _HEAD_SIZE,
+        sliding_window=group.sliding_window if isinstance(group, SlidingWindow) else None,
+    )
+    if not isinstance(group, Mamba):
+        return vllm("v1.attention.backends.flash_attn").FlashAttentionBackend, attention
+    return make_states(group.block_size, attention.page_size_bytes)
+
+
+def make_states(block_size: int, page_bytes: int | None) -> tuple[Any, Any]:
+    """Make a layer of Mamba: its backend and its spec.
+
+    Args:
+        block_size: Tokens of a block.
+        page_bytes: Bytes of a page with its padding; None for no padding.
+    """
+    import torch
+
+    spec = make_known(
+        vllm("v1.kv_cache_interface").MambaSpec,
+        block_size=block_size,
+        shapes=((3, 64), (4, 16, 16)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=page_bytes,  # as vLLM's platforms pad it
+        mamba_cache_mode="align",
+    )
+    return vllm("v1.attention.backends.mamba2_attn").Mamba2AttentionBackend, spec
+
+
+def can_allocate_states() -> bool:
+    """Whether the release allocates the states of Mamba by a separate function (0.32.0)."""
+    return hasattr(vllm("v1.worker.utils"), "allocate_kv_cache")
 
 
 def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
@@ -171,7 +201,8 @@ def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
     config = planner.get_kv_cache_configs(*arguments)[0]
     if config.num_blocks != num_blocks:
         found = f"{config.num_blocks} blocks"
-        raise refusal("configuration", found, f"{num_blocks}, by num_gpu_blocks_override")
+        expected = f"{num_blocks} blocks, as set by num_gpu_blocks_override"
+        raise refusal("configuration", found, expected)
     return config
 
 
@@ -194,7 +225,7 @@ def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
     utils = vllm("v1.worker.utils")
     named = kind.named_layers()
     order = [name for group in config.kv_cache_groups for name in group.layer_names]
-    if hasattr(utils, "allocate_kv_cache"):
+    if can_allocate_states():
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
         slots = [_in_words(tensors[name]).permute(0, 2, 1, 3) for name in order]

@@ -89,7 +89,7 @@ class VLLMPDHarness(VLLMConnectorHarness):
         }
 
     def num_wrong_blocks(self) -> int:
-        """Count the cached and squeezed blocks with other bytes than their owner has written."""
+        """Count the cached and squeezed blocks whose bytes differ from those that were written."""
         blocks = range(1, self.num_blocks)
         keys = zip(blocks, self._look.block_keys(blocks), strict=True)
         cached = {block: of_block[0] for block, of_block in keys if of_block}

@@ -330,7 +330,7 @@ def make_kv_cache_config(
     for group in groups:
         if type(group) not in _SPECS:
             raise UnsupportedEngineError(
-                f"the simulation cannot make a spec of vLLM for {type(group).__name__}"
+                f"the simulation cannot make a vLLM KV-cache spec for {type(group).__name__}"
             )
         values = {"attention_chunk_size": None, **vars(group)}
         values |= {"shapes": ((page // 4,),), "dtypes": (torch.float32,)}

@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,17 +19,21 @@ import torch
 
 from kvview.connector.halves import SchedulerConnector, WorkerConnector
 from kvview.testing.connector.author_code import AuthorCode
+from kvview.testing.connector.coverage import OF_THEIR_OWN_SIZE
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.result import Failure, SimulationResult
-from kvview.testing.connector.scenario import Scenario
+from kvview.testing.connector.scenario import Add, Scenario, Step
 
 FEWEST_ROUNDS = 24
 """Minimum number of rounds of a run whose tier is checked."""
 _ROUNDS_WHEN_NEW = 2
 _NUM_NEW = 4
 _FEWEST_TOKENS = 100  # tokens that must be loaded in the compared rounds
-_BYTES_PER_PAGE = 250  # bytes that a connector may keep for each page of a tier that is filling
+_BYTES_PER_PAGE = 250  # bytes for each page of a tier by which a connector may grow
+_BYTES_OF_A_HELD_PAGE = 2_000  # bytes that a connector may keep for a page that its tier holds
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
+_MANY_BLOCKS = 2_500  # of the prompt in each round of many keys: 120,000 keys in all
+_BYTES_PER_KEY = 16
 _A_DAY = 24 * 3600.0
 _OF_KVVIEW = (
     "kvview.guard",
@@ -84,17 +89,26 @@ class Memory:
 
     def __init__(self, connector_class: type, rounds: int) -> None:
         self.sizes: list[int] = []
+        """Bytes beyond those that the pages of the tier may take."""
         self.allocated_at = ""
         """The line of the author's code that allocated most of the memory in the last third."""
         self._connector_class = connector_class
         self._rounds = rounds
         self._traces = False
 
-    def end_round(self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector]) -> None:
-        """Measure the memory at the end of a round that ends a third; rounds count from 0."""
+    def end_round(
+        self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector], num_held: int
+    ) -> None:
+        """Measure the memory at the end of a round that ends a third.
+
+        Args:
+            place: Number of the round, from 0.
+            halves: All halves.
+            num_held: Maximum of pages that the tiers hold, because some of them may be filling.
+        """
         if self._rounds < FEWEST_ROUNDS or (place + 1) % (self._rounds // 3):
             return
-        self.sizes.append(_kept_bytes(halves))
+        self.sizes.append(_kept_bytes(halves) - _BYTES_OF_A_HELD_PAGE * num_held)
         if len(self.sizes) == 2 and self._rounds >= _ROUNDS_TO_CONFIRM:
             self._traces = not tracemalloc.is_tracing()
             tracemalloc.start()
@@ -111,8 +125,8 @@ def grows(sizes: Sequence[int], num_pages: int) -> bool:
     """Whether memory grew in the second and in the last third of a run, by about the same amount.
 
     Args:
-        sizes: Bytes at the end of each third.
-        num_pages: Pages of the tier, which may have filled during the run.
+        sizes: Bytes at the end of each third, without those of pages that the tier holds.
+        num_pages: Pages of the tier.
     """
     if len(sizes) < 3:  # no sizes, because the halves of a raw connector are not measured
         return False
@@ -132,6 +146,34 @@ def longer(scenario: Scenario) -> Scenario:
     return replace(scenario, rounds=_ROUNDS_TO_CONFIRM, rounds_until_reuse=again, clock_jump=_A_DAY)
 
 
+def with_many_keys(scenario: Scenario) -> Scenario:
+    """Make a run with so many new keys that a bounded history of keys is full in its last third.
+
+    Each round is one long prompt, whose blocks are computed in one step.
+    """
+    size = scenario.geometry.scheduler_block_size
+    length = size * _MANY_BLOCKS + 1
+    blocks = sum(-(-length // group.block_size) + 1 for group in scenario.geometry.groups)
+    return replace(
+        scenario,
+        num_gpu_blocks=blocks + scenario.num_gpu_blocks,
+        events=(Add("long", 0, length, num_shared_blocks=0), Step(8)),
+        fates=(),
+        max_tokens_per_step=length,
+        rounds=_ROUNDS_TO_CONFIRM,
+        rounds_until_reuse=_ROUNDS_TO_CONFIRM,
+        pin_budget=None,
+    )
+
+
+def grows_with_keys(sizes: Sequence[int]) -> bool:
+    """Whether memory grew with the keys of the second and of the last third of a run."""
+    num_keys = _MANY_BLOCKS * _ROUNDS_TO_CONFIRM // 3
+    return len(sizes) == 3 and all(
+        after - before >= _BYTES_PER_KEY * num_keys for before, after in pairwise(sizes)
+    )
+
+
 def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) -> None:
     """Require that the memory of the halves is bounded.
 
@@ -144,15 +186,28 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
         InvariantBroken: CONN-10 is broken; the message has the growth.
     """
     if grows(sizes, scenario.cpu_blocks):
-        growth = (sizes[-1] - sizes[-2]) // (scenario.rounds // 3)
-        at = f", most of it allocated at {allocated_at}" if allocated_at else ""
-        raise InvariantBroken(
-            "CONN-10",
-            f"the halves keep {sizes[-1]} bytes after {scenario.rounds} equal rounds, and "
-            f"{growth} more with each round{at}; delete the entries of requests, jobs and keys "
-            f"when these end",
-            hint="Remove the entries of a request or a job when it ends, and bound every table.",
-        )
+        raise _growth(sizes, "equal rounds", allocated_at)
+
+
+def check_many_keys(sizes: Sequence[int], allocated_at: str) -> None:
+    """Require that the memory of the halves does not grow with the keys that they have seen.
+
+    Raises:
+        InvariantBroken: CONN-10 is broken; the message has the growth.
+    """
+    if grows_with_keys(sizes):
+        raise _growth(sizes, f"rounds of {_MANY_BLOCKS} new keys each", allocated_at)
+
+
+def _growth(sizes: Sequence[int], rounds: str, allocated_at: str) -> InvariantBroken:
+    growth = (sizes[-1] - sizes[-2]) // (_ROUNDS_TO_CONFIRM // 3)
+    at = f", most of it allocated at {allocated_at}" if allocated_at else ""
+    return InvariantBroken(
+        "CONN-10",
+        f"the halves keep {growth} bytes more with each of {_ROUNDS_TO_CONFIRM} {rounds}{at}; "
+        f"delete the entries of requests, jobs and keys when these end",
+        hint="Remove the entries of a request or a job when it ends, and bound every table.",
+    )
 
 
 def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
@@ -232,4 +287,8 @@ def _compare_rounds(
     if grows(result.kept_bytes, scenario.cpu_blocks):
         confirmed = play(longer(scenario))
         check_memory(confirmed.kept_bytes, confirmed.scenario, confirmed.allocated_at)
+        # A tier whose size was not chosen here may not be full after so many keys.
+        if not result.coverage.get(OF_THEIR_OWN_SIZE):
+            confirmed = play(with_many_keys(scenario))
+            check_many_keys(confirmed.kept_bytes, confirmed.allocated_at)
     return {"steady runs to compare": int(is_comparable(loads))}

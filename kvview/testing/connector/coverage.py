@@ -145,39 +145,6 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     return gaps
 
 
-def rates_of(coverage: Mapping[str, int]) -> list[tuple[str, float]]:
-    """Return the hit rates and success rates of the runs, by name."""
-    count = coverage.get
-    asked, hit = count("tokens asked about", 0), count("tokens hit on the GPU", 0)
-    shares = [
-        ("of all tokens, hit on the GPU", hit, asked),
-        ("of the others, promised by the connector", count("tokens promised", 0), asked - hit),
-    ]
-    for kind in ("loads", "stores"):
-        good = count(kind, 0)
-        shares.append((f"of the {kind}, succeeded", good, good + count(f"failed {kind}", 0)))
-    return [(name, part / whole) for name, part, whole in shares if whole > 0]
-
-
-def is_cell(name: str) -> bool:
-    """Whether a name in the coverage belongs to the table of cells."""
-    return "/" in name
-
-
-def table_of_cells(coverage: Mapping[str, int]) -> list[list[str]]:
-    """Make a table of the occurrences of each combination, with a row for each kind of geometry."""
-    columns = list(product(_HITS, _ENDS))
-    head = ["loads with", "seeds"]
-    head += [f"{end}, GPU hit" if hit == "gpu-hit" else end for hit, end in columns]
-    table = [head]
-    for shape, kind in product(_SHAPES, _KINDS):
-        row = f"{shape}/{kind}"
-        if num_seeds := coverage.get(f"seeds/{row}"):
-            cells = [str(coverage.get(f"loads/{row}/{hit}/{end}", 0)) for hit, end in columns]
-            table.append([row, str(num_seeds), *cells])
-    return table
-
-
 REPLACED = "replaced: "
 """Prefix of the coverage names of parts of the connector that the engine replaced."""
 

@@ -243,7 +243,9 @@ class Run:
             self._events.play(event_number, event)
         self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
-        self._memory.end_round(place, (half for part in self.stage.parts for half in part.halves))
+        parts, most = self.stage.parts, scenario.cpu_blocks
+        num_held = sum(min(len(part.record.keys.stored), most) for part in parts)
+        self._memory.end_round(place, (half for part in parts for half in part.halves), num_held)
 
     def _raise_stuck(self) -> None:
         drain.raise_stuck(self.stage)

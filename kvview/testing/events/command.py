@@ -42,11 +42,11 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--messages", type=Whole(1), help="Stop after this number of messages."),
         click.option("--seconds", type=Seconds(), help="Stop after this number of seconds."),
-        click.option("--topic", default="", help="Prefix of the topics.  [default: any]"),
+        click.option("--topic", default="", help="Prefix of the topics to read.  [default: any]"),
         click.option(
             "--replay-from",
             metavar="ENDPOINT",
-            help="Endpoint for requests for missed messages.",
+            help="Endpoint from which to request missed messages.",
         ),
     ):
         command = option(command)
@@ -72,7 +72,7 @@ def validate(
     json_file: str | None,
     **options: Any,
 ) -> None:
-    """Validate a stream: its format and order, EVENT-1, 3 and 5, and blocks that readers lose.
+    """Validate a stream against its format and the laws EVENT-1, EVENT-3 and EVENT-5.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """
@@ -147,7 +147,11 @@ def record(endpoint: str, file: str, **options: Any) -> None:
 @events.command(epilog=EXIT_CODES)
 @click.argument("file")
 @click.argument("endpoint")
-@click.option("--replay-to", metavar="ENDPOINT", help="Endpoint for requests for missed messages.")
+@click.option(
+    "--replay-to",
+    metavar="ENDPOINT",
+    help="Endpoint at which readers can request missed messages.",
+)
 @click.option(
     "--wait",
     type=Seconds(),
@@ -163,7 +167,7 @@ def record(endpoint: str, file: str, **options: Any) -> None:
     help="Seconds for which replays are served after the last message.",
 )
 def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger: float) -> None:
-    """Bind ENDPOINT and publish the messages of the recording FILE there.
+    """Publish the messages of the recording FILE at ENDPOINT.
 
     Messages are numbered from 0 and sent without pauses.
     """
@@ -275,7 +279,7 @@ class _Report:
         for finding in self.findings[:_SHOWN]:
             echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
         if self.num_findings > _SHOWN:
-            echo(f"... and {self.num_findings - _SHOWN} more", err=is_quiet)
+            echo(f"... and {self.num_findings - _SHOWN} more findings", err=is_quiet)
         for name, treated in self.treated.items():
             for one, count in treated.most_common():
                 thread = f" ({one.thread})" if one.thread else ""
@@ -297,19 +301,19 @@ class _Report:
             echo(f"{medium}: {len(held)} blocks, {tokens} tokens{unknown}", err=is_quiet)
         if fold.num_copies_left:
             echo(
-                f"{fold.num_copies_left} removals leave another copy: a reader that does not "
-                f"count copies loses the block (vllm-project/vllm#55092)",
+                f"{fold.num_copies_left} removals leave another copy of their block; a reader that "
+                f"does not count copies loses the block (vllm-project/vllm#55092)",
                 err=is_quiet,
             )
         if fold.num_sparse:
             echo(
-                f"{fold.num_sparse} stores of windows name fewer blocks than their tokens fill: "
-                f"the events do not assign tokens to blocks",
+                f"{fold.num_sparse} stores of windows name fewer blocks than their tokens fill, so "
+                f"these events do not assign tokens to blocks",
                 err=is_quiet,
             )
         if self.num_troubles > 1:
             echo(
-                f"{self.num_troubles} times an unexpected message or a timeout occurred",
+                f"unexpected messages and timeouts: {self.num_troubles}",
                 err=is_quiet,
             )
         if fold.num_messages and not fold.knows_all:

@@ -264,6 +264,7 @@ class TransferModel:
 
     def reported(self, result: TransferResult) -> Iterator[tuple[str, str, bool]]:
         """End a job that succeeded; yields (law, promise, whether it was kept)."""
+        yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         job = self.jobs.get(result.job_id)
         yield "XFER-5", "only a job in flight is reported, and only once", job is not None
         assert job is not None, "the search ends at the first broken promise"
@@ -289,6 +290,7 @@ class TransferModel:
         A failed load may have left any bytes in its GPU pages, and a failed store in its slots
         except for those that ``moved`` names. All other bytes must be right.
         """
+        yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         rows = [row for row, one in self.pending.items() if result.job_id in one.writers]
         job = self._end(result.job_id)
         yield "XFER-4", "a job that did not move all its bytes has failed", not result.success

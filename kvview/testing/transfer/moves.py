@@ -19,6 +19,7 @@ from kvview.testing.transfer.model import Part, Parts, TransferModel
 from kvview.testing.watchdog import HookTimeout
 from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
+_LARGE = 1 << 40  # an id that does not fit into 32 bits
 _LATE_S = 3.0  # seconds: more than a call takes that does not wait
 
 
@@ -189,7 +190,7 @@ class TransferMoves(Player):
 
     def new_id(self) -> int:
         """Draw an id that no job in flight has; ids of reported jobs may be used again."""
-        again = self.rng.randrange(-3, 4)
+        again: int = self.rng.choice((*range(-3, 4), _LARGE, -_LARGE))
         if again not in self.model.jobs and self.rng.random() < 0.3:
             return again
         self._next_job += 1

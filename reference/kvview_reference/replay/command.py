@@ -31,16 +31,20 @@ DEFAULT_CONNECTOR = "kvview_reference.connector:OffloadConnector"
 NUM_GENERATED = 2000
 _CLOSED_LOOP = 16
 _TIMES: dict[str, tuple[str, click.ParamType[Any], str]] = {
-    "--speed": ("speed", Rate(), "Speed of the arrivals: 2 plays a trace twice as fast."),
+    "--speed": ("speed", Rate(), "Speed of the arrivals; with 2, requests arrive twice as fast."),
     "--prefill-rate": ("prefill_tokens_per_s", Rate(), "Prompt tokens computed per second."),
     "--decode-step": ("decode_step_s", Rate(), "Seconds per generated token of a request."),
-    "--load-bandwidth": ("load_gb_per_s", Rate(), "Bandwidth from host to GPU, 10**9 bytes/s."),
-    "--store-bandwidth": ("store_gb_per_s", Rate(), "Bandwidth from GPU to host, 10**9 bytes/s."),
-    "--token-bytes": ("token_bytes", Whole(1), "KV bytes of a token, all ranks together."),
-    "--step-tokens": ("step_tokens", Whole(1), "Most prompt tokens in one engine step."),
-    "--max-running": ("max_running", Whole(1), "Most requests computed at once."),
+    "--load-bandwidth": ("load_gb_per_s", Rate(), "Bandwidth from host to GPU, in 10**9 bytes/s."),
+    "--store-bandwidth": (
+        "store_gb_per_s",
+        Rate(),
+        "Bandwidth from GPU to host, in 10**9 bytes/s.",
+    ),
+    "--token-bytes": ("token_bytes", Whole(1), "KV bytes of a token on all ranks together."),
+    "--step-tokens": ("step_tokens", Whole(1), "Maximum of prompt tokens in one engine step."),
+    "--max-running": ("max_running", Whole(1), "Maximum of requests that are computed at once."),
 }
-"""The field of the time model, type and help text of each option."""
+"""For each option, its field of the time model, its type and its help text."""
 
 
 def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +88,7 @@ def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable
     "--connector",
     default=DEFAULT_CONNECTOR,
     metavar="TARGET",
-    help=f"Connector: file.py:Class or pkg.mod:Class.  [default: {DEFAULT_CONNECTOR}]",
+    help=f"Connector to run, as file.py:Class or pkg.mod:Class.  [default: {DEFAULT_CONNECTOR}]",
 )
 @target_options("Option of the connector; VALUE is JSON or text. Repeatable.")
 @click.option(
@@ -106,7 +110,7 @@ def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable
     ),
 )
 @click.option(
-    "--block-bytes", type=Whole(), default=1024, show_default=True, help="Bytes of a block."
+    "--block-bytes", type=Whole(), default=1024, show_default=True, help="Bytes to move per block."
 )
 @click.option(
     "--closed-loop",
@@ -173,7 +177,7 @@ def replay(
     TRACE is a trace in the Mooncake, Bailian or cc-traces schema (JSONL or
     JSONL.gz), a folder of such files, or a recording of KV events. Requests
     arrive at their recorded times, in simulated seconds; --closed-loop N runs N
-    at once instead. Without TRACE, a seeded workload of the same shape is
+    requests at once instead. Without TRACE, a seeded workload of the same shape is
     generated. Every byte that the connector loads is verified.
 
     Pass other options of your connector with --option NAME=VALUE.
@@ -210,11 +214,11 @@ def replay(
         closed_loop = closed_loop or _CLOSED_LOOP
     if source.trace is not None and not source.trace.has_times and closed_loop is None:
         if timed and timed != ["--model"]:
-            raise ConfigError(f"{timed[-1]}: {trace!r} has no timestamps")
+            raise ConfigError(f"{timed[-1]} needs arrival times, but {trace!r} has no timestamps")
         closed_loop = _CLOSED_LOOP
         echo(
-            f"kvview: {source.title} has no timestamps: running a closed loop of {closed_loop} "
-            "requests",
+            f"kvview: {source.title} has no timestamps, so {closed_loop} requests run at once "
+            "(--closed-loop)",
             err=True,
         )
     groups, time_model = _time_model(times, model_file, groups, source.block_size)

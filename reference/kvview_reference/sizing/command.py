@@ -30,8 +30,8 @@ _NUM_GENERATED = 12_000
     "--sizes",
     metavar="SIZE,...",
     help=(
-        "Sizes of the host, comma-separated: 5000 (blocks), 64GiB, 50% (of the different "
-        "blocks). [default: eight sizes]"
+        "Sizes of the host tier, comma-separated: 5000 (blocks), 64GiB, 50% (of the trace's "
+        "distinct blocks). [default: eight sizes]"
     ),
 )
 @click.option(
@@ -68,7 +68,7 @@ _NUM_GENERATED = 12_000
     type=Rate(),
     default=20.0,
     show_default=True,
-    help="Bandwidth from the host to the GPUs, 10**9 bytes/s.",
+    help="Bandwidth from the host to the GPUs, in 10**9 bytes/s.",
 )
 @click.option(
     "--partial-blocks",
@@ -134,7 +134,7 @@ def size(
         return references
 
     def mean_bytes() -> int:
-        """Compute the bytes of a block, for which the trace of a hybrid model is read."""
+        """Compute the bytes of a block; a hybrid model needs a pass over the trace."""
         assert blocks is not None
         if not blocks.tails:
             return blocks.block_bytes(())

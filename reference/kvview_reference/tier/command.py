@@ -25,14 +25,14 @@ _MOST_LINES = 20
 
 @dataclass(frozen=True)
 class StoreNamespace:
-    """A folder of a file store, whose pages are of one model.
+    """A folder of a file store, which contains the pages of one model.
 
     Args:
-        folder: Its name below the root.
-        model: Model in its ``namespace.json``; empty if that cannot be read.
-        weights: Weights in its ``namespace.json``; empty if that cannot be read.
+        folder: Name of the folder below the root.
+        model: Model in its ``namespace.json``; empty if the file cannot be read.
+        weights: Weights in its ``namespace.json``; empty if the file cannot be read.
         entries: Number of its pages.
-        num_bytes: Bytes of their files.
+        num_bytes: Bytes of the files of its pages.
     """
 
     folder: str
@@ -89,8 +89,9 @@ def tier() -> None:
 def fsck(root: str, json_file: str | None) -> None:
     """Read every entry of a store, and report the entries that cannot be loaded.
 
-    ROOT is the folder of a file store. Nothing is changed: a store removes a bad
-    entry itself when the entry is loaded. Exit code 1 if there is a bad entry.
+    ROOT is the folder of a file store. The command changes nothing, because a store
+    removes a bad entry itself when the entry is loaded. The exit code is 1 if an
+    entry cannot be loaded.
     """
     from kvview_reference.tier.stored_entries import entries_of_folder, read_entry
 
@@ -105,7 +106,7 @@ def fsck(root: str, json_file: str | None) -> None:
             found.report(store.name, str(error))
             continue
         if namespace.digest.hex() != store.name:
-            found.report(store.name, f"its name is not that of the namespace in its {NOTE}")
+            found.report(store.name, f"the name of the folder is not the digest of its {NOTE}")
         num_entries, num_bytes = 0, 0
         for path, content in store.entries:
             num_entries += 1
@@ -123,8 +124,10 @@ def fsck(root: str, json_file: str | None) -> None:
             err=json_file == "-",
         )
     if not num_stores:
-        raise ConfigError(f"there is no tier at {root!r}, because it has no */namespace.json")
-    echo(f"{len(found.bad)} cannot be loaded", err=json_file == "-")
+        raise ConfigError(
+            f"{root!r} is not the folder of a file store, because it has no */namespace.json"
+        )
+    echo(f"entries that cannot be loaded: {len(found.bad)}", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)
 
@@ -141,19 +144,19 @@ def fsck(root: str, json_file: str | None) -> None:
     help="Size of a page in bytes. Repeatable. [default: 64 KiB to 4 MiB]",
 )
 @click.option(
-    "--pages", type=Whole(), default=32, show_default=True, help=("Number of pages in one job.")
+    "--pages", type=Whole(), default=32, show_default=True, help="Number of pages in one job."
 )
 @click.option(
     "--rounds",
     type=Whole(),
     default=5,
     show_default=True,
-    help="Number of rounds for each size, of which the medians are shown.",
+    help="Number of rounds for each size; the table shows medians.",
 )
 @click.option(
     "--no-guard",
     is_flag=True,
-    help=("Measure the store without the guard that vLLM, LMCache and SGLang put in front of it."),
+    help="Measure the store without the guard that protects vLLM, LMCache and SGLang.",
 )
 @json_option({"bench": "kvview_reference.tier.throughput:StoreBench"})
 def bench(
@@ -168,8 +171,8 @@ def bench(
     """Measure the speed of a store by page size.
 
     STORE is package.module:Class or path/to/file.py:Class. '{tmp}' in an option is a new folder,
-    which is removed at the end. One job of --pages pages is in flight at a time. Exit code 1 if a
-    page failed, or was loaded with other bytes.
+    which is removed at the end. One job of --pages pages is in flight at a time. The exit code is
+    1 if a page failed, or was loaded with wrong bytes.
     """
     from kvview_reference.tier.throughput import StoreBench, measure
 

@@ -12,7 +12,7 @@
    A link that another program creates during a request may be followed. ``FileStore`` is safe
    against such programs.
 5. Credentials come from the client's own chain (environment, profile, role of the machine), never
-   from an option. Of a server's response only the kind of error is logged or raised, never the
+   from an option. Only the kind of error in a server's response is logged or raised, never its
    text.
 """
 

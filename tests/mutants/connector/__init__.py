@@ -2,15 +2,16 @@
 
 A file ``BASE.txt`` lists the mistakes in one right connector of :data:`BASES`. A wrong connector is
 a file of its own when it runs, like a user's. Its text is that of the right one after the edits.
-``unusual.txt`` has edits of the example that are right all the same. Notes beyond those of
-:mod:`edits`: ``in`` names the class if it is not that of the base, ``needs`` says how vLLM must run
-to show the mistake (``processes`` or ``async``).
+``unusual.txt`` has edits of the example that are right all the same. ``field.txt`` and
+``with_options.txt`` have mistakes of the field, written with the docs and without the checks. Notes
+beyond those of :mod:`edits`: ``in`` names the class if it is not that of the base, ``needs`` says
+how vLLM must run to show the mistake (``processes`` or ``async``), ``options`` has the options.
 
 The injected faults (``MUTANTS``) are those with a law: one for each law of connectors, and those of
 public incidents. ``benchmarks/first_seeds.py`` counts the mistakes that the kit finds, and
 ``tests/vllm/agreement.py`` serves with those of ``late.txt`` in vLLM.
 
-Eight harmless mistakes were removed when they survived, because none of them gives wrong bytes
+Eleven harmless mistakes were removed when they survived, because none of them gives wrong bytes
 or events, leaks, hangs or loses a response in any engine:
 
 - "reuses a page that is being read" (host_cache), "evicts what is being loaded" (walker), "in
@@ -21,6 +22,11 @@ or events, leaks, hangs or loses a response in any engine:
   ``on_blocks_allocated`` and the ``plan_step`` that takes its loads, so nothing is dropped.
 - "pending means loads" (walker): stores that are in flight when an idle engine stops are
   reported in its next step; their blocks are held until then.
+- "protects the keys of loads in a set" (late): as in the first item.
+- "keeps its pages in an attribute of the class" (host_memory): the name of a page has the run and
+  the rank.
+- "closes its database before its threads have ended" (sqlite_store): only copies fail for which no
+  half waits.
 - "one page too many", "one page too few, the last one" (each_step): a store that touches the
   page that does not exist fails, and reports it; the request computes.
 """
@@ -29,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -50,6 +56,7 @@ BASES = {
     "host_cache": Base("HostCacheConnector", (_EXAMPLE,)),
     "unusual": Base("HostCacheConnector", (_EXAMPLE,)),
     "late": Base("Late", (_EXAMPLE, FOLDER / "late.py")),
+    "field": Base("Late", (_EXAMPLE, FOLDER / "late.py")),
     "two": Base("Two", (_MULTI, FOLDER / "two.py")),
     "walker": Base("Walker", (FOLDER / "walker.py",)),
     "leasing": Base("LeasesForAWhile", (FOLDER / "leasing.py",)),
@@ -57,6 +64,14 @@ BASES = {
 }
 """The right connectors, by the name of the file that lists edits of them."""
 UNUSUAL = "unusual"
+_WITH_OPTIONS = {
+    "late": BASES["late"],
+    "folder_store": Base("FolderConnector", (_EXAMPLE.with_stem("folder_store"),)),
+    "host_memory": Base("HostMemoryConnector", (_EXAMPLE.with_stem("host_memory"),)),
+    "remote_store": Base("RemoteConnector", (_EXAMPLE.with_stem("remote_store"),)),
+    "compressed_memory": Base("CompressedConnector", (_EXAMPLE.with_stem("compressed_memory"),)),
+}
+"""The right connectors of ``with_options.txt``, by the family of their edits."""
 
 NOT_EXERCISED = "coverage"
 """In place of a law, for a connector that breaks none and does not do its work."""
@@ -73,6 +88,12 @@ _SEEDS = {
 def load_variants(base: str) -> Sequence[Variant]:
     """Return the variants of one right connector."""
     return read_variants(FOLDER / f"{base}.txt", BASES[base])
+
+
+def load_with_options() -> list[Variant]:
+    """Return the wrong connectors that need options, which are in their note ``options``."""
+    variants = read_variants(FOLDER / "with_options.txt", BASES["late"])
+    return [replace(variant, base=_WITH_OPTIONS[variant.family]) for variant in variants]
 
 
 def load_wrong() -> list[Variant]:

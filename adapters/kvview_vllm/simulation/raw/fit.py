@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
+from kvview import CacheGeometry, CacheGroup, FullAttention, Mamba, SlidingWindow
 from kvview.testing.connector.scenario import Add, Alias, Event, Reset, Scenario, Squeeze
 from kvview_vllm.releases.calls import (
     ended_requests_take_no_output,
     has_draft_models,
     preemptions_drop_drafts,
+    states_are_hit_with_the_rest,
+    states_take_loads,
 )
-from kvview_vllm.releases.worker_caches import BLOCK_SIZE
+from kvview_vllm.releases.worker_caches import BLOCK_SIZE, NUM_LAYERS, can_allocate_states
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 _MOST_BLOCKS = 300
@@ -23,7 +25,7 @@ _LONGEST_WINDOW = 4 * BLOCK_SIZE
 
 
 class RawEngines:
-    """Fits scenarios to groups of full attention and windows, in blocks that GPUs support.
+    """Fits scenarios to full attention, and a window or Mamba, in blocks that GPUs support.
 
     Args:
         name: Name of the engine.
@@ -82,8 +84,16 @@ class RawEngines:
             drafts=(),
             lookahead_tokens=0,
         )
-        leave_out(bool(scenario.ranks), "several ranks: they need vLLM's process groups", ranks=())
-        leave_out(scenario.ends_abruptly, "an end with transfers in flight", ends_abruptly=False)
+        is_pipeline = len({*scenario.ranks}) > 1 or 0 < sum(scenario.ranks) <= NUM_LAYERS
+        leave_out(is_pipeline, "pipeline parallelism: ranks have all layers")
+        if scenario.ranks:
+            ranks = (NUM_LAYERS,) * len(scenario.ranks)
+            scenario = replace(scenario, ranks=ranks, worker_half="in_a_process")
+        leave_out(
+            scenario.ends_abruptly and not scenario.ranks,
+            "an end with transfers in flight, unless a rank is killed",
+            ends_abruptly=False,
+        )
         events = tuple(event for event in scenario.events if not isinstance(event, Alias))
         leave_out(events != scenario.events, "a second hash of a block", events=events)
         resets = any(isinstance(event, Reset) for event in scenario.events)
@@ -96,25 +106,38 @@ def can_load_in_groups() -> bool:
     return cpu_scheduler.can_load_between_steps() and cpu_scheduler.can_load_after_hits(2)
 
 
+def can_load_states() -> bool:
+    """Whether a group of Mamba is played, besides full attention."""
+    return (
+        can_load_in_groups()
+        and can_allocate_states()
+        and states_take_loads()
+        and states_are_hit_with_the_rest()
+    )
+
+
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-    """Full attention, and a window if the scenario has several groups with one."""
+    """Full attention, and a window or Mamba if the scenario has several groups with one."""
     groups = scenario.geometry.groups
     if len(groups) == 1:
         if not isinstance(groups[0], FullAttention):
             left_out.append(f"a {type(groups[0]).__name__} group: full attention is played")
         return (_FULL,)
+    played = SlidingWindow | Mamba if can_load_states() else SlidingWindow
+    second = next((group for group in groups if isinstance(group, played)), None)
     left_out += [
         f"a {type(group).__name__} group among several"
         for group in groups
-        if not isinstance(group, FullAttention | SlidingWindow)
+        if type(group) not in (FullAttention, type(second))
     ]
-    windows = [group for group in groups if isinstance(group, SlidingWindow)]
-    if not windows:
+    if second is None:
         return (_FULL,)
     if not can_load_in_groups():
         left_out.append("several KV-cache groups: no load after a hit, or none between steps")
         return (_FULL,)
-    window = windows[0].sliding_window * BLOCK_SIZE // windows[0].block_size
+    if isinstance(second, Mamba):
+        return _FULL, Mamba(BLOCK_SIZE)
+    window = second.sliding_window * BLOCK_SIZE // second.block_size
     return _FULL, SlidingWindow(BLOCK_SIZE, min(max(2, window), _LONGEST_WINDOW))
 
 

@@ -4,7 +4,7 @@ The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's ow
 layer by layer. Each role is built from its own configuration, in one process or in two; in two,
 the scheduler may be steps ahead of the worker.
 
-- VSIM-3 A connector **must** only get calls that vLLM makes, and a step **must** only write the
+- VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
   slots that it computes. A connector may rely on the fact that blocks are only reused through the
   scheduler.
 
@@ -19,13 +19,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvview import OffloadKey
+from kvview import CacheGeometry, Mamba, OffloadKey
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
@@ -33,9 +34,9 @@ from kvview_vllm.releases.calls import aborted_loads_keep_blocks, num_preemption
 from kvview_vllm.releases.worker_caches import (
     CacheKind,
     config_of_scheduler,
-    flash_attention,
     has_pending_work,
     make_config,
+    make_layers,
     supports_several_groups,
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -45,6 +46,7 @@ from kvview_vllm.simulation.engine import (
     named,
     reads_vllm,
 )
+from kvview_vllm.simulation.raw.ranks import RawRanks, join, set_ranks
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
@@ -95,6 +97,7 @@ class RawHarness(VLLMConnectorHarness):
         self._words = TokenWords()
         self._has_process = scenario.worker_half == "in_a_process"
         self._lags = self._has_process and scenario.compute_lags
+        self._loses_a_rank = scenario.ends_abruptly
         super().__init__(scenario, (), lambda: 0.0)
         watch.watch_pool(self._pool)
 
@@ -112,6 +115,11 @@ class RawHarness(VLLMConnectorHarness):
         config = self._make_config(scenario, transfer_config)
         with registered(watched):
             takes_groups = supports_several_groups(watched, config)
+        if not takes_groups and any(isinstance(group, Mamba) for group in groups):
+            self._watch.left_out.add("a Mamba group: the connector takes one group")
+            scenario = replace(scenario, geometry=CacheGeometry.single(groups[0].block_size))
+            self._geometry = scenario.geometry
+            config = self._make_config(scenario, transfer_config)
         if not self._is_connected:
             config = self._make_config(scenario, None)
         if not takes_groups:
@@ -124,25 +132,36 @@ class RawHarness(VLLMConnectorHarness):
             self._watch.left_out.add("several KV-cache groups: the connector takes one")
         self._watch.coverage["with several groups"] = len(self._geometry.groups) > 1
 
-        def connect() -> Any:
-            with registered(watched):
-                return cpu_scheduler.make_worker_connector(config, cache_config)
+        if scenario.ranks:
+            set_ranks(config, len(scenario.ranks))
 
-        def make_worker() -> RawWorker:
+        def connect(rank: int) -> Any:
+            with registered(watched):
+                return cpu_scheduler.make_worker_connector(config, cache_config, rank)
+
+        def make_worker(rank: int = 0) -> RawWorker:
+            if scenario.ranks:
+                join(rank, len(scenario.ranks))
             return RawWorker(
                 config,
                 cache_config,
                 kind,
                 self._geometry.groups,
-                connect if self._is_connected else None,
+                partial(connect, rank) if self._is_connected else None,
                 self._watch,
                 self._stand_ins,
+                rank,
             )
 
         own = copy.deepcopy(config), config_of_scheduler(cache_config)
         # The process is started first, so that it does not get changes to modules by the
         # scheduler's side.
-        self.worker: Any = RemoteRawWorker(make_worker) if self._has_process else make_worker()
+        self.worker: Any
+        if scenario.ranks:
+            numbers = range(len(scenario.ranks))
+            self.worker = RawRanks([RemoteRawWorker(partial(make_worker, n)) for n in numbers])
+        else:
+            self.worker = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
             with named("building the scheduler"), registered(watched):
                 self._scheduler = cpu_scheduler.make_scheduler(
@@ -154,7 +173,7 @@ class RawHarness(VLLMConnectorHarness):
 
     def _cache_kind(self, scenario: Scenario) -> CacheKind:
         """The layers of the model."""
-        return flash_attention(scenario.geometry.groups)
+        return make_layers(scenario.geometry.groups)
 
     def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
@@ -163,6 +182,7 @@ class RawHarness(VLLMConnectorHarness):
                 transfer_config,
                 block_size=self._geometry.hash_block_size,
                 num_groups=len(self._geometry.groups),
+                has_states=any(isinstance(group, Mamba) for group in self._geometry.groups),
                 **cpu_scheduler.sizes_of(scenario),
             )
 
@@ -177,6 +197,12 @@ class RawHarness(VLLMConnectorHarness):
         super()._finish(request_ids)
 
     # --- queries ---
+
+    @property
+    @override
+    def mismatch(self) -> str:
+        """Empty, because the step that reads wrong bytes reports them itself."""
+        return ""
 
     def finished_requests(self) -> list[str]:
         """Ended requests whose blocks the connector promised to free later."""
@@ -222,12 +248,15 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def shutdown(self) -> Mapping[int, int]:
-        while self._launched:
+        if self._loses_a_rank:
+            self.worker.kill_last()
+        while self._launched and not self._loses_a_rank:
             self._run(self._launched.popleft())
         with named("shutdown"):
             self._scheduler.shutdown()
         self._watch.seen.update(self.worker.shutdown())
-        return self.held_blocks()
+        # Without a rank the engine ends, and its pool with it.
+        return {} if self._loses_a_rank else self.held_blocks()
 
     @override
     def alias(self) -> bool:

@@ -17,8 +17,9 @@ from typing_extensions import override
 from kvview.testing import watchdog
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.run import Run
-from kvview.testing.placeholders import in_folder
+from kvview.testing.placeholders import in_folder, in_size
 from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns
@@ -37,7 +38,7 @@ class RawRun(Run):
     Args:
         connector_class: A ``KVConnectorBase_V1``.
         scenario: The events, fitted or not.
-        options: The ``kv_connector_extra_config``, and under ``kv_transfer_config`` the other
+        options: The ``kv_connector_extra_config``; its key ``kv_transfer_config`` has the other
             fields.
         without: ``"connector"`` or ``"loads"``, for the controls.
     """
@@ -54,7 +55,8 @@ class RawRun(Run):
         super().__init__(connector_class, scenario, [dict(options)], True, engines)
         self._connector_class = connector_class
         self._is_connected = without != "connector"
-        self._transfer_config = split_options(options)
+        size = max(1, self.scenario.cpu_blocks)  # because few connectors accept a tier of none
+        self._transfer_config = split_options(in_size(options, size, BLOCK_BYTES))
         self._raw_watch = Watch(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
         for name in [name for name in self.coverage if name.startswith("seeds/")]:

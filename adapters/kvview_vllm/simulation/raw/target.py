@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -40,14 +40,31 @@ def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
-    """Return a connector's class, and the classes of the children of a ``MultiConnector``."""
-    return [connector_class, *_children(config)]
+    """Return a connector's class, and the classes of the children of a ``MultiConnector``.
+
+    Args:
+        connector_class: The connector.
+        config: Its configuration, as :func:`split_options` returns it.
+
+    Raises:
+        ConfigError: vLLM refuses the configuration of a child.
+    """
+    is_multi = any(kind.__name__ == "MultiConnector" for kind in connector_class.__mro__)
+    return [connector_class, *(_children(config) if is_multi else ())]
 
 
 def _children(config: Mapping[str, Any]) -> Iterator[type]:
-    for child in config.get("kv_connector_extra_config", {}).get("connectors", ()):
-        yield _factory().get_connector_class(vllm("config").KVTransferConfig(**child))
-        yield from _children(child)
+    children = config["kv_connector_extra_config"].get("connectors", [])
+    if not isinstance(children, Sequence) or isinstance(children, str):
+        raise ConfigError(f"connectors must be a JSON list of objects, got {children!r}")
+    for child in children:
+        if not isinstance(child, Mapping):
+            raise ConfigError(f"a connector of connectors must be a JSON object, got {child!r}")
+        try:
+            kind = _factory().get_connector_class(vllm("config").KVTransferConfig(**child))
+        except Exception as error:
+            raise ConfigError(f"vLLM refuses {child!r} of connectors: {line_of(error)}") from error
+        yield from classes_of(kind, {"kv_connector_extra_config": {}} | dict(child))
 
 
 @contextmanager

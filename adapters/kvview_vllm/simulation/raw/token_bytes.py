@@ -4,8 +4,8 @@ A connector may save slots instead of blocks, and rely on the way vLLM uses a bl
 writes exactly the slots of its tokens and overwrites nothing else.
 
 1. A token's bytes follow from all tokens up to it.
-2. A step's batch is written before its reads are compared: a request may hit a block that
-   another one computes in the same step.
+2. A step's batch is written before its reads are compared, except in Mamba: a request may hit a
+   block that another one computes in the same step.
 3. The tokens that the next token reads are compared: in a window, the last ones.
 4. A state of several tokens (Mamba, compressed MLA) has the bytes of the last token.
 """
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvview import CacheGroup
+from kvview import CacheGroup, Mamba
 from kvview_vllm.simulation.requests import PlannedRequest
 
 _MASK = (1 << 30) - 1
@@ -100,6 +100,7 @@ class TokenCompute:
         slots: The words of each state for each layer, ``(blocks, states of a block, ...)``.
         groups: The KV-cache groups.
         group_of_layer: The number of the group for each layer.
+        rank: Each rank has other bytes.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class TokenCompute:
         slots: Sequence[torch.Tensor],
         groups: Sequence[CacheGroup],
         group_of_layer: Sequence[int],
+        rank: int,
     ) -> None:
         self._slots = slots
+        self._first_layer = rank * len(slots)
         self.groups = groups
         self.group_of_layer = group_of_layer
         self._words = [
@@ -128,11 +131,26 @@ class TokenCompute:
         blocks, states, words = (torch.cat(each) for each in zip(*places, strict=True))
         self._slots[layer][blocks, states] = self._expected(words, layer)
 
-    def first_wrong_read(self, request: RequestInStep, layer: int) -> Wrong | None:
-        """The first wrong token among the earlier tokens that a request reads in a layer."""
-        group = self.group_of_layer[layer]
-        first = self.groups[group].num_skipped_tokens(request.start)
-        return self._first_wrong(request, first, request.start, layer)
+    def run(self, layer: int, batch: Sequence[RequestInStep]) -> list[Wrong]:
+        """Compute tokens of requests in a layer, and return the first wrong token that each reads.
+
+        A state of Mamba is read before it is overwritten, and no request hits a state that another
+        one computes in the same step.
+        """
+        if isinstance(self.groups[self.group_of_layer[layer]], Mamba):
+            wrong = self._wrong_reads(layer, batch)
+            self.write(layer, batch)
+            return wrong
+        self.write(layer, batch)
+        return self._wrong_reads(layer, batch)
+
+    def _wrong_reads(self, layer: int, batch: Sequence[RequestInStep]) -> list[Wrong]:
+        group = self.groups[self.group_of_layer[layer]]
+        found = (
+            self._first_wrong(one, group.num_skipped_tokens(one.start), one.start, layer)
+            for one in batch
+        )
+        return [one for one in found if one is not None]
 
     def holds(self, request: RequestInStep) -> bool:
         """Whether all layers already have the bytes that a load must write."""
@@ -176,7 +194,7 @@ class TokenCompute:
         if not len(wrong):
             return None
         at, *element = wrong[0].tolist()
-        word: int | None = (int(found[at].flatten()[0]) - layer * _LAYER_STEP) & _MASK
+        word: int | None = (int(found[at].flatten()[0]) - self._shift(layer)) & _MASK
         if not bool(found[at].any()):
             word = None
         position = request.words.index(int(words[at]))
@@ -185,8 +203,11 @@ class TokenCompute:
 
     def _expected(self, words: torch.Tensor, layer: int) -> torch.Tensor:
         column = words.reshape(-1, *[1] * self._words[layer].dim())
-        numbers = (column + layer * _LAYER_STEP + self._words[layer]) & _MASK
+        numbers = (column + self._shift(layer) + self._words[layer]) & _MASK
         return numbers.to(self._slots[layer].dtype)
+
+    def _shift(self, layer: int) -> int:
+        return (self._first_layer + layer) * _LAYER_STEP
 
 
 def _word(state: int) -> int:

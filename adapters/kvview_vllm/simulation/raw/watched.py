@@ -33,10 +33,10 @@ _LAW_OF_METHOD = {
 
 
 class Watch:
-    """The observations about a connector in one run.
+    """Observations of a connector during one run.
 
     Args:
-        loads: Whether its promises are passed on; otherwise vLLM gets 0 for each.
+        loads: Whether vLLM receives the connector's promises; otherwise it receives 0 for each.
     """
 
     def __init__(self, *, loads: bool = True) -> None:

@@ -74,6 +74,7 @@ class RawWorker:
         connect: Builds the connector's role; None without a connector.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
+        rank: Each rank computes other bytes.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RawWorker:
         connect: Callable[[], Any] | None,
         watch: Watch,
         stand_ins: StandIns,
+        rank: int = 0,
     ) -> None:
         self._config = vllm_config
         self._watch = watch
@@ -97,7 +99,8 @@ class RawWorker:
             for name in group.layer_names
         ]
         self._layers = [name for name, _ in members]
-        self._compute = TokenCompute(self.caches.slots, groups, [number for _, number in members])
+        of_layers = [number for _, number in members]
+        self._compute = TokenCompute(self.caches.slots, groups, of_layers, rank)
         self._state = vllm("distributed.kv_transfer.kv_transfer_state")
         mixin = vllm("v1.worker.kv_connector_model_runner_mixin")
         self._mixin = mixin.KVConnectorModelRunnerMixin
@@ -170,9 +173,7 @@ class RawWorker:
         for number, layer in enumerate(self._layers):
             if self._role is not None:
                 self._role.wait_for_layer_load(layer)
-            self._compute.write(number, step.batch)
-            found = (self._compute.first_wrong_read(one, number) for one in step.batch)
-            wrong += [one for one in found if one is not None]
+            wrong += self._compute.run(number, step.batch)
             if self._role is not None:
                 self._role.save_kv_layer(layer, self.caches.tensors[layer], attention[layer])
         return wrong
