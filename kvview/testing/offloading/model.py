@@ -102,8 +102,8 @@ class ManagerModel:
     def num_lacking(self, offered: Keys) -> tuple[int, int]:
         """Return the minimum and the maximum of pages that a store lacks.
 
-        A transfer started before a reset keeps its page. Without pages in specs, the tier may have
-        room for the key of such a transfer or not.
+        A transfer started before a reset keeps its page. Without pages in specs, the tier may or
+        may not have room for the key of such a transfer.
         """
         most = len(self.new_of(offered)) - self.num_free()
         least = most if self.has_pages else most - len(self.late)
