@@ -84,7 +84,7 @@ def test_every_pair_with_other_kv_has_a_confusion() -> None:
     assert {pair.name for pair in all_pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
 
 
-class ReadsItsRanks(HostConnector):  # type: ignore[misc]
+class ReadsItsRanks(HostConnector):
     """Computes the size of its caches from the model and the ranks, as LMCache does."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def test_caches_model_and_process_groups_are_those_of_one_rank() -> None:
     assert [cell.detail for cell in cells if cell.is_wrong] == []
 
 
-class TakesOneSize(HostConnector):  # type: ignore[misc]
+class TakesOneSize(HostConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.block_size != 16:
