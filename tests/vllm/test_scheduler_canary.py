@@ -97,6 +97,11 @@ def never_freed() -> tuple[Any, str, Any]:
     return manager, "free", lambda *_: None
 
 
+def freed_in_reverse() -> tuple[Any, str, Any]:
+    queue = import_module("vllm.v1.core.kv_cache_utils").FreeKVCacheBlockQueue
+    return wrapped(queue, "append_n", lambda self, call, blocks: call([*blocks][::-1]))
+
+
 def adapter_fails() -> tuple[Any, str, Any]:
     def fail(*_: Any) -> Any:
         raise RuntimeError("two\nlines")
@@ -119,6 +124,7 @@ def test_the_installed_release_has_the_expected_facts() -> None:
         (load_in_blocks, r"[13] to load'; expected .* (16|32|48) to load'"),
         (freed_before_it_is_finished, r"found request a: 'FINISHED after .* expected"),
         (never_finished, r"calls that did not come: .*FINISHED after"),
+        (freed_in_reverse, r"hashed blocks in the order in which they were freed: "),
         (never_freed, r"found request c: "),
         (adapter_fails, r"steps of a scheduler fails: RuntimeError: two lines at test_sched"),
     ],

@@ -164,6 +164,11 @@ class CanaryHalf(SchedulerConnector):
         self.view.free_blocks(held)
         is_free = stayed, all(map(self.view.is_free, held))
         expect(_SEAM, "whether held blocks stay, and freed ones go", is_free, (True, True))
+        # A block that was held twice may end at the place of either release.
+        once = [block for block in held if held.count(block) == 1]
+        hashed = [b for b, keys in zip(once, self.view.block_keys(once), strict=True) if keys]
+        queue = [block for block in self.view.iter_free_block_ids() if block in hashed]
+        expect(_SEAM, "hashed blocks in the order in which they were freed", queue, hashed)
 
     def _hold(self, blocks: list[int]) -> None:
         self.view.touch_blocks(blocks)
