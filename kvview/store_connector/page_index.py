@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from operator import not_
 from typing import Literal
 
 from kvview.events import MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
@@ -238,8 +237,8 @@ class PageIndex:
         if in_store:
             self.store.commit(kept)
             self.store.cancel(lost)
-            if self._behaviour.shared is not None:
-                self._behaviour.shared.note(self.names(kept), is_stored=True)
+            if (shared := self._behaviour.shared) is not None:
+                shared.note(self.names(kept), is_stored=True)
         for key in kept if self._failed else ():
             self._failed.pop(key, None)
 
@@ -278,15 +277,14 @@ class PageIndex:
 
     def _collect_places(self) -> None:
         moved = self._moved
-        names = self.names(moved)
+        names, in_store = self.names(moved), [key in self._in_store for key in moved]
         in_memory = map(self._in_memory.__contains__, moved)
-        in_store = [key in self._in_store for key in moved]
         self._places += zip(names, in_memory, in_store, strict=True)
-        self._moved.clear()
+        moved.clear()
         if (shared := self._behaviour.shared) is not None:
-            shared.note([*compress(names, in_store)], is_stored=True)
             if self._behaviour.can_delete:
-                shared.note([*compress(names, map(not_, in_store))], is_stored=False)
+                shared.note(names, is_stored=False)
+            shared.note([*compress(names, in_store)], is_stored=True)
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the changes since the last call, if they are recorded."""

@@ -210,12 +210,6 @@ def _growth(sizes: Sequence[int], rounds: str, allocated_at: str) -> InvariantBr
     )
 
 
-def _loads_when_new(
-    scenario: Scenario, play: Callable[[Scenario], SimulationResult]
-) -> Sequence[int]:
-    return [tokens for new in when_new(scenario) for tokens in play(new).loads_of_rounds]
-
-
 def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
     """Count the bytes of the objects to which the halves refer, without views and tensors."""
     found: dict[int, Any] = {}
@@ -288,11 +282,14 @@ def _compare_rounds(
         InvariantBroken: CONN-10 is broken.
     """
     scenario = result.scenario
-    loads = _loads_when_new(scenario, play)
+
+    def loads_when_new() -> Sequence[int]:
+        return [tokens for new in when_new(scenario) for tokens in play(new).loads_of_rounds]
+
     try:
-        check_conserved(result.loads_of_rounds, loads)
+        check_conserved(result.loads_of_rounds, loads := loads_when_new())
     except InvariantBroken:  # perhaps by chance, because a store that was slow may be paused
-        check_conserved(play(scenario).loads_of_rounds, _loads_when_new(scenario, play))
+        check_conserved(play(scenario).loads_of_rounds, loads := loads_when_new())
     if grows(result.kept_bytes, scenario.cpu_blocks):
         confirmed = play(longer(scenario))
         check_memory(confirmed.kept_bytes, confirmed.scenario, confirmed.allocated_at)
