@@ -40,7 +40,7 @@ def params() -> Iterator[object]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of theirs
-@pytest.mark.parametrize("variant", params())
+@pytest.mark.parametrize("variant", list(params()))
 def test_a_wrong_connector_is_not_green(variant: Variant, port: int) -> None:
     texts = [text.partition("=") for text in variant.notes["options"].split()]
     options = {name: port if value == "{port}" else value for name, _, value in texts}
