@@ -50,7 +50,7 @@ class StoreOptions(BaseModel):
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
         enable_events: Whether KV events are recorded.
-        deadline: Seconds after which a job of the store has failed.
+        deadline: Seconds after which an unfinished job of the store counts as failed.
         lookup_deadline: Seconds after which a lookup in the store is a miss.
     """
 

@@ -93,8 +93,8 @@ def parametrize_with_checks(
         ...     check()
 
     Args:
-        factory: Makes a harness in its first state; or a connector class, whose checks
-            share one set of simulated runs.
+        factory: A callable that makes a harness in its first state, or a connector class. The
+            checks of a connector class share one set of simulated runs.
         expected_failures: As for :func:`~kvview.testing.run_checks`; strict.
         select: Names of checks or laws, ``*`` allowed; empty for all.
         **settings: Fields of :class:`~kvview.testing.effort.Effort`. Unless ``keep_going`` is set,

@@ -7,7 +7,7 @@ The queue consists of two arrays of ints and a list of states.
   join at the high end, ``_back``: item i has position ``_back_start + i``, which is at least
   ``FIRST_BACK``. Items before ``_head`` are used up.
 - ``_state[b]`` is the position of a free block. For a held block, it is twice the number of
-  references, plus 1 if the block has a hash, which is a number between the two ends. A touch or
+  references, plus 1 if the block has a hash; this number is between the two ends. A touch or
   a free reads only this list, because a second list would be a second cache miss.
 - A method that takes a block writes 0 at its position. 0 is the id of the null block, which is
   never free. So every entry is a free block or 0, and ``filter`` skips the zeros.

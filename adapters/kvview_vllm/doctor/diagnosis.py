@@ -1,7 +1,7 @@
 """The results of ``kvview doctor``: the installed vLLM, and the seams that fit it.
 
 Every result comes from the installed vLLM itself, never from its version. The canaries are the same
-as at every bind.
+that run at every bind.
 """
 
 from __future__ import annotations

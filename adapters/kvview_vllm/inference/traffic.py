@@ -222,7 +222,7 @@ class SeededTraffic(Traffic):
         return self._name("dropped" if self._reuses_ids and number < 4 else f"dropped {number}")
 
     def _pressure(self) -> None:
-        """Send more requests than fit, twice, for evictions in both tiers and preemptions."""
+        """Send more requests than fit, twice, to cause preemptions, and evictions in both tiers."""
         prompts = [self._tokens(self._length(180, 140)) for _ in range(6)]
         for part in range(2):
             for number, prompt in enumerate(prompts):

@@ -79,7 +79,7 @@ class Scenes:
     # --- scenes ---
 
     def _load(self, end: Event | None) -> None:
-        """Reuse computed prompts, of which the GPU has no blocks or some blocks.
+        """Reuse prompts that were computed before, of which the GPU still has some blocks or none.
 
         Args:
             end: How the loads of each prompt end; with None they end by themselves.

@@ -41,7 +41,7 @@ _WITHOUT = {
 
 
 def reason_without(missing: Sequence[Capability], declared: Collection[str]) -> str:
-    """Return the reason why a check of a class of stores is skipped, in words for its author.
+    """Return the reason why a check is skipped for a class of stores, in words for their author.
 
     Args:
         missing: Capabilities that the check needs and the class lacks.
