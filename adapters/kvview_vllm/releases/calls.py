@@ -42,7 +42,13 @@ def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[
 
 @lru_cache(64)  # because each takes 0.1 ms, and some targets are called in every step
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(target).parameters
+    bases = target.__mro__[1:-1] if isinstance(target, type) else ()
+    found = inspect.signature(target).parameters
+    for base in bases:
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values()):
+            break
+        found = inspect.signature(base).parameters  # which gets the arguments, as in AsyncScheduler
+    return found
 
 
 @lru_cache(64)
