@@ -380,7 +380,8 @@ def test_vsim_3_preemptions_are_passed_as_the_release_passes_them(engines: VLLME
         def handle_preemptions(self, argument: object) -> None:
             seen.add(type(argument).__name__)
 
-    scenario = replace(generate_scenario(1), worker_half="job_by_job", compute_lags=False)
+    drawn = generate_scenario(1)
+    scenario = replace(drawn, worker_half="job_by_job", compute_lags=False, ranks=())
     assert simulate(NamesIt, scenario, engines=engines).failure is None
     if not hasattr(BASE, "handle_preemptions"):
         assert not seen
