@@ -39,6 +39,8 @@ class CUDABlocks:
             yield from self._rows_of(before)
         yield from self._rows_of(started)
 
+    views = read  # no part of GPU memory is a view
+
     def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
         """Write as many rows as there are blocks."""
         kept = []  # until the last copy has ended

@@ -53,6 +53,14 @@ class GPURows:
         for group, blocks in self._by_group(gpu):
             yield from group.read(blocks)
 
+    def views(self, gpu: GPULoadStoreSpec) -> Iterator[memoryview]:
+        """Yield the bytes of each block of a job, in parts that are not copied in host memory.
+
+        A part that is not read-only is the memory of the block, as in :meth:`read`.
+        """
+        for group, blocks in self._by_group(gpu):
+            yield from group.views(blocks)
+
     def write(self, gpu: GPULoadStoreSpec, rows: Iterator[memoryview]) -> None:
         """Write the bytes of each block of a job; each row is used before the next is taken."""
         for group, blocks in self._by_group(gpu):
@@ -91,6 +99,10 @@ class _HostBlocks:
         for block in blocks:
             pieces = self._pieces(block)
             yield pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+    def views(self, blocks: Sequence[int]) -> Iterator[memoryview]:
+        for block in blocks:
+            yield from self._pieces(block)
 
     def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
         for block, row in zip(blocks, rows):  # noqa: B905  # the next group takes the next rows

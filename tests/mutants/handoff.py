@@ -82,9 +82,10 @@ class WithOffers(PullWorker):
 
 def write(worker: PullWorker, spec: Any, frames: Sequence[Any]) -> None:
     """Write frames into blocks, as far as both reach."""
-    rows = list(map(bytearray, worker.gpu.read(spec)))
-    for row, frame in zip(rows, frames, strict=False):
-        row[: len(frame)] = frame[: len(row)]
+    rows, data = list(map(bytearray, worker.gpu.read(spec))), b"".join(frames)
+    for row in rows:
+        part, data = data[: len(row)], data[len(row) :]
+        row[: len(part)] = part
     worker.gpu.write(spec, map(memoryview, rows))
 
 
@@ -672,7 +673,7 @@ class TrustsBytes(PullWorker):
     def on_pages(self, reply: PagesReply, frames: Sequence[Any]) -> None:
         if self.is_for(reply):
             spec: Any = self.fetches[reply.reader].job.dst
-            if self.gpu.sizes(spec) == [len(frame) for frame in frames]:
+            if sum(self.gpu.sizes(spec)) == sum(map(len, frames)):
                 write(self, spec, frames)
                 self.end_fetch(reply.reader)
 

@@ -1,9 +1,9 @@
 """A connector that hands KV to another engine, in both roles: the consumer pulls the pages.
 
 The consumer asks for the pages of a handoff until they have arrived, the producer refuses, or the
-time of a lease has passed. The producer holds the blocks until the wire has read their pages. It
-sends the pages of one tensor in CPU memory without a copy. The consumer verifies number, sizes and
-checksum before it writes any page, then confirms.
+time of a lease has passed. The producer sends pages in CPU memory without a copy, so it holds the
+blocks until the wire has read them. The consumer verifies size and checksum before it writes any
+page, then confirms.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import Any, ClassVar
 
 import msgspec
@@ -398,7 +398,7 @@ class PullWorker(HandoffWorker):
             return
         if job is None:
             return  # the reader asks again
-        pages = list(self.gpu.read(_part(job.src, read.first_blocks, read.num_blocks)))
+        pages = list(self.gpu.views(_part(job.src, read.first_blocks, read.num_blocks)))
         reply = PagesReply(read.handoff, read.reader, _checksum(pages))
         self.sends[self.send(read.reply_to, reply, pages)] = read.handoff
 
@@ -413,10 +413,12 @@ class PullWorker(HandoffWorker):
             return
         spec = self.fetches[reply.reader].job.dst
         assert isinstance(spec, GPULoadStoreSpec), "loads write GPU blocks"
-        pages = [memoryview(frame) for frame in frames]
-        if list(map(len, pages)) != self.gpu.sizes(spec) or _checksum(frames) != reply.checksum:
+        sizes = self.gpu.sizes(spec)
+        pages = memoryview(b"".join(frames))
+        if len(pages) != sum(sizes) or _checksum(frames) != reply.checksum:
             return
-        self.gpu.write(spec, iter(pages))
+        ends = accumulate(sizes, initial=0)
+        self.gpu.write(spec, (pages[first:end] for first, end in pairwise(ends)))
         self.end_fetch(reply.reader)
 
     def end_fetch(self, reader: str, error: str | None = None) -> None:
