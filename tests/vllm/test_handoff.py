@@ -63,7 +63,7 @@ def test_two_schedulers_hand_over() -> None:
 def test_a_wrong_connector_is_detected(mutant: Mutant) -> None:
     assert isinstance(mutant.factory, PDFactory)
     factory = PDFactory(mutant.factory.made_of, "vllm")
-    result = search(HandoffPlayer, factory, Effort(seeds=100, is_brief=True))
+    result = search(HandoffPlayer, factory, Effort(seeds=400, is_brief=True))
     assert set(result.failures) == {mutant.law}
 
 
