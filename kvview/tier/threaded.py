@@ -208,7 +208,7 @@ class Threaded(ABC):
                     return
                 task = self._tasks.popleft()
             task()
-            del task  # the error refers to pages
+            del task  # because it refers to the pages of its job
 
     def _move(self, job: int, entry: _Job, part: range) -> None:
         move = self.read_into if entry.is_get else self.write
