@@ -115,6 +115,13 @@ main()
 """
 
 
+# Python drops the exceptions of this callback.
+IN_FORK = """
+import os, signal
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+"""
+
+
 def run(*args: str | Path) -> Result:
     return CliRunner().invoke(cli, ["check", *map(str, args)])
 
@@ -253,18 +260,22 @@ def test_a_worker_without_a_wait_is_named() -> None:
     assert any("wait of the worker half" in failure.message for failure in failures)
 
 
-@pytest.mark.parametrize("target", [OFFLOAD, "kvview_reference.harness:pool"])
-def test_sigterm_leaves_the_summary(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "is_in_fork"),
+    [(OFFLOAD, False), (OFFLOAD, True), ("kvview_reference.harness:pool", False)],
+)
+def test_sigterm_leaves_the_summary(tmp_path: Path, target: str, is_in_fork: bool) -> None:
     file = tmp_path / "report.json"
     args = [target, "--seeds", "2000", "--steps", "1000", "--json", str(file)]
     started = tmp_path / "started"
-    code = BEGINS.format(started=str(started))
+    code = (IN_FORK if is_in_fork else "") + BEGINS.format(started=str(started))
     process = subprocess.Popen(
         [sys.executable, "-c", code, "check", *args], stdout=subprocess.PIPE, text=True
     )
     while not started.exists() and process.poll() is None:
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM)
+    if not is_in_fork:
+        os.kill(process.pid, signal.SIGTERM)
     stdout, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.INTERRUPTED, stdout
     report = json.loads(file.read_text())

@@ -13,8 +13,8 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -39,6 +39,7 @@ from kvview.testing.connector.stuck import hint_for
 from kvview.testing.connector.thread_errors import raise_thread_error
 
 _BRANCHES = "branches that ran"  # used instead of the name of a hook
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 60.0  # seconds until a call is reported as hanging
 
 Serve = Callable[[str, tuple[Any, ...]], Any]
@@ -49,6 +50,19 @@ def can_fork() -> bool:
     """Whether a process can be forked; on macOS a fork with threads is not safe."""
     has_fork = "fork" in multiprocessing.get_all_start_methods()
     return has_fork and sys.platform != "darwin"
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Deliver the signals after the block, because callbacks of a fork drop exceptions.
+
+    A child that is forked in the block must unblock ``END_SIGNALS``.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:
@@ -69,7 +83,7 @@ class Child:
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, self._pipe, make), daemon=True)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), signals_held():
             # Python warns about threads of the parent, which the child does not use.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
@@ -111,6 +125,7 @@ def _serve(pipe: Connection, parents: Connection, make: Callable[[], Serve]) -> 
     """Run calls in the child until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
     parents.close()  # without this, the child would not notice the end of the parent
     torch.set_num_threads(1)  # the fork does not have the threads of torch's pool
     serve: Serve | None = None

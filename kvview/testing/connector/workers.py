@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvview.testing.connector.process import can_fork
+from kvview.testing.connector.process import END_SIGNALS, can_fork, signals_held
 
 Answer = Callable[[Any], Any]
 
@@ -166,7 +166,8 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(child_end, not_its_own, answer, folder))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # otherwise both processes would write the buffered text
-        self.process.start()
+        with signals_held():
+            self.process.start()
         assert self.process.pid is not None, "a process that is started has an id"
         self._pid = self.process.pid
         with suppress(OSError):  # the process has set its group itself, or has ended
@@ -214,6 +215,7 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
     os.setpgid(0, 0)  # only the parent receives Ctrl-C, and all children end with this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
     for other in not_its_own:
         other.close()  # otherwise the process would not notice the end of the parent
     tempfile.tempdir = folder
