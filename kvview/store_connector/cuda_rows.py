@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import addressof
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
-_SLAB_BYTES = 16 << 20  # of pinned memory; a job needs up to twice as much GPU memory
+from kvview.cuda_copies import CUDADriver, Ids
+
+_SLAB_BYTES = 16 << 20  # of pinned memory
 
 
 class CUDABlocks:
@@ -21,69 +25,72 @@ class CUDABlocks:
 
     Args:
         parts: Bytes of the blocks in each tensor.
+        driver: The driver of their device.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Sequence[torch.Tensor], driver: CUDADriver) -> None:
         self._parts = parts
-        self._sizes = [part.shape[1] for part in parts]
-        self.page_bytes = sum(self._sizes)
-        self._device = parts[0].device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._sizes = np.array([part.shape[1] for part in parts])
+        self._columns = np.cumsum(self._sizes) - self._sizes
+        self._strides = np.array([part.stride(0) for part in parts])
+        self.page_bytes = int(self._sizes.sum())
+        self._driver = driver
+        self._stream = driver.stream()
         self._pinned = _PinnedRows(self.page_bytes)
 
     def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
         """Yield the row of each block, while the GPU copies the rows of the next chunk."""
-        started: tuple[list[Any], Any] | None = None
-        for at in self._chunks(blocks):
-            before, started = started, self._start_read(at)
-            yield from self._rows_of(before)
-        yield from self._rows_of(started)
+        before: list[Any] = []
+        event: Any = None
+        with self._no_copy_afterwards() as kept:
+            for chunk in self._chunks(blocks):
+                rows = [self._pinned.take() for _ in chunk]
+                in_rows, in_blocks, sizes = self._copies(chunk, rows)
+                kept.append((rows, self._driver.copy(self._stream, in_rows, in_blocks, sizes)))
+                copied = self._driver.record(self._stream)
+                yield from _views(before, event)
+                before, event = rows, copied
+                del kept[:-2]
+            yield from _views(before, event)
 
     views = read  # no part of GPU memory is a view
 
     def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
         """Write as many rows as there are blocks."""
-        kept = []  # until the last copy has ended
-        for at in self._chunks(blocks):
-            pinned = [self._pinned.holding(row) for row in islice(rows, len(at))]
-            kept.append(pinned)
-            with self._copying():
-                size = (len(at), self.page_bytes)
-                on_gpu = torch.empty(size, dtype=torch.int8, device=self._device)
-                for page, row in zip(on_gpu, pinned, strict=True):
-                    page.copy_(row.tensor, non_blocking=True)
-                columns = torch.split(on_gpu, self._sizes, dim=1)
-                for part, column in zip(self._parts, columns, strict=True):
-                    part.index_copy_(0, at, column)
-        self._stream.synchronize()
-
-    def _chunks(self, blocks: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Yield the ids of a few blocks, on the GPU."""
-        if len(blocks):
-            with self._copying():  # once, because this copy waits for the copies before it
-                ids = torch.tensor(blocks, device=self._device)
-            yield from torch.split(ids, max(1, _SLAB_BYTES // self.page_bytes))
-
-    def _start_read(self, at: torch.Tensor) -> tuple[list[Any], Any]:
-        rows = [self._pinned.take() for _ in range(len(at))]
-        with self._copying():
-            on_gpu = torch.cat([part.index_select(0, at) for part in self._parts], dim=1)
-            for row, page in zip(rows, on_gpu, strict=True):
-                row.tensor.copy_(page, non_blocking=True)
-        return rows, self._stream.record_event()
-
-    def _rows_of(self, started: tuple[list[Any], Any] | None) -> Iterator[memoryview]:
-        if started is not None:
-            rows, event = started
-            event.synchronize()
-            for row in rows:
-                yield memoryview(row).cast("B").toreadonly()
+        with self._no_copy_afterwards() as kept:
+            for chunk in self._chunks(blocks):
+                pinned = [self._pinned.holding(row) for row in islice(rows, len(chunk))]
+                in_rows, in_blocks, sizes = self._copies(chunk, pinned)
+                kept.append((pinned, self._driver.copy(self._stream, in_blocks, in_rows, sizes)))
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
-        # Engines allocate KV caches in inference mode, and other threads may not write them.
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            yield
+    def _no_copy_afterwards(self) -> Iterator[list[object]]:
+        """Yield a list of objects to keep until all copies have ended, also after an error."""
+        kept: list[object] = []
+        try:
+            yield kept
+        finally:
+            self._stream.synchronize()
+
+    def _chunks(self, blocks: Sequence[int]) -> Iterator[Sequence[int]]:
+        size = max(1, _SLAB_BYTES // self.page_bytes)
+        return (blocks[first : first + size] for first in range(0, len(blocks), size))
+
+    def _copies(self, blocks: Sequence[int], rows: Sequence[Any]) -> tuple[Ids, Ids, Ids]:
+        """Return the addresses in rows and in blocks, and the sizes, of each copy."""
+        # The addresses are read for each copy, so that a watched tensor observes each copy.
+        starts = np.array([part.data_ptr() for part in self._parts])
+        in_rows = np.array([addressof(row) for row in rows])[:, None] + self._columns
+        in_blocks = np.array(blocks)[:, None] * self._strides + starts
+        return in_rows.ravel(), in_blocks.ravel(), np.tile(self._sizes, len(blocks))
+
+
+def _views(rows: list[Any], event: Any) -> Iterator[memoryview]:
+    """Yield views of rows whose copies end with an event."""
+    if rows:
+        event.synchronize()
+    for row in rows:
+        yield memoryview(row).cast("B").toreadonly()
 
 
 class _PinnedRows:
@@ -95,29 +102,28 @@ class _PinnedRows:
 
     def __init__(self, row_bytes: int) -> None:
         self._row_bytes = row_bytes
-        self._free: list[torch.Tensor] = []
+        self._free: list[int] = []  # addresses
+        self._slabs: list[torch.Tensor] = []
 
         class Row(ctypes.Array[ctypes.c_ubyte]):
             _type_ = ctypes.c_ubyte
             _length_ = row_bytes
-            tensor: torch.Tensor
+            slabs = self._slabs  # a row may live longer than this object
             give_back = self._free.append
 
             def __del__(self) -> None:
-                self.give_back(self.tensor)
+                self.give_back(addressof(self))
 
         self._row_type = Row
 
     def take(self) -> Any:
-        """Return a row with arbitrary bytes, whose memory is its ``tensor``."""
+        """Return a row with arbitrary bytes."""
         if not self._free:
-            num_rows = max(1, _SLAB_BYTES // self._row_bytes)
-            slab = torch.empty(num_rows * self._row_bytes, dtype=torch.int8, pin_memory=True)
-            self._free.extend(slab.view(num_rows, -1))
-        tensor = self._free.pop()
-        row = self._row_type.from_address(tensor.data_ptr())
-        row.tensor = tensor
-        return row
+            size = max(1, _SLAB_BYTES // self._row_bytes) * self._row_bytes
+            self._slabs.append(torch.empty(size, dtype=torch.int8, pin_memory=True))
+            first = self._slabs[-1].data_ptr()
+            self._free.extend(range(first, first + size, self._row_bytes))
+        return self._row_type.from_address(self._free.pop())
 
     def holding(self, data: memoryview) -> Any:
         """Return the row that a view belongs to, or a row with a copy of its bytes."""

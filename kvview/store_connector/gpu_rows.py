@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 
-from kvview.store_connector.cuda_rows import CUDABlocks
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec
 
 
@@ -28,11 +29,16 @@ class GPURows:
         on_gpu = (tensor.device for tensor in tensors if tensor.is_cuda)
         self._device = next(on_gpu, None)  # all tensors of a worker are on one device
         self.num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
+        blocks: Callable[[list[torch.Tensor]], _Blocks] = _HostBlocks
+        if self._device is not None:
+            from kvview.cuda_copies import CUDADriver  # needs numpy
+            from kvview.store_connector.cuda_rows import CUDABlocks
+
+            blocks = partial(CUDABlocks, driver=CUDADriver(self._device))
         self._groups: list[_Blocks] = []
         for refs in kv_caches.group_data_refs:
             parts = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
-            is_cuda = any(part.is_cuda for part in parts)
-            self._groups.append(CUDABlocks(parts) if is_cuda else _HostBlocks(parts))
+            self._groups.append(blocks(parts))
         self.page_bytes = [group.page_bytes for group in self._groups]
 
     def mark_compute(self) -> ComputeEvent | None:
@@ -81,6 +87,21 @@ class GPURows:
             yield group, gpu.block_ids[first:end]
 
 
+class _Blocks(Protocol):
+    """Blocks of one group, in any memory."""
+
+    page_bytes: int
+
+    def read(self, blocks: Sequence[int]) -> Iterator[memoryview]:
+        """Yield the bytes of each block."""
+
+    def views(self, blocks: Sequence[int]) -> Iterator[memoryview]:
+        """Yield the bytes of each block in parts without a copy in host memory."""
+
+    def write(self, blocks: Sequence[int], rows: Iterator[memoryview]) -> None:
+        """Write as many rows as there are blocks."""
+
+
 class _HostBlocks:
     """Blocks in host memory.
 
@@ -119,6 +140,3 @@ class _HostBlocks:
             memoryview(array.from_address(part.data_ptr() + block * stride)).cast("B")
             for part, stride, array in self._parts
         ]
-
-
-_Blocks = _HostBlocks | CUDABlocks

@@ -21,6 +21,8 @@ CONTRACT_ORDER = (
     "geometry",
     "events",
     "transfer",
+    "cuda_copy_kernel",
+    "cuda_copies",
     "offloading",
     "pool",
     "connector",
@@ -40,6 +42,8 @@ CONTRACT_ORDER = (
 # The modules that may import a heavy package at their own import.
 ALLOWED_AT_IMPORT = {
     "torch": (
+        "kvview.cuda_copies",
+        "kvview.cuda_copy_kernel",
         "kvview.store_connector",
         "kvview.testing.connector",
         "kvview_reference.transfer",
@@ -50,8 +54,14 @@ ALLOWED_AT_IMPORT = {
         "kvview_lmcache.l2_adapter_store",
         "kvview_sglang",
     ),
-    "numpy": ("kvview.testing.connector.kv_bytes", "kvview_reference.transfer"),
-    "triton": ("kvview_reference.transfer.copy_kernel",),
+    "numpy": (
+        "kvview.cuda_copies",
+        "kvview.cuda_copy_kernel",
+        "kvview.store_connector.cuda_rows",
+        "kvview.testing.connector.kv_bytes",
+        "kvview_reference.transfer",
+    ),
+    "triton": ("kvview.cuda_copy_kernel",),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),

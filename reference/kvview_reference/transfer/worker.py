@@ -267,9 +267,10 @@ class CPUGPUTransferWorker:
         self._copier: Copier
         compute_stream = kv_caches.compute_stream
         if device.type == "cuda":
-            from kvview_reference.transfer.cuda import CudaDriver, StreamCopier
+            from kvview.cuda_copies import CUDADriver
+            from kvview_reference.transfer.cuda import StreamCopier
 
-            driver = CudaDriver(device)
+            driver = CUDADriver(device)
             self._copier = StreamCopier(driver, self._host, num_gpu_blocks, compute_stream)
         else:
             self._copier = ThreadCopier(num_threads, inline_bytes, compute_stream)

@@ -7,11 +7,12 @@ memory directly is faster for small pages. It occupies a few multiprocessors mea
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from kvview_reference.transfer.pages import Ids
+Ids = npt.NDArray[np.int64]
 
 WORD_BYTES = 8
 _WORDS_AT_ONCE = 1024
