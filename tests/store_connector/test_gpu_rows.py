@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -75,3 +77,44 @@ def test_wrong_jobs_raise(rows: GPURows) -> None:
         list(rows.read(GPULoadStoreSpec([20], [1, 0], [0, 0])))
     with pytest.raises(ValueError, match="a page has 3 bytes, expected 96"):
         rows.write(GPULoadStoreSpec([1], [1, 0], [0, 0]), iter([memoryview(b"abc")]))
+
+
+def test_memory_of_rows_is_used_again(rows: GPURows) -> None:
+    if rows.mark_compute() is None:
+        pytest.skip("rows in host memory are not pinned")
+    pinned = rows._groups[0]._pinned  # type: ignore[attr-defined]
+    list(rows.read(JOB))
+    num_slabs = len(pinned._slabs)
+    for _ in range(3):
+        list(rows.read(JOB))
+    assert len(pinned._slabs) == num_slabs
+
+
+def delayed(rows: GPURows) -> torch.cuda.Stream:
+    """Delay all later copies of the first group; return their stream."""
+    if rows.mark_compute() is None:
+        pytest.skip("copies in host memory are not delayed")
+    stream: torch.cuda.Stream = rows._groups[0]._stream  # type: ignore[attr-defined]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def test_no_copy_runs_after_a_write_that_raised(rows: GPURows) -> None:
+    stream = delayed(rows)
+
+    def failing() -> Iterator[memoryview]:
+        yield from [memoryview(bytes(96))] * 3  # a whole chunk
+        raise OSError("the store failed")
+
+    with pytest.raises(OSError, match="the store failed"):
+        rows.write(JOB, failing())
+    assert stream.query()
+
+
+def test_no_copy_runs_after_a_reader_stopped(rows: GPURows) -> None:
+    reading = rows.read(JOB)
+    next(reading)
+    stream = delayed(rows)
+    reading.close()  # type: ignore[attr-defined]
+    assert stream.query()
