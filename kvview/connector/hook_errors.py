@@ -171,10 +171,15 @@ def missing_library(error: BaseException | None, needed_by: str) -> MissingLibra
         if library := name or (found and found[1]):
             assert first is not None, "there is an error"
             line = where(first)
-            return MissingLibraryError(
-                f"{needed_by} needs {library.partition('.')[0]}, which cannot be used; install it "
-                f"in this environment ({f'{line}: ' if line else ''}{one_line(first)})"
+            library = library.partition(".")[0]
+            lacks_name = line_of(error).startswith("cannot import name")
+            needs = (
+                f"another version of {library}; install one that has the name"
+                if lacks_name
+                else f"{library}, which cannot be used; install it in this environment"
             )
+            place = f"{line}: " if line else ""
+            return MissingLibraryError(f"{needed_by} needs {needs} ({place}{one_line(first)})")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
