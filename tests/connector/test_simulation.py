@@ -354,7 +354,7 @@ def test_conn10_random_failures_are_not_a_leak(number: int) -> None:
         ([0, 3_000, 4_000, 13_000, 14_000, 15_000], True),  # a dictionary doubles its table
         ([0, 9_000, 17_000, 17_500, 17_500, 17_500], False),  # a history that is full
         ([0, 9_000, 9_000, 18_000, 18_000, 27_000], False),  # a pool of connections
-        ([0, 1_000, 3_000, 5_000, 7_000, 9_000], False),  # too little for 40 pages
+        ([0, 100, 700, 1_300, 1_900, 2_500], False),  # too little for 40 pages
         ([], False),  # a raw connector
     ],
 )
