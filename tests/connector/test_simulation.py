@@ -347,25 +347,46 @@ def test_conn10_random_failures_are_not_a_leak(number: int) -> None:
     assert sum(result.loads_of_rounds) > 0
 
 
-def test_conn10_memory_that_is_bounded_does_not_grow() -> None:
-    assert grows([1_000, 9_000, 17_000], 40)
-    assert not grows([1_000, 17_000, 17_500], 40)
-    assert not grows([1_000, 5_000, 9_000], 40)
-    assert not grows([], 40)  # a raw connector
-    assert grows_with_keys([1_000_000, 2_000_000, 3_000_000])
-    assert not grows_with_keys([1_000_000, 2_000_000, 2_000_000])  # a history that is full
-    assert not grows_with_keys([1_000, 9_000, 17_000])  # no entry for each key
+@pytest.mark.parametrize(
+    ("sizes", "is_leak"),
+    [
+        ([0, 3_000, 6_000, 9_000, 12_000, 15_000], True),
+        ([0, 3_000, 4_000, 13_000, 14_000, 15_000], True),  # a dictionary doubles its table
+        ([0, 9_000, 17_000, 17_500, 17_500, 17_500], False),  # a history that is full
+        ([0, 9_000, 9_000, 18_000, 18_000, 27_000], False),  # a pool of connections
+        ([0, 100, 700, 1_300, 1_900, 2_500], False),  # too little for 40 pages
+        ([], False),  # a raw connector
+    ],
+)
+def test_conn10_memory_must_not_grow_in_each_window(sizes: list[int], is_leak: bool) -> None:
+    assert grows(sizes, 40) == is_leak
 
 
-@pytest.mark.parametrize(("num_held", "is_leak"), [([30, 60, 90], False), ([90, 90, 90], True)])
-def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(num_held: list[int], is_leak: bool) -> None:
+def test_conn10_a_history_of_keys_must_not_grow_in_each_window() -> None:
+    assert grows_with_keys([1_000_000 * window for window in range(6)])
+    assert not grows_with_keys([1_000_000 * min(window, 4) for window in range(6)])  # it is full
+    assert not grows_with_keys([8_000 * window for window in range(6)])  # no entry for each key
+
+
+@pytest.mark.parametrize("is_filling", [True, False])
+def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(is_filling: bool) -> None:
     half = Growing()
-    memory = Memory(Connector, 2 * FEWEST_ROUNDS)
-    for third, pages in enumerate(num_held, 1):
-        half.pages += [bytes(1_000) for _ in range(30)]
-        memory.end_round(16 * third - 1, [half], pages)
+    rounds = 2 * FEWEST_ROUNDS
+    memory = Memory(Connector, rounds)
+    for place in range(rounds):
+        half.pages += [bytes(1_000) for _ in range(2)]
+        memory.end_round(place, [half], len(half.pages) if is_filling else 90)
     memory.close()
-    assert grows(memory.sizes, 90) == is_leak
+    assert grows(memory.sizes, 90) != is_filling
+
+
+def test_conn10_jobs_that_have_not_ended_are_not_a_leak() -> None:
+    half = Growing()
+    memory = Memory(Connector, FEWEST_ROUNDS)
+    for place in range(FEWEST_ROUNDS):
+        half.pages = [bytes(1_000) for _ in range(place * (place % 2))]
+        memory.end_round(place, [half], 0)
+    assert not grows(memory.sizes, 10)
 
 
 @pytest.mark.parametrize("is_leak", [False, True])

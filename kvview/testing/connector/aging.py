@@ -29,9 +29,11 @@ FEWEST_ROUNDS = 24
 _ROUNDS_WHEN_NEW = 2
 _NUM_NEW = 4
 _FEWEST_TOKENS = 100  # tokens that must be loaded in the compared rounds
-_BYTES_PER_PAGE = 250  # bytes for each page of a tier by which a connector may grow
+_BYTES_PER_PAGE = 64  # bytes for each page of a tier by which a connector may grow
 _BYTES_OF_A_HELD_PAGE = 2_000  # bytes that a connector may keep for a page that its tier holds
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
+_WINDOWS = 6  # of a long run; tiers and pools of connections fill in the first two
+_LEAST_SHARE = 1 / 32  # of the growth, that each of the other windows has
 _MANY_BLOCKS = 2_500  # of the prompt in each round of many keys: 120,000 keys in all
 _BYTES_PER_KEY = 16
 _A_DAY = 24 * 3600.0
@@ -78,7 +80,7 @@ def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int
 
 
 class Memory:
-    """Measures the memory of the halves at the end of each third of a long run.
+    """Measures the memory of the halves at the end of each round of a long run.
 
     In the last third of a run that confirms growth, allocations are traced.
 
@@ -89,7 +91,7 @@ class Memory:
 
     def __init__(self, connector_class: type, rounds: int) -> None:
         self.sizes: list[int] = []
-        """Bytes beyond those that the pages of the tier may take."""
+        """Least bytes in each window of rounds, beyond those that pages of the tier may take."""
         self.allocated_at = ""
         """The line of the author's code that allocated most of the memory in the last third."""
         self._connector_class = connector_class
@@ -99,20 +101,24 @@ class Memory:
     def end_round(
         self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector], num_held: int
     ) -> None:
-        """Measure the memory at the end of a round that ends a third.
+        """Measure the memory at the end of a round.
 
         Args:
             place: Number of the round, from 0.
             halves: All halves.
             num_held: Maximum of pages that the tiers hold, because some of them may be filling.
         """
-        if self._rounds < FEWEST_ROUNDS or (place + 1) % (self._rounds // 3):
+        if self._rounds < FEWEST_ROUNDS:
             return
-        self.sizes.append(_kept_bytes(halves) - _BYTES_OF_A_HELD_PAGE * num_held)
-        if len(self.sizes) == 2 and self._rounds >= _ROUNDS_TO_CONFIRM:
+        size = _kept_bytes(halves) - _BYTES_OF_A_HELD_PAGE * num_held
+        window = place * _WINDOWS // self._rounds
+        if window == len(self.sizes):
+            self.sizes.append(size)
+        self.sizes[window] = min(size, self.sizes[window])  # unfinished jobs also take memory
+        if place + 1 == self._rounds * 2 // 3 and self._rounds >= _ROUNDS_TO_CONFIRM:
             self._traces = not tracemalloc.is_tracing()
             tracemalloc.start()
-        elif len(self.sizes) == 3 and self._traces:
+        elif place + 1 == self._rounds and self._traces:
             self.allocated_at = _line_of_allocations(self._connector_class)
 
     def close(self) -> None:
@@ -122,18 +128,24 @@ class Memory:
 
 
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
-    """Whether memory grew in the second and in the last third of a run, by about the same amount.
+    """Whether memory grew in each window of a run after the first two.
+
+    A pool of connections that is filling also grows, but not in each window.
 
     Args:
-        sizes: Bytes at the end of each third, without those of pages that the tier holds.
+        sizes: Least bytes in each window, without those of pages that the tier holds.
         num_pages: Pages of the tier.
     """
-    if len(sizes) < 3:  # no sizes, because the halves of a raw connector are not measured
-        return False
-    before, after = sizes[1] - sizes[0], sizes[2] - sizes[1]
-    # A dictionary grows in steps, because it doubles its table.
-    is_steady = before <= 4 * after and after <= 4 * before
-    return before + after >= _BYTES_PER_PAGE * num_pages and is_steady
+    growth = _growth_of_windows(sizes)
+    return sum(growth) >= _BYTES_PER_PAGE * num_pages > 0 and min(growth) >= _LEAST_SHARE * sum(
+        growth
+    )
+
+
+def _growth_of_windows(sizes: Sequence[int]) -> list[int]:
+    """Return the growth in each window after the first two; none if the run was not measured."""
+    is_whole = len(sizes) == _WINDOWS  # the halves of a raw connector are not measured
+    return [after - before for before, after in pairwise(sizes[1:])] if is_whole else []
 
 
 def longer(scenario: Scenario) -> Scenario:
@@ -167,18 +179,16 @@ def with_many_keys(scenario: Scenario) -> Scenario:
 
 
 def grows_with_keys(sizes: Sequence[int]) -> bool:
-    """Whether memory grew with the keys of the second and of the last third of a run."""
-    num_keys = _MANY_BLOCKS * _ROUNDS_TO_CONFIRM // 3
-    return len(sizes) == 3 and all(
-        after - before >= _BYTES_PER_KEY * num_keys for before, after in pairwise(sizes)
-    )
+    """Whether memory grew with the keys of each window after the first two."""
+    num_keys = _MANY_BLOCKS * _ROUNDS_TO_CONFIRM // _WINDOWS
+    return min(_growth_of_windows(sizes), default=0) >= _BYTES_PER_KEY * num_keys
 
 
 def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) -> None:
     """Require that the memory of the halves is bounded.
 
     Args:
-        sizes: Bytes at the end of each third of the run.
+        sizes: Least bytes in each window of the run.
         scenario: The run.
         allocated_at: The line that allocated most of the growth, or empty.
 
@@ -200,7 +210,7 @@ def check_many_keys(sizes: Sequence[int], allocated_at: str) -> None:
 
 
 def _growth(sizes: Sequence[int], rounds: str, allocated_at: str) -> InvariantBroken:
-    growth = (sizes[-1] - sizes[-2]) // (_ROUNDS_TO_CONFIRM // 3)
+    growth = sum(_growth_of_windows(sizes)) * _WINDOWS // (_WINDOWS - 2) // _ROUNDS_TO_CONFIRM
     at = f", most of it allocated at {allocated_at}" if allocated_at else ""
     return InvariantBroken(
         "CONN-10",

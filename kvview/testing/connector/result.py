@@ -69,8 +69,8 @@ class SimulationResult:
         timeline: One snapshot for each of the last steps.
         coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
         loads_of_rounds: Number of tokens that requests were to load, round by round.
-        kept_bytes: Bytes that the halves refer to at the end of each third of a long run, without
-            those of pages that the tier holds.
+        kept_bytes: Least bytes that the halves refer to in each sixth of a long run, without those
+            of pages that the tier holds.
         allocated_at: The line that allocated most of the memory in the last third, if the run
             confirms growth.
         load_error: Error of the first load that failed without an injected failure.
