@@ -74,7 +74,10 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--steps",
     type=Whole(),
-    help=("Maximum of calls in one sequence; for a connector, minimum of steps in one run."),
+    help=(
+        "Maximum number of calls in one sequence; for a connector, minimum number of steps in "
+        "one run."
+    ),
 )
 @click.option("--seeds", type=Whole(), help="Number of runs. [default: 100; for a connector 200]")
 @click.option(

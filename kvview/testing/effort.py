@@ -70,7 +70,7 @@ class Effort:
         if self.inference and self.steps is not None:
             raise ConfigError(
                 "steps only applies to simulated runs and cannot be combined with inference; "
-                "drop it"
+                "drop steps"
             )
 
     def for_connectors(self) -> list[str]:

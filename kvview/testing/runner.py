@@ -72,7 +72,7 @@ def plan_checks(
     if names:
         raise ConfigError(
             f"{names[0]} only applies to connectors, but this target is a {contract} harness; "
-            f"drop it"
+            "drop the option"
         )
     expected = dict(expected_failures or {})
     checks = checks_for(contract)

@@ -196,7 +196,7 @@ def check_many_keys(sizes: Sequence[int], allocated_at: str) -> None:
         InvariantBroken: CONN-10 is broken; the message has the growth.
     """
     if grows_with_keys(sizes):
-        raise _growth(sizes, f"rounds of {_MANY_BLOCKS} new keys each", allocated_at)
+        raise _growth(sizes, f"rounds with {_MANY_BLOCKS} new keys each", allocated_at)
 
 
 def _growth(sizes: Sequence[int], rounds: str, allocated_at: str) -> InvariantBroken:

@@ -125,9 +125,9 @@ def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
         if num_skipped and is_roomy:
             raise InvariantBroken(
                 "CONN-13",
-                f"num_skipped_blocks is {num_skipped!r}, although blocks and pages of the tier "
-                f"were never short and no transfer failed; it must only count blocks that could "
-                f"not be stored",
+                f"num_skipped_blocks is {num_skipped!r}, although GPU blocks and tier pages never "
+                "ran out and no transfer failed; it must only count blocks that could not be "
+                "stored",
             )
 
 

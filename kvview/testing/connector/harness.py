@@ -217,7 +217,7 @@ def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors
         return engines
     raise ConfigError(
         f"{connector_class.__qualname__} is not a kvview connector, but {engines.name} only runs "
-        f"those; pass --engine vllm to check a connector of vLLM"
+        "kvview connectors; pass --engine vllm to check a connector of vLLM"
     )
 
 

@@ -145,8 +145,8 @@ class HeldCopies:
             raise InvariantBroken(
                 "CONN-4",
                 f"shutdown of the worker half returned although {num_late} of its copies were "
-                f"still to come; it must finish or drop its transfers in flight",
-                hint="Join the threads that copy in shutdown.",
+                "still pending; it must finish or drop its transfers in flight",
+                hint="In shutdown, join the threads that copy.",
             )
 
     def _submit(

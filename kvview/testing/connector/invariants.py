@@ -75,9 +75,9 @@ def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> N
     if unreferenced != set(free_ids):
         raise InvariantBroken(
             "POOL-1",
-            f"the free queue does not match the references: blocks "
-            f"{sorted(set(free_ids) - unreferenced)} are in the queue but have references, "
-            f"blocks {sorted(unreferenced - set(free_ids))} have none but are not in the queue",
+            "the free queue does not match the references: blocks "
+            f"{sorted(set(free_ids) - unreferenced)} are in the queue but have references, blocks "
+            f"{sorted(unreferenced - set(free_ids))} have no references but are not in the queue",
         )
 
 

@@ -137,7 +137,7 @@ class GPUPages:
             raise InvariantBroken(
                 "XFER-4",
                 f"load job {load.job_id} is reported as a success, but blocks {sorted(missing)} "
-                f"are not written yet, or only in part",
+                "are not written yet, or only partly",
             )
 
 
@@ -156,7 +156,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
         raise InvariantBroken(
             "XFER-6",
             f"a copy of {kind} jobs {[job.job_id for job in jobs]} ran while the engine still "
-            f"computed the steps that it had launched before: wait for an event of compute_stream",
+            "computed the steps that it had launched before; wait for an event of compute_stream",
         )
 
 
@@ -193,17 +193,23 @@ class TierPages:
         stores = self._stores[page]
         reads = f"load job {job_id} reads host block {page} for key {short(key)}"
         if not stores:
-            raise InvariantBroken("CONN-2", f"{reads}, but no page was ever stored there")
+            raise InvariantBroken(
+                "CONN-2", f"{reads}, but no key was ever stored in this host block"
+            )
         last = stores[-1]
         if key in last.keys:
             if last.has_ended and key not in last.stored_keys:
-                raise InvariantBroken("OFF-4", f"{reads}, but the store into it failed")
+                raise InvariantBroken(
+                    "OFF-4", f"{reads}, but the store into this host block failed"
+                )
             return
         if any(key in store.keys for store in stores):
-            raise InvariantBroken("OFF-1", f"{reads}, but another key was stored over it since")
+            raise InvariantBroken(
+                "OFF-1", f"{reads}, but another key has since been stored in this host block"
+            )
         held = ", ".join(sorted(map(short, last.keys))) or "nothing computed"
         raise InvariantBroken(
-            "CONN-6", f"{reads}, but the blocks held {held} when they were copied there"
+            "CONN-6", f"{reads}, but the blocks that were copied into this host block held {held}"
         )
 
 
@@ -287,8 +293,8 @@ class TierKeys:
                 )
             raise InvariantBroken(
                 "EVENT-2",
-                f"key {short(key)} is advertised, but since the last reset no store of it was "
-                f"started and has ended",
+                f"key {short(key)} is advertised, but no store of this key was started since the "
+                "last reset and has ended",
             )
 
     def on_promise(
@@ -337,8 +343,8 @@ class TierKeys:
             if key not in self.stored:
                 raise InvariantBroken(
                     "CONN-2",
-                    f"{promise}, but since the last reset no store of it was started and "
-                    f"reported as a success",
+                    f"{promise}, but no store of this key was started since the last reset and "
+                    "reported as a success",
                 )
             if advertised is not None and key not in advertised:
                 raise InvariantBroken("EVENT-2", f"{promise}, but the events do not advertise it")

@@ -79,7 +79,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             f"yet",
         )
     raise InvariantBroken(
-        "CONN-6", f"{reads} any more, because they were not held and now belong to another request"
+        "CONN-6", f"{reads}, because they were not held and now belong to another request"
     )
 
 

@@ -414,8 +414,8 @@ class WorkerHarness(WorkerConnector):
             if job is None or not job.is_started or job.result is not None:
                 raise InvariantBroken(
                     "CONN-3",
-                    f"the worker half reports job {result.job_id}, which it did not get or has "
-                    f"already reported",
+                    f"the worker half reports job {result.job_id}, which it never received or has "
+                    "already reported",
                 )
             if self._copies is not None:
                 self._check_success(job, result)
@@ -451,9 +451,9 @@ class WorkerHarness(WorkerConnector):
         if waiting := [job.job_id for job in jobs if job.result is None]:
             raise InvariantBroken(
                 "CONN-3",
-                f"wait of the worker half returned, but get_finished does not report jobs "
-                f"{waiting}; wait must block until they have ended, and every job must be "
-                f"reported",
+                "wait of the worker half returned, but get_finished does not report jobs "
+                f"{waiting}; wait must block until its jobs have ended, and every job must be "
+                "reported",
             )
 
     def _may_report(self, job: PlannedJob) -> bool:

@@ -140,7 +140,7 @@ def _load(name: str) -> BuildsPDEngines:
     """Load the factory of an engine, and build an engine, because a release may refuse handoffs."""
     engines = load_engines(name)
     if not isinstance(engines, BuildsPDEngines):
-        raise ConfigError(f"engine {name!r} cannot play handoffs; use reference or vllm")
+        raise ConfigError(f"engine {name!r} cannot simulate handoffs; use reference or vllm")
     scenario = engines.fit_for_handoffs(
         Scenario(CacheGeometry.single(4), num_gpu_blocks=4, events=())
     )
@@ -151,7 +151,7 @@ def _load(name: str) -> BuildsPDEngines:
 def _engines_of_own(name: str) -> BuildsOwnPDEngines:
     engines = load_engines(name)
     if not isinstance(engines, BuildsOwnPDEngines):
-        raise ConfigError(f"engine {name!r} plays connectors of kvview only; use --engine vllm")
+        raise ConfigError(f"engine {name!r} only runs kvview connectors; use --engine vllm")
     return engines
 
 

@@ -168,13 +168,15 @@ class Request:
         full = self.num_prompt_tokens // self.hash_block_size
         if self.num_prompt_tokens < 1 or self.num_output_tokens < 0:
             raise ValueError(
-                f"KEY-1: request {self.request_id!r}: {self.num_prompt_tokens} prompt tokens, "
-                f"{self.num_output_tokens} output tokens: expected at least 1 and 0"
+                f"KEY-1: request {self.request_id!r} has {self.num_prompt_tokens} prompt tokens "
+                f"and {self.num_output_tokens} output tokens; expected at least 1 prompt token, "
+                "and no negative number"
             )
         if len(self.block_hashes) != full:
             raise ValueError(
-                f"KEY-1: request {self.request_id!r}: {len(self.block_hashes)} block hashes for "
-                f"{full} full blocks of {self.hash_block_size} tokens"
+                f"KEY-1: request {self.request_id!r} has {len(self.block_hashes)} block hashes, "
+                f"but its tokens fill {full} blocks of {self.hash_block_size} tokens; pass one "
+                "hash per full block"
             )
         given = self.block_hashes
         beside_tokens = (self.lora_name, self.lora_id, self.cache_salt) != (None, None, None)

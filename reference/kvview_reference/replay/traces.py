@@ -217,7 +217,9 @@ class TraceFolder(Trace):
     def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
         names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES))
         if not names:
-            raise ConfigError(f"cannot read trace {path!r}: no file in it ends in .json(l)(.gz)")
+            raise ConfigError(
+                f"cannot read trace {path!r}: no file in this folder ends in .json(l)(.gz)"
+            )
         self.path = path
         self.bytes_read = self.total_bytes = 0
         self._on_error = on_error

@@ -125,6 +125,7 @@ def _ratio(layers: LayerSet, page: int, largest: int) -> int:
     if rest and layers.is_latent:
         raise ConfigError(
             f"model: the latent vectors of {layers.count} layers cannot share blocks with the "
-            f"others: {page:,} bytes of a block do not divide {largest:,}"
+            f"other layers, because their block of {page:,} bytes does not divide the largest "
+            f"block of {largest:,} bytes"
         )
     return 1 if rest else ratio

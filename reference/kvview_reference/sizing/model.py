@@ -162,7 +162,7 @@ def attention_layers(
     for name, value in numbers.items():
         require_number(name, value, "model")
     if max(kv_heads, tp) % min(kv_heads, tp):
-        raise ConfigError(f"model: {kv_heads} KV heads do not divide evenly onto {tp} ranks (tp)")
+        raise ConfigError(f"model: {kv_heads} KV heads cannot be split evenly over {tp} ranks (tp)")
     size = bytes_of(head_size, dtype_name(dtype))
     parts = 1 if is_latent else 2
     token_bytes = parts * max(1, kv_heads // tp) * size
@@ -210,7 +210,9 @@ def state_layers(
 
     def on_rank(name: str, value: int) -> int:
         if value % tp:
-            raise ConfigError(f"model: {name} of {value} do not divide evenly onto {tp} ranks (tp)")
+            raise ConfigError(
+                f"model: {name} of {value} cannot be split evenly over {tp} ranks (tp)"
+            )
         return value // tp
 
     if kind == "delta_net":
@@ -259,12 +261,14 @@ def parse_size(
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (not match["unit"] and not match["number"].isdigit()):
-        raise ConfigError(f"{option} {text!r}: expected blocks, GiB or %: 5000, 64GiB, 50%")
+        raise ConfigError(
+            f"{option} {text!r}: expected a size in blocks, GiB or %, such as 5000, 64GiB or 50%"
+        )
     number = float(match["number"])
     if match["unit"] == "%":
         return round(num_blocks * number / 100)
     if not match["unit"]:
         return int(text)
     if block_bytes is None:
-        raise ConfigError(f"{option} {text!r}: bytes need a model: pass --model")
+        raise ConfigError(f"{option} {text!r}: a size in bytes needs a model; pass --model")
     return int(number * _UNITS[match["unit"]] / block_bytes())

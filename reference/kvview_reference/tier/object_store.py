@@ -152,7 +152,9 @@ class ObjectStore(DeletingStore):
             if problem not in self._logged_problems:
                 self._logged_problems.add(problem)
                 _log.warning(
-                    "%s: a request failed (%s); its key is a miss", type(self).__name__, problem
+                    "%s: a request failed (%s), so its key is reported as a miss",
+                    type(self).__name__,
+                    problem,
                 )
             raise OSError(problem) from None
 
@@ -186,7 +188,7 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
     """
     if not timeout > 0 or retries < 0:
         raise ConfigError(
-            f"timeout must be over 0 and retries at least 0, got {timeout} and {retries}"
+            f"timeout must be more than 0 and retries at least 0, got {timeout} and {retries}"
         )
     if "max_bytes" in options:
         raise ConfigError(

@@ -109,7 +109,9 @@ def _files(folder: StoreFolder, path: Path) -> Iterator[tuple[str, Content]]:
 
 def _content(folder: StoreFolder, path: str, size: int) -> bytes:
     if size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"the file has {size} bytes, which is more than any entry")
+        raise OSError(
+            errno.EFBIG, f"the file has {size} bytes, but an entry has at most {MOST_BYTES}"
+        )
     file = folder.open(path)
     try:
         return os.read(file, size)

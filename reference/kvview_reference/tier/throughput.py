@@ -163,6 +163,6 @@ def _looked_up(store: TierStore, keys: list[bytes]) -> float:
     began = time.perf_counter()
     while None in store.lookup(keys):
         if time.perf_counter() - began > _SECONDS:
-            raise ConfigError(f"the store did not answer a lookup within {_SECONDS:.0f} s")
+            raise ConfigError(f"the store did not complete a lookup within {_SECONDS:.0f} s")
         time.sleep(0.0001)
     return time.perf_counter() - began

@@ -230,8 +230,8 @@ def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> tor
             )
         if tensor.device != device or device.type not in ("cpu", "cuda"):
             raise ConfigError(
-                f"tensor {index} is on {tensor.device}, tensor 0 on {device}: all must be on "
-                "one CUDA or CPU device"
+                f"tensor {index} is on {tensor.device}, and tensor 0 is on {device}; all tensors "
+                "must be on one CUDA or CPU device"
             )
     return device
 
@@ -291,11 +291,11 @@ def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
         ConfigError: Names the requested and the available bytes.
     """
     if limit is not None and asked > limit:
-        raise ConfigError(f"{what} are {asked} bytes, more than max_host_bytes ({limit})")
+        raise ConfigError(f"{what} need {asked} bytes, more than max_host_bytes ({limit})")
     available = available_host_bytes()
     if available is not None and asked > available:
         raise ConfigError(
-            f"{what} are {asked} bytes, but only {available} bytes of host memory are available"
+            f"{what} need {asked} bytes, but only {available} bytes of host memory are available"
         )
 
 

@@ -298,7 +298,7 @@ class CPUGPUTransferWorker:
             raise TransferSpecError(f"XFER-5: job_id must be an int, got {job_id!r}")
         if job_id in self._in_flight:
             raise TransferSpecError(
-                f"XFER-5: job_id {job_id} is in flight: take its result with get_finished() first"
+                f"XFER-5: job_id {job_id} is in flight; take its result with get_finished() first"
             )
         gpu, cpu, to_host = _sides(spec)
         moves = self._pair(gpu, cpu, to_host)
@@ -346,9 +346,10 @@ class CPUGPUTransferWorker:
             host_at, host_end = host_end, host_end - (-(skip + size) // k)
             if host_end > len(host_ids):
                 raise TransferSpecError(
-                    f"XFER-1: group {index} needs {host_end - host_at} host blocks for {size} "
-                    f"GPU blocks after {skip} skipped ones, with {k} per host block, but the CPU "
-                    f"spec has {len(host_ids) - host_at} of {len(host_ids)} left"
+                    f"XFER-1: group {index} needs {host_end - host_at} host blocks for {size} GPU "
+                    f"blocks after {skip} skipped blocks ({k} GPU blocks per host block), but the "
+                    f"CPU spec has only {len(host_ids) - host_at} of its {len(host_ids)} host "
+                    "blocks left"
                 )
             named.append((index, skip, gpu_ids[gpu_at:gpu_end], host_ids[host_at:host_end]))
         if (gpu_end, host_end) != (len(gpu_ids), len(host_ids)):
