@@ -21,7 +21,7 @@ class InvariantBroken(AssertionError):
 
     Args:
         law: Number of the law, ``"CONN-4"`` for example.
-        message: The found and the expected values.
+        message: Text with the found and the expected values.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
         hint: The remedy; None for the hint of the law.
@@ -115,7 +115,7 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
 
     Args:
         held: References that the connector still has, ``{block_id: count}``.
-        when: The time of the check, for the message.
+        when: When the check was made, for the message.
 
     Raises:
         InvariantBroken: CONN-4.
