@@ -2,7 +2,7 @@
 
 1. A layer of full attention (``"full"``) stores a key and a value for every token.
 2. A layer with a sliding window (``"window"``) or with chunked local attention (``"chunked"``)
-   stores the same for a token, and needs only the tokens that it can still read.
+   stores the same bytes for a token, but needs only the tokens that it can still read.
 3. A Mamba or linear-attention layer (``"state"``) stores one state, however long the prefix is.
 """
 
@@ -151,12 +151,13 @@ def attention_layers(
         kv_heads: Key-value heads; 1 for multi-head latent attention.
         head_size: Elements of a head, or of the latent vector and its rotary part together.
         dtype: Type of the KV cache.
-        tp: Ranks. More ranks than heads hold copies; a latent vector is copied to each rank.
+        tp: Ranks. Number of ranks; with more ranks than heads, ranks hold copies, and a latent
+            vector is copied to each rank.
         tokens: Tokens of the window or chunk.
         is_latent: Whether key and value share one vector (MLA).
 
     Raises:
-        ConfigError: A number is impossible, or the heads do not divide evenly onto the ranks.
+        ConfigError: A number is invalid, or the heads cannot be split evenly over the ranks.
     """
     numbers = {"layers": count, "kv_heads": kv_heads, "head_size": head_size, "tp": tp}
     for name, value in numbers.items():
@@ -198,7 +199,7 @@ def state_layers(
         missing: Makes the error for a missing size.
 
     Raises:
-        ConfigError: A size is missing, or does not divide evenly onto the ranks.
+        ConfigError: A size is missing, or cannot be split evenly over the ranks.
 
     Source: vLLM 0.32.0, ``model_executor/layers/mamba/mamba_utils.py``.
     """
@@ -251,10 +252,10 @@ def parse_size(
     """Parse a size of a tier, in blocks.
 
     Args:
-        text: ``"5000"`` blocks, ``"64GiB"``, or ``"50%"`` of the trace's different blocks.
-        option: The option, for the error.
+        text: ``"5000"`` blocks, ``"64GiB"``, or ``"50%"`` of the trace's distinct blocks.
+        option: Name of the option, for the error message.
         block_bytes: Computes the bytes of a block, for a size in bytes; None without a model.
-        num_blocks: Different blocks of the trace.
+        num_blocks: Number of distinct blocks of the trace.
 
     Raises:
         ConfigError: The text has another form, or is in bytes without a model.
