@@ -91,8 +91,9 @@ def _store_of(target: str) -> Any:
         if issubclass(found, StoreConnector):
             if found.transform is not Transform:
                 raise ConfigError(
-                    f"connector {target!r} has a transform, which is not applied below the memory "
-                    f"of another engine: name its store, and compress in the store"
+                    f"connector {target!r} has a transform, but a transform is not applied when "
+                    "another engine uses the store as a tier; pass the connector's store as the "
+                    "target, and compress in the store"
                 )
             found = found.store
     if not is_tier_store(found):

@@ -236,5 +236,6 @@ def _import(target: str, location: str) -> ModuleType:
         is_file = name == location and os.path.isfile(file)
         hint = f". Did you mean the file {file}:{target.rpartition(':')[2]}?" if is_file else ""
         raise ConfigError(
-            f"target {target!r} does not import: {line}{': ' * bool(line)}{one_line(error)}{hint}"
+            f"target {target!r} cannot be imported: "
+            f"{line}{': ' * bool(line)}{one_line(error)}{hint}"
         ) from error

@@ -141,17 +141,17 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     in "kvview replay" unless --raw is given.
     """
     if hooks and raw:
-        raise ConfigError("--hooks and --raw are two kinds of connector; drop one of them")
+        raise ConfigError("--hooks and --raw select different kinds of connector; drop one of them")
     stem = file.stem
     if file.suffix != ".py" or not stem.isidentifier() or keyword.iskeyword(stem):
         raise ConfigError(
-            f"{file}: the file name is not that of a Python module; try my_connector.py"
+            f"{file}: the file name is not a valid name for a Python module; try my_connector.py"
         )
     for module in (stem, f"test_{stem}"):
         if place := _place_of(module, file.parent):
             raise ConfigError(
-                f"{file}: {module!r} is the name of {place}, which {module}.py would hide from "
-                f"programs in its folder; try my_{stem}.py"
+                f"{file}: {module}.py has the name of {place} and would hide it from programs in "
+                f"the same folder; try my_{stem}.py"
             )
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
     kind = _RAW if raw else _HOOKS if hooks else _STORE
@@ -168,7 +168,7 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
         workflow: _workflow(kind, f"{file.name}:{name}Connector", test.name),
     }
     if there := [str(path) for path in texts if os.path.lexists(path)]:
-        raise ConfigError(f"{', '.join(there)}: exists already; nothing was written")
+        raise ConfigError(f"these files already exist: {', '.join(there)}; nothing was written")
     _write_all(texts)
     echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written.")
     echo(f"Run these commands next ({kind.needs}):")

@@ -102,8 +102,9 @@ def _check_hooks(cls: type) -> None:
                 first = next(base for base in cls.__mro__ if name in vars(base))
                 if first in _bases:
                     raise ConnectorDefinitionError(
-                        f"CONN-9: {method} is never called, because in {cls.__qualname__} the "
-                        f"default of {first.__qualname__} comes before it; list the mixin first"
+                        f"CONN-9: {method} is never called, because the default method of "
+                        f"{first.__qualname__} precedes it in {cls.__qualname__}; list the mixin "
+                        "first"
                     )
             elif _is_method(value) and (meant := _meant(name, hooks)):
                 half = next(base.__name__ for base in _bases if meant in vars(base))

@@ -130,7 +130,7 @@ class Publisher:
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             self._context.destroy(linger=0)
-            raise ConfigError(f"endpoint {endpoint!r}: cannot be bound: {line_of(error)}") from None
+            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {line_of(error)}") from None
         return socket
 
     def _serve(self, replies: zmq.Socket[bytes]) -> None:

@@ -119,7 +119,7 @@ class Codec:
         read: Any = self._read(payload)
         batch = Batch(read.ts, read.events, getattr(read, "rank", None), self.wire_format)
         if self.encode(batch) != payload:
-            raise ValueError("the decoded batch would encode to other bytes")
+            raise ValueError("encoding the decoded batch again gives other bytes")
         return batch
 
     def decode_event(self, source: bytes) -> WireEvent | None:

@@ -71,8 +71,8 @@ class Offers(Generic[ItemT]):
             return None
         if offer is None or offer.is_closed or now >= offer.deadline:
             raise HandoffError(
-                f"HAND-5: handoff {handoff.handoff_id} was consumed, returned or has expired; "
-                f"compute the prompt"
+                f"HAND-5: handoff {handoff.handoff_id} was consumed or returned, or has expired; "
+                "compute the prompt instead"
             )
         if offer.reader not in ("", reader):
             raise HandoffError(

@@ -88,12 +88,13 @@ class Handoff:
         if self.layout != layout:
             raise HandoffError(
                 f"HAND-6: the producer {self.engine_id!r} has pages of layout {self.layout}, but "
-                f"this engine has {layout}; use the same block sizes, groups and pages in both"
+                f"this engine has {layout}; use the same block sizes, groups and page layout on "
+                "both engines"
             )
         if self.num_tokens <= 0 or self.num_tokens % geometry.scheduler_block_size:
             raise HandoffError(
-                f"HAND-6: a handoff of {self.num_tokens} tokens does not end at the end of a block "
-                f"of {geometry.scheduler_block_size} tokens"
+                f"HAND-6: a handoff of {self.num_tokens} tokens does not end at a block boundary; "
+                f"blocks have {geometry.scheduler_block_size} tokens"
             )
         last = self.num_tokens // geometry.hash_block_size
         hashes = request.block_hashes[last - 1 : last]

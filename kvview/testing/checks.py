@@ -1,6 +1,7 @@
 """The registry: every check of every contract, in one list.
 
-A check is a plain function that takes a factory. It makes a harness, calls it, and raises
+A check is a plain function that takes a factory. The check makes a harness, calls its methods, and
+raises
 :class:`~kvview.testing.LawBroken` if a law does not hold. A test may call a check directly. A
 runner finds each check in this list, with its law and the capabilities that it requires.
 """
@@ -53,7 +54,7 @@ _running: ContextVar[CheckFunction | None] = ContextVar("kvview_check", default=
 
 
 def running_check() -> CheckFunction | None:
-    """Return the running check, for a script that runs the check again; None outside of checks."""
+    """Return the running check, for a script that repeats this check; None outside of checks."""
     return _running.get()
 
 

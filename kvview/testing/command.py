@@ -74,7 +74,10 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--steps",
     type=Whole(),
-    help=("Maximum of calls in one sequence; for a connector, minimum of steps in one run."),
+    help=(
+        "Maximum number of calls in one sequence; for a connector, minimum number of steps in "
+        "one run."
+    ),
 )
 @click.option("--seeds", type=Whole(), help="Number of runs. [default: 100; for a connector 200]")
 @click.option(
@@ -163,9 +166,10 @@ def check(
 ) -> None:
     """Check an implementation against the laws of its contract.
 
-    TARGET is package.module:name or path/to/file.py:name. It names a factory of
-    harnesses for a pool view, a coordinator, an offloading manager or a transfer
-    worker; a class of tier stores, which is built with the --options; or a connector class, which
+    TARGET is package.module:name or path/to/file.py:name. TARGET is a factory of harnesses for a
+    pool view, a coordinator, an offloading manager or a transfer
+    worker; a class of tier stores, which is built with the given --option values; or a connector
+    class, which
     runs in an engine with injected faults. With --engine vllm, the connector may be any unmodified
     KVConnectorBase_V1 of vLLM. In an option, '{tmp}' is a new folder for each connector and run;
     '{blocks}' and '{bytes}' are the size of the connector's tier in that run.
@@ -246,7 +250,7 @@ def check(
 
 
 def _seeds_in_words(on_progress: Callable[[str], None]) -> Callable[[int, int, int], None]:
-    """Make a callback that shows the number of played seeds and the estimated remaining time."""
+    """Make a callback that prints the number of completed seeds and the remaining time."""
     start = time.monotonic()
 
     def on_seed(done: int, number: int, failed: int) -> None:

@@ -51,11 +51,11 @@ class NotJudged(Exception):
 
 
 class NotExercised(LawBroken):
-    """No law was broken, but parts of the check are missing.
+    """The runs broke no law, but parts of the check are missing.
 
     Args:
         gaps: The missing parts.
-        num_seeds: Seeds that were played.
+        num_seeds: Number of seeds that were run.
     """
 
     def __init__(self, gaps: Sequence[Gap], num_seeds: int) -> None:
@@ -160,7 +160,7 @@ def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None
 
 
 def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law: str = "") -> None:
-    """Refuse a connector whose runs broke one of these laws.
+    """Fail if the runs of a connector broke one of these laws.
 
     Args:
         factory: Makes the connector.
@@ -200,7 +200,7 @@ def law_check(law: str, runs: str) -> CheckFunction:
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:
-    """Skip the check if the runs ended early, because the law held only until then."""
+    """Skip the check if the runs ended early, because later runs might break the law."""
     if runs.is_interrupted:
         raise KeyboardInterrupt
     if runs.is_cut_short:

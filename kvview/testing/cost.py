@@ -17,13 +17,13 @@ _FEW_BYTES = 8192
 
 @dataclass(frozen=True)
 class Cost:
-    """A number of lines run and a number of bytes allocated."""
+    """The number of lines that a call runs, and the number of bytes that it allocates."""
 
     lines: int
     num_bytes: int
 
     def times(self, factor: int) -> Cost:
-        """Return this cost times a factor, plus a small constant."""
+        """Return this cost times a factor, plus a small constant as tolerance."""
         return Cost(self.lines * factor + _FEW_LINES, self.num_bytes * factor + _FEW_BYTES)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Cost:
 
 
 def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
-    """Measure the cost of the first items of an iterator, including the call that makes it."""
+    """Measure the cost of the call that makes an iterator, and of its first items."""
     return cost_of(lambda: list(islice(start(), num_items)))
 
 

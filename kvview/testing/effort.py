@@ -33,16 +33,16 @@ class Effort:
 
     Args:
         seed: The first seed.
-        steps: Maximum of calls in one sequence of a search, by default 40. For a connector, minimum
-            of scheduler steps in a run, by default the number of each scenario.
+        steps: Maximum number of calls in one sequence of a search, by default 40. For a connector,
+            minimum number of scheduler steps in a run, by default the number of each scenario.
         seeds: Number of runs; by default 100 for a search, 200 for a connector, and 1 with
             inference.
         engine: Engine that runs a connector: ``"reference"`` (the default) or ``"vllm"``.
         options: Options of the connector or store.
         hook_seconds: CPU seconds that one call of a hook may take.
         inference: Whether a connector is checked with a real model instead of simulated runs.
-        keep_going: Whether all seeds of a connector are played; otherwise the first failure ends
-            the runs.
+        keep_going: Whether all seeds of a connector are run; otherwise the first failure ends the
+            runs.
         is_brief: Whether a search ends at its first failure, without shrinking it.
         shared: Results that all checks of one run share.
 
@@ -70,7 +70,7 @@ class Effort:
         if self.inference and self.steps is not None:
             raise ConfigError(
                 "steps only applies to simulated runs and cannot be combined with inference; "
-                "drop it"
+                "drop steps"
             )
 
     def for_connectors(self) -> list[str]:

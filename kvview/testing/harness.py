@@ -1,8 +1,8 @@
 """The harnesses that implementers write, one small class for each contract.
 
 A harness holds the object under test and the calls of the engine around it. A
-factory without arguments makes a new one for every check. Methods beyond the required ones belong
-to a capability. If a harness does not declare a capability, its methods are not called, and the
+factory without arguments makes a new one for every check. Methods that are not required belong to a
+capability. If a harness does not declare a capability, its methods are not called, and the
 checks that need them are skipped and listed.
 """
 
@@ -46,7 +46,7 @@ class Need:
 
     Args:
         on: ``"harness"``, or the attribute of the harness that must have the method.
-        name: The method or attribute.
+        name: Name of the method or attribute.
         num_args: Positional arguments that the method must take; None for an attribute.
         keywords: Optional arguments that the method must accept by name.
     """
@@ -72,7 +72,7 @@ class Capability(StrEnum):
 
     Attributes:
         value: Name by which a harness declares the capability.
-        contracts: The contracts that have it.
+        contracts: The contracts that have the capability.
         needs: The methods and attributes that the capability requires.
     """
 
@@ -288,7 +288,7 @@ class PoolHarness(Protocol):
         ...
 
     def release(self, block_ids: Sequence[int], /) -> None:
-        """Release one of the engine's references on each block, in the order of eviction."""
+        """Release one of the engine's references on each block, with the next victim first."""
         ...
 
 

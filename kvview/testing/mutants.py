@@ -21,7 +21,7 @@ class Mutant:
     """One wrong implementation.
 
     Args:
-        factory: Makes the wrong harness.
+        factory: Factory of the wrong harness.
         law: The law that the implementation breaks.
         what: The fault, in one line.
         incident: The public thread about this fault in a real system, or None.
@@ -38,7 +38,7 @@ class Mutant:
         return getattr(self.factory, "__name__", repr(self.factory))
 
     def first_failure(self) -> LawBroken | None:
-        """Run the kit until a check fails, and return the failure without shrinking it.
+        """Run the kit until a check fails, and return the failure, which is not shrunk.
 
         The checks of the broken law come first, then the checks of its family.
 

@@ -1,6 +1,6 @@
 """Placeholders in options, which the check replaces by new folders and sizes of tiers.
 
-A new folder is needed because data of a connector must not outlive its run. A size is needed
+A new folder is needed because the data of a connector must not outlive the run. A size is needed
 because most faults of a tier show only when the tier is full, and a tier of its default size never
 fills up in a run of seconds. A size may be an expression, such as ``{bytes}/4`` for the upper of
 two levels.

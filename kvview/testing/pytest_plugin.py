@@ -27,7 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kvview-steps",
         type=int,
         metavar="N",
-        help=("maximum of calls in one sequence; for a connector, minimum of steps in one run"),
+        help=(
+            "maximum number of calls in one sequence; for a connector, minimum number of steps "
+            "in one run"
+        ),
     )
     group.addoption("--kvview-seeds", type=int, metavar="N", help="number of runs")
     group.addoption("--kvview-engine", metavar="NAME", help="what runs a connector")
@@ -48,5 +51,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--kvview-keep-going",
         action="store_true",
-        help=("play all seeds of a connector, even after a failure"),
+        help=("run all seeds of a connector, even after a failure"),
     )

@@ -37,7 +37,8 @@ class LawBroken(AssertionError):
         expected: The value that the law requires.
         script: Python code that reproduces the failure, and fails as long as the law is broken.
         seeds: For a connector, the seeds that break the law; the script shows the first seed.
-        timeline: For a connector, the places of the blocks after each step of the script's run.
+        timeline: For a connector, the numbers of blocks by owner after each step of the script's
+            run.
         log: For a connector, the last hooks, transfers and holds of the script's run.
         hint: The remedy; None for the hint of the law.
     """
@@ -83,7 +84,8 @@ class Recorder:
 
     Args:
         factory: Makes the harness; called once, by this constructor.
-        law: The checked law. If it contains ``*``, each failure names its own law.
+        law: The checked law. Law that the check tests; with ``*`` in it, each failure names its own
+            law.
         subject: Name of the harness's attribute that is under test.
     """
 
@@ -214,7 +216,7 @@ class Recorder:
         self._last = None
 
     def derive(self) -> None:
-        """Mark the next value as derived from the last result, not equal to it by chance.
+        """Mark the next value as derived from the last result, and not equal by chance.
 
         If one line of a script cannot express this, the script runs the check itself.
         """
@@ -222,7 +224,7 @@ class Recorder:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Omit read-only calls from the script, unless one of them fails."""
+        """Omit read-only calls from the script, unless such a call fails."""
         length = len(self._lines)
         yield
         del self._lines[length:]

@@ -78,7 +78,8 @@ class Report:
         results: One for each check that ended.
         num_selected: Number of selected checks.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
-        runs: For a connector, the simulated runs that its checks share; None before the runs.
+        runs: For a connector, the simulated runs that its checks share; None until the runs have
+            ended.
         versions: Versions of the packages used, by name.
     """
 
@@ -120,7 +121,7 @@ class Report:
         return {outcome.value: found[outcome] for outcome in Outcome if found[outcome]}
 
     def verdict(self) -> str:
-        """Return the verdict in one line: the colour, and the first reason."""
+        """Return the verdict in one line: green, red or another outcome, and the first reason."""
         for result in self.failures:
             failure = result.failure
             if failure is None:

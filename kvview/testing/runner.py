@@ -72,7 +72,7 @@ def plan_checks(
     if names:
         raise ConfigError(
             f"{names[0]} only applies to connectors, but this target is a {contract} harness; "
-            f"drop it"
+            "drop the option"
         )
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
@@ -172,7 +172,7 @@ def run_checks(
 
 
 def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
-    """Return a test whether runs continue after a broken law, which no selected check tests."""
+    """Return a function that decides whether the runs continue after a broken law."""
     judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
     named = {*LAWS, EXCEPTIONS}
     return lambda law: keep_going or (law if law in named else "*") not in judged

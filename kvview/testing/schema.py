@@ -18,7 +18,7 @@ class _Model(BaseModel):
 
 
 class SnapshotModel(_Model):
-    """The places of all blocks after a step of a simulated run."""
+    """The number of blocks of each owner after a step of a simulated run."""
 
     step: int
     free: int

@@ -1,6 +1,6 @@
 """The search that checks a contract: random operations, each compared with a model.
 
-A :class:`Player` has the object under test and the model of its contract. Methods marked with
+A :class:`Player` contains the object under test and the model of its contract. Methods marked with
 :func:`operation` change both; methods marked with :func:`observable` compare them. A run draws a
 subset of the operations and a size from its seed (swarm testing: a run without resets reaches
 states that resets would end), so the seed alone is enough to repeat the run. A failing run is
@@ -87,7 +87,7 @@ class Plan:
     Args:
         seed: Seed of the run.
         moves: Names of operations, each with the seed of its arguments.
-        most: Maximum of items for one operation; None lets the player draw it.
+        most: Maximum number of items for one operation; None lets the player draw the number.
         is_small: Whether the smallest size is used instead of a drawn one.
     """
 
@@ -132,7 +132,7 @@ class Player(Recorder):
         raise NotImplementedError
 
     def draw_most(self) -> int:
-        """Draw the maximum of items for one operation."""
+        """Draw the maximum number of items for one operation."""
         return self.rng.choice((3, 6, 6, 40))
 
     def num_moves(self, longest: int) -> int:
@@ -245,7 +245,7 @@ class SearchResult:
         failures: The shrunk first failure of each law.
         seeds: The failing seeds of each law.
         compared: Number of comparisons by law.
-        num_runs: Number of runs that were played.
+        num_runs: Number of runs that were made.
     """
 
     failures: dict[str, LawBroken] = field(default_factory=dict)
@@ -317,7 +317,7 @@ def _run_watched(player: Player, moves: Callable[[], None]) -> None:
 def _shrunk(
     player_class: type[Player], factory: Factory, plan: Plan, broken: LawBroken
 ) -> LawBroken:
-    """Find the shortest plan that breaks the same law; returns its failure with a script."""
+    """Find the shortest plan that breaks the same law; returns the failure with a script."""
     num_runs = 0
 
     def fails(plan: Plan, *, is_recording: bool = False) -> LawBroken | None:

@@ -3,8 +3,8 @@
 An engine provides its releases (:class:`Releases`), but this module never imports an engine.
 ``kvview check`` checks each release, in a process whose imports find that release first.
 
-1. A release is green if its process ended with exit code 0, its report is clean, and the runs in
-   the report used that release.
+1. A release is green if its process ended with exit code 0, its report is clean, and the report
+   states that its runs used that release.
 2. A release that could not be downloaded, imported or exercised is reported and not green.
 3. Releases run one after another, because a check uses all cores.
 4. On Ctrl-C the process ends with a report, and the findings so far are reported.
@@ -69,10 +69,10 @@ class Releases(Protocol):
         """
 
     def fetch(self, release: str, on_progress: Callable[[str], None], /) -> Path:
-        """Return the folder that comes first on the import path in this release.
+        """Return the folder that must be first on the import path for this release.
 
         Raises:
-            KVViewError: The release is not available; the message is one line.
+            KVViewError: The release is not available; the message has one line.
         """
 
     def environment(self) -> Mapping[str, str]:
@@ -111,7 +111,7 @@ class ReleaseResult:
 
     @property
     def left_out(self) -> list[str]:
-        """The scenarios that were skipped because the release cannot play them."""
+        """Parts of scenarios that were skipped, because the release cannot simulate them."""
         coverage = ((self.report or {}).get("runs") or {}).get("coverage", {})
         prefix = "left out: "
         return [name.removeprefix(prefix) for name in coverage if name.startswith(prefix)]
@@ -205,7 +205,7 @@ def check_releases(
 
 
 def _environment(releases: Releases, folder: Path) -> dict[str, str]:
-    """Return the environment in which imports find a release first."""
+    """Return the environment variables with which imports find a release first."""
     paths = [str(folder), *(path or os.getcwd() for path in sys.path)]
     return {**releases.environment(), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 

@@ -1,4 +1,4 @@
-"""A watchdog that ends calls that do not return because of an endless loop or a lock.
+"""A watchdog that ends calls which do not return because of an endless loop or a lock.
 
 The watchdog watches hooks of a connector and all other calls of a check. A timer ticks once a
 second and tests whether the same call is still running.

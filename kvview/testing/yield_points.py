@@ -2,7 +2,7 @@
 
 The time between two lines of the code under test is a microsecond, so another thread runs in
 between once in a million runs. With these functions a thread yields between two lines, so other
-threads can run each time.
+threads can run between any two lines.
 """
 
 from __future__ import annotations

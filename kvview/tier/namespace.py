@@ -103,6 +103,6 @@ class Namespace:
         ]
         if different:
             raise NamespaceMismatchError(
-                f"TIER-10: {where} was written for another namespace: {'; '.join(different)}. "
-                "Use another place for this namespace, or delete the old one"
+                f"TIER-10: {where} was written for another namespace: {'; '.join(different)}. Use "
+                "another location for this namespace, or delete the old data"
             )

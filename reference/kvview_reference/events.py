@@ -26,17 +26,17 @@ class EventLog(list[EventT]):
 
 
 class EventMerger:
-    """Merges the events of several sources.
+    """A merge of the events of several sources.
 
-    A key that two sources hold in one medium stays advertised until both have dropped it
-    (EVENT-1, EVENT-2).
+    A key that two sources hold in one medium stays advertised until both sources have dropped the
+    key (EVENT-1, EVENT-2).
     """
 
     def __init__(self) -> None:
         self._holders: Counter[tuple[str, OffloadKey]] = Counter()
 
     def merge(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
-        """Return the events, with only the keys that a medium as a whole gained or lost."""
+        """Return the events, with only the keys that a medium gained or lost as a whole."""
         merged = []
         for event in events:
             keys = [key for key in event.keys if self._changes(event, key)]

@@ -6,13 +6,13 @@ The queue consists of two arrays of ints and a list of states.
   the low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
   join at the high end, ``_back``: item i has position ``_back_start + i``, which is at least
   ``FIRST_BACK``. Items before ``_head`` are used up.
-- ``_state[b]`` is the position of a free block. For a held block, it is twice the number of
-  references, plus 1 if the block has a hash; this number is between the two ends. A touch or
-  a free reads only this list, because a second list would be a second cache miss.
+- ``_state[b]`` is the position of a free block. For a held block, the entry is twice the number of
+  references, plus 1 if the block has a hash; this number is always between the two ends. A touch or
+  a free reads only this list, because reading a second list would cost a second cache miss.
 - A method that takes a block writes 0 at its position. 0 is the id of the null block, which is
   never free. So every entry is a free block or 0, and ``filter`` skips the zeros.
-- An allocation drops the zeros that it reaches. Once zeros outnumber the blocks, every touch
-  moves some entries together (:meth:`FreeQueue._compact`), so that no single call takes long.
+- An allocation drops the zeros that it reaches. Once the zeros outnumber the blocks, every touch
+  compacts some entries (:meth:`FreeQueue._compact`), so that no single call takes long.
 - A walk (:mod:`kvview_reference.walks`) is a position on the axis. A method that takes or moves
   entries stops the walks first, so that they read the entries again.
 
@@ -78,7 +78,7 @@ class FreeQueue:
         self._walks: list[Walk] = []
 
     def num_free_blocks(self) -> int:
-        """Return the number of blocks that can be allocated now, hashed or not."""
+        """Return the number of blocks that can be allocated now, with or without a hash."""
         return self._num_free
 
     def free_block_ids(self) -> list[int]:
@@ -134,7 +134,7 @@ class FreeQueue:
         return block_ids
 
     def add_walk(self, walk: Walk) -> None:
-        """Start to move this walk along with the entries."""
+        """Register a walk, which then moves along with the entries."""
         self._walks.append(walk)
 
     def remove_walk(self, walk: Walk) -> None:
@@ -177,10 +177,10 @@ class FreeQueue:
         self._head = head
 
     def _compact(self, num_taken: int) -> None:
-        """Remove zeros from both lists, a piece at a time.
+        """Remove zeros from both lists, one piece in each call.
 
         Each list is compacted from its start: a piece of entries moves down to the end of the
-        piece before it, and the last call cuts off the rest. One call for everything would
+        piece before it, and the last call cuts off the rest. A single call for all pieces would
         take 150 ms in a pool of 1M blocks.
         """
         num_entries = _MOVED_PER_TOUCH * num_taken + _FEWEST_MOVED
@@ -230,7 +230,7 @@ def is_position(state: int) -> bool:
 
 
 def _live(entries: array[int]) -> list[int]:
-    """Return the entries that are blocks; fast for many zeros, which touches leave behind."""
+    """Return the entries that are blocks; fast even for many zeros, which touches leave."""
     if len(entries) > _FEWEST_MOVED and entries.tobytes() == bytes(8 * len(entries)):
         return []
     return list(filter(None, entries))

@@ -1,4 +1,4 @@
-"""The guards of the reference: one for the connector of an engine, one for each child of several.
+"""The guards of the reference, for the connector of an engine or for each child of several.
 
 :mod:`kvview.guard` implements the guard.
 """
@@ -21,8 +21,8 @@ def guard_children(view: GPUBlockPoolView, owners: Sequence[str]) -> list[Guarde
     """Make a guard for each child, so that no child can free another child's blocks.
 
     Args:
-        view: The view that the engine bound. If it is a guard, the children use its clock.
-        owners: Names of the children, in their order.
+        view: The view that the engine bound. If this view is a guard, the children use its clock.
+        owners: Names of the children, in the order of the children.
     """
     clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic
     return [GuardedView(view, owner=owner, clock=clock) for owner in owners]

@@ -245,7 +245,7 @@ class ReferenceManager:
     Args:
         cache_policy: Name of the policy.
         capacity: Keys that fit.
-        store_threshold: Offers that a key needs.
+        store_threshold: Number of offers that a key needs before it is stored.
     """
 
     Manager: type[CPUOffloadingManager] = CPUOffloadingManager
@@ -363,16 +363,16 @@ class ReferenceTransfer:
         copier._last = copier._lane.submit(self._gate.wait)
 
     def resume(self) -> None:
-        """Let them start again."""
+        """Let copies start again."""
         assert self._gate is not None, "resume follows pause"
         self._gate.set()
 
     def hold_compute(self) -> None:
-        """Leave the compute stream busy."""
+        """Keep the compute stream busy."""
         self._compute.hold()
 
     def release_compute(self) -> None:
-        """Let the compute stream come to its end."""
+        """Let the work of the compute stream end."""
         self._compute.release()
 
     def fail_compute(self, when: str) -> None:
@@ -388,7 +388,7 @@ class ReferenceTransfer:
         self._free_tensors(lambda at: at == number)
 
     def _free_tensors(self, fails: Callable[[int], bool]) -> None:
-        """Have the next job find the tensors of some of its blocks freed."""
+        """Free the tensors of some blocks of the next job."""
         copier: Any = self.worker._copier
         submit = copier.submit
 

@@ -56,11 +56,11 @@ class BlockPool(FreeQueue):
 
     1. Block 0 is the null block, which is never allocated; touch and free skip it.
     2. Freed blocks without a hash are reused first, the first of a batch first;
-       freed blocks with a hash are reused last, in the order freed.
+       freed blocks with a hash are reused last, in the order in which they were freed.
     3. Several blocks may have the same hash, and a block may have several hashes.
-    4. A call that raises has changed nothing.
+    4. A call that raises an exception has changed nothing.
 
-    These methods are for the engine and check only the range of ids. A connector gets a
+    These methods are for the engine and check only the range of ids. A connector receives a
     :meth:`view`, which also checks types and counts the references of each owner.
 
     Args:
@@ -90,7 +90,7 @@ class BlockPool(FreeQueue):
     # --- references and the free queue ---
 
     def ref_cnt(self, block_id: int) -> int:
-        """Return the references on a block, of the engine and all views."""
+        """Return the number of references of the engine and of all views to a block."""
         self.check_block_ids((block_id,))
         state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
         return 0 if is_position(state) else state // _REFERENCE
@@ -99,7 +99,7 @@ class BlockPool(FreeQueue):
         """Take one reference on each of the next victims, in order; their hashes are evicted.
 
         Raises:
-            NoFreeBlocksError: Fewer blocks are free.
+            NoFreeBlocksError: Fewer than ``num_blocks`` blocks are free.
         """
         if not 0 <= num_blocks <= self._num_free:
             raise NoFreeBlocksError(
@@ -225,7 +225,7 @@ class BlockPool(FreeQueue):
         self._num_free += len(unhashed) + len(hashed)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
-        """Make those of these blocks that are free the next victims, in the given order."""
+        """Make the free blocks among these the next victims, in the given order."""
         state = self._state
         self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
@@ -261,13 +261,14 @@ class BlockPool(FreeQueue):
     ) -> None:
         """Register full blocks under the hashes of their KV.
 
-        Each block gets one hash, without group index. A block that already has a hash gets a
-        further one, and its first hash stays the primary one. The event has block size and parent.
+        Each block gets one hash, without group index. A block that already has a hash receives a
+        further hash, and its first hash stays the primary hash. The event contains the block size
+        and the parent.
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
             BlockNotHeldError: A block is free, so no request can have computed its KV.
-            ValueError: The numbers of blocks and hashes differ, or the group index is impossible.
+            ValueError: The numbers of blocks and hashes differ, or the group index is invalid.
         """
         state, hashes, block_by_hash = self._state, self._hash, self._block_by_hash
         self.check_block_ids(block_ids)
@@ -296,7 +297,7 @@ class BlockPool(FreeQueue):
             self._events.append(BlockStored(new, parent_hash, block_size, group_idx))
 
     def _add_hash(self, block_id: int, key: OffloadKey) -> bool:
-        """Register a hash of a block that may have others; returns whether it was new."""
+        """Register a hash of a block, which may have other hashes; returns whether it was new."""
         if block_id == NULL_BLOCK_ID or key in self.block_keys([block_id])[0]:
             return False
         if self._hash[block_id] is None:
@@ -430,7 +431,7 @@ class BlockPool(FreeQueue):
                     _logger.exception("POOL-14: on_reuse(%d) raised; the pool continues", block_id)
 
     def forget_owner(self, owner: object) -> None:
-        """Drop the notices of an owner, and make its walks open the pool again."""
+        """Drop the notices of an owner, and make its walks check their view again."""
         self._stop_walks()
         for watchers in self._watchers.values():
             watchers.pop(owner, None)
@@ -469,7 +470,7 @@ class BlockPoolView(LedgerView):
         return self._pool
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release like ``free_blocks``, to the head of the queue (POOL-12)."""
+        """Release blocks like ``free_blocks``, but to the head of the queue (POOL-12)."""
         pool = self._open_pool()
 
         def move(block_ids: Sequence[int]) -> None:
@@ -493,7 +494,7 @@ class BlockPoolView(LedgerView):
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Release like ``free_blocks``, with one notice of reuse for each block (POOL-14)."""
+        """Release blocks like ``free_blocks``, and send one notice of reuse for each (POOL-14)."""
         block_ids = list(block_ids)
         self.free_blocks(block_ids)
         self._open_pool().watch_reuse(block_ids, self, on_reuse)

@@ -50,7 +50,7 @@ class ReferenceEngines:
     name = "reference"
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Return the nearest scenario that the engine can play."""
+        """Return the nearest scenario that the engine can simulate."""
         return scenario, ()
 
     def build(
@@ -69,7 +69,7 @@ class ReferenceEngines:
         return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
-        """Return the nearest scenario that two engines can play."""
+        """Return the nearest scenario that two engines can simulate."""
         return scenario
 
     def build_for_handoffs(
@@ -89,7 +89,7 @@ class ReferenceEngines:
 
 
 class _SideBySide(Connector):
-    """Several built connectors as one."""
+    """A connector that combines several connectors that are already built."""
 
     def __init__(self, children: Sequence[Connector]) -> None:
         super().__init__(children[0].config)
@@ -243,7 +243,7 @@ class ReferenceConnectorHarness:
         return self._engine.reset_cache()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Free the blocks of the last squeeze, and allocate this many blocks, or all free ones."""
+        """Free the last squeeze's blocks, and allocate this number, or all free blocks."""
         pool = self._pool
         pool.free_blocks(self._squeezed)
         self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
@@ -266,7 +266,7 @@ class ReferenceConnectorHarness:
 
     @property
     def mismatch(self) -> str:
-        """The latest block with wrong bytes: where it differs, and whose KV is there."""
+        """Describe the latest block with wrong bytes: the first difference, and the KV's key."""
         return self._engine.kv_bytes.mismatch
 
     def unfinished(self) -> Mapping[str, str]:
@@ -324,14 +324,14 @@ class ReferencePDHarness(ReferenceConnectorHarness):
 
     @property
     def num_loaded_blocks(self) -> int:
-        """Blocks that requests have loaded."""
+        """Return the number of blocks that requests have loaded."""
         return self._engine.stats.cpu_hit_blocks
 
     def num_wrong_blocks(self) -> int:
         """Count the blocks with other bytes than their owner has written.
 
-        A cached block has the bytes that follow from its key, and a squeezed block those that the
-        squeeze wrote.
+        A cached block has the bytes that follow from its key, and a squeezed block has the bytes
+        that the squeeze wrote.
         """
         blocks = range(1, self.num_blocks)
         keys = zip(blocks, self.block_keys(blocks), strict=True)
@@ -355,8 +355,8 @@ def _make_request(
     Args:
         add: The event.
         geometry: The geometry, for the hash block size.
-        serial: Makes its generated tokens differ from those of other requests.
-        before: The turn before it, if it continues one.
+        serial: Number that makes the generated tokens differ from the tokens of other requests.
+        before: The previous turn, if the request continues a conversation.
     """
     size = geometry.hash_block_size
     if before is not None:

@@ -1,8 +1,8 @@
 """Walks over the free queue of :class:`~kvview_reference.pool.BlockPool`.
 
-A walk is a position on the queue's axis. A one-shot walk copies a few entries at a time. A
-method that takes or moves entries stops the walk, which empties the copy, so the walk reads the
-entries again. So every item is true without a further check. A resumed walk keeps only its
+A walk is a position on the queue's axis. A one-shot walk copies a few entries at a time. A method
+that takes or moves entries first stops the walk: the copy is emptied, so the walk reads the entries
+again. So every item is true without a further check. A resumed walk keeps only its
 position between two calls.
 """
 
@@ -23,7 +23,7 @@ class ResumedWalk:
     """A :class:`~kvview.FreeBlockWalk` over the reference pool (POOL-13).
 
     Args:
-        open_pool: Returns the pool, or raises if the view was closed.
+        open_pool: Returns the pool, or raises an exception if the view was closed.
     """
 
     def __init__(self, open_pool: OpenPool) -> None:

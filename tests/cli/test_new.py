@@ -86,7 +86,7 @@ def test_no_file_is_overwritten(tmp_path: Path, existing: str) -> None:
     kept = tmp_path / existing
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("kept")
-    assert "exists already; nothing was written" in refusal(tmp_path, str(tmp_path / "mine.py"))
+    assert "these files already exist: " in refusal(tmp_path, str(tmp_path / "mine.py"))
     assert kept.read_text() == "kept"
 
 
@@ -101,21 +101,21 @@ def test_no_file_is_written_through_a_dangling_link(tmp_path: Path, existing: st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("my-connector.py", "is not that of a Python module"),
-        ("class.py", "is not that of a Python module"),
-        ("connector.txt", "is not that of a Python module"),
+        ("my-connector.py", "is not a valid name for a Python module"),
+        ("class.py", "is not a valid name for a Python module"),
+        ("connector.txt", "is not a valid name for a Python module"),
         ("mine.py --name a-b", "cannot be a part of a class name"),
         ("mine.py --name=", "cannot be a part of a class name"),
         ("connector.py", "cannot be a part of a class name"),  # the class would be Connector
         ("worker.py --hooks", "cannot be a part of a class name"),
         ("store.py", "cannot be a part of a class name"),
-        ("mine.py --hooks --raw", "are two kinds of connector"),
-        ("kvview.py", "'kvview' is the name of the module at "),
-        ("torch.py", "'torch' is the name of the module at "),
-        ("json.py", "'json' is the name of a module of Python"),
-        ("sub/queue.py", "'queue' is the name of a module of Python"),
-        ("conftest.py", "'conftest' is the name of a file that pytest reads"),
-        ("__init__.py", "'__init__' is the name of a file that Python reads"),
+        ("mine.py --hooks --raw", "select different kinds of connector"),
+        ("kvview.py", "kvview.py has the name of the module at "),
+        ("torch.py", "torch.py has the name of the module at "),
+        ("json.py", "json.py has the name of a module of Python"),
+        ("sub/queue.py", "queue.py has the name of a module of Python"),
+        ("conftest.py", "conftest.py has the name of a file that pytest reads"),
+        ("__init__.py", "__init__.py has the name of a file that Python reads"),
     ],
 )
 def test_wrong_names(

@@ -168,7 +168,7 @@ def test_a_file_that_does_not_import(tmp_path: Path, source: str, shown: str) ->
     target = f"{write(tmp_path / 'bad.py', source)}:Mine"
     text = error_of(target)
     assert shown in text
-    assert f"target '{target}' does not import: " in text
+    assert f"target '{target}' cannot be imported: " in text
 
 
 def test_a_file_given_as_a_module_is_suggested(

@@ -194,7 +194,9 @@ def test_mixins_are_checked_too() -> None:
 
 
 def test_a_mixin_behind_the_half_is_never_called() -> None:
-    with pytest.raises(ConnectorDefinitionError, match=r"the default of SchedulerConnector comes"):
+    with pytest.raises(
+        ConnectorDefinitionError, match=r"the default method of SchedulerConnector precedes"
+    ):
         type("Mine", (SchedulerConnector, Plans), {})
     first = type("First", (SchedulerConnector,), {"plan_step": Plans.plan_step})
     type("Mine", (first, Plans), {})

@@ -41,7 +41,7 @@ def multi(*children: Mapping[str, object]) -> MultiConnector:
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"connectors: .*at least 1 item"):
         multi()
-    with pytest.raises(ConfigError, match=r"'nowhere:Nothing' does not import"):
+    with pytest.raises(ConfigError, match=r"'nowhere:Nothing' cannot be imported"):
         multi({"connector": "nowhere:Nothing"})
 
 

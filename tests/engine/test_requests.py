@@ -251,11 +251,11 @@ def test_the_next_turn_starts_with_all_tokens_of_the_last(
     [
         (0, 1, 0, "0 prompt tokens"),
         (4, -1, 1, "-1 output tokens"),
-        (11, 1, 3, "3 block hashes for 2 full blocks"),
+        (11, 1, 3, "3 block hashes, but its tokens fill 2 blocks"),
     ],
 )
 def test_key1_impossible_counts_are_refused(
     num_tokens: int, num_output: int, num_hashes: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^KEY-1: request 'a': .*{message}"):
+    with pytest.raises(ValueError, match=rf"^KEY-1: request 'a' has .*{message}"):
         Request("a", num_tokens, num_output, SIZE, chain_hashes(range(num_hashes)))

@@ -39,9 +39,9 @@ def test_incomplete_parameters_are_refused(field: str, value: Any) -> None:
     ("changes", "message"),
     [
         ({"layout": "other"}, "pages of layout other"),
-        ({"num_tokens": 0}, "does not end at the end of a block"),
-        ({"num_tokens": -4}, "does not end at the end of a block"),
-        ({"num_tokens": 6}, "does not end at the end of a block"),
+        ({"num_tokens": 0}, "does not end at a block boundary"),
+        ({"num_tokens": -4}, "does not end at a block boundary"),
+        ({"num_tokens": 6}, "does not end at a block boundary"),
         ({"num_tokens": 16}, "not a prefix"),
         ({"prefix": HASHES[0].hex()}, "not a prefix"),
     ],

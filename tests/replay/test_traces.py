@@ -219,7 +219,7 @@ def test_unreadable_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     os.mkfifo(tmp_path / "pipe")
     wrong: dict[str | Path, str] = {
         tmp_path / "none.jsonl": "No such file or directory",
-        tmp_path: "no file in it ends in",
+        tmp_path: "no file in this folder ends in",
         "a\0b": "null",
         tmp_path / "pipe": "not a regular file",
         "/dev/zero": "not a regular file",

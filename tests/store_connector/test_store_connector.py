@@ -163,7 +163,7 @@ def test_wrong_options_are_refused(given: dict[str, object], message: str) -> No
 
 def test_a_tier_of_another_engine_takes_the_store_of_a_connector_but_no_transform() -> None:
     target = f"{EXAMPLES / 'two_levels.py'}:TwoLevelConnector"
-    with pytest.raises(ConfigError, match="has a transform, which is not applied below"):
+    with pytest.raises(ConfigError, match="has a transform, but a transform is not applied"):
         open_tier(TierOptions.model_validate({"store": target}), Namespace("m", weights="1"))
 
 

@@ -353,7 +353,7 @@ def test_the_suite_runs_under_pytest(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ((), "the suite needs --kvview-target package.module:factory"),
-        (("--kvview-target", "nowhere:x"), "does not import"),
+        (("--kvview-target", "nowhere:x"), "cannot be imported"),
     ],
 )
 def test_the_suite_refuses_bad_targets(args: Sequence[str], message: str, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_objects_in_a_folder(check: BoundCheck) -> None:
         ({"url": f"az://c/p?sig={SECRET}"}, "url: name the bucket alone"),
         ({"url": "s3://b/p", "max_bytes": 10}, "give the bucket a lifecycle rule"),
         ({"url": "s3://b/p", "rot": "x"}, r"options \['rot'\]: UnknownConfigurationKeyError"),
-        ({"url": "s3://b/p", "timeout": 0}, "timeout must be over 0"),
+        ({"url": "s3://b/p", "timeout": 0}, "timeout must be more than 0"),
         ({"url": "nope://b"}, "the object store at nope://b"),
         ({"url": "b/p"}, "the object store at"),
         ({"url": "memory:///", "checksum": "md5"}, "unknown checksum 'md5'"),

@@ -75,6 +75,8 @@ def test_a_class_that_requires_another_argument_is_refused_in_one_line(
         monkeypatch.undo()
         for each in CACHES:
             each.cache_clear()
-    found = f"vLLM {engine_version()} is not known, nothing was bound: found (View)?{kind.__name__}"
+    found = (
+        f"vLLM {engine_version()} is unknown, so nothing was bound: found (View)?{kind.__name__}"
+    )
     assert any(re.search(f"{found} that requires drifted", detail) for detail in details), details
     assert all("\n" not in detail for detail in details)

@@ -163,7 +163,7 @@ def test_an_unbound_connector_names_the_flag(make_engine: MakeEngine) -> None:
     [
         ({"conector": "x:Y"}, "conector: .*Known options: connector, options, pin_budget, trace"),
         ({"connector": "x:Y", "pin_budget": 2}, "pin_budget"),
-        ({"connector": "no.such.module:Connector"}, "does not import"),
+        ({"connector": "no.such.module:Connector"}, "cannot be imported"),
         ({"connector": f"{lane.EXAMPLE}:HostCacheConnector", "options": {"cpu": 1}}, "cpu_blocks"),
     ],
     ids=["unknown key", "wrong share", "unknown target", "unknown option"],

@@ -95,8 +95,9 @@ def require_handoffs(
         )
     if num_groups > 1 and not release.failed_requests:
         raise UnsupportedEngineError(
-            f"connector {target}: vLLM {engine_version()} takes no report of a failed load with "
-            f"{num_groups} KV-cache groups, and handoffs may fail; use 0.30.0 or later"
+            f"connector {target}: vLLM {engine_version()} accepts no report of a failed load with "
+            f"{num_groups} KV-cache groups, and the loads of handoffs may fail; use 0.30.0 or "
+            "later"
         )
     return options
 

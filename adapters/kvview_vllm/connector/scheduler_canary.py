@@ -78,7 +78,9 @@ def check_scheduler_steps(kind: type) -> str:
             return problem
         if isinstance(error, UnsupportedEngineError):
             raise
-        raise refusal(_SEAM, one_line(error), "the steps of every tested release") from error
+        raise refusal(
+            _SEAM, one_line(error), "the same steps as in every tested release"
+        ) from error
     return ""
 
 

@@ -44,8 +44,8 @@ class Media:
         for medium in [*names, *([named] if isinstance(named, str) else named)]:
             if not _is_known(self._names.setdefault(medium, medium)):
                 raise ConfigError(
-                    f"media: vLLM {engine_version()} knows no medium {self._names[medium]!r}, only "
-                    f"{', '.join(_KNOWN or ())}; map it to one of them: "
+                    f"media: vLLM {engine_version()} has no medium {self._names[medium]!r}, only "
+                    f"{', '.join(_KNOWN or ())}; map the medium to one of these: "
                     f'"media": {{"{medium}": "{(_KNOWN or [MEDIUM_CPU])[-1]}"}}'
                 )
 

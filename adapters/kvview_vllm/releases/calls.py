@@ -69,7 +69,7 @@ def make_known(target: Callable[..., Any], **values: Any) -> Any:
         raise refusal(
             name,
             f"{name} that requires {', '.join(new)}",
-            f"that it requires {', '.join(values)} at most",
+            f"no required argument except {', '.join(values)}",
         )
     return target(**known_arguments(target, values))
 

@@ -137,7 +137,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
         raise refusal(seam, "block ids that are not list positions", "blocks[i].block_id == i")
     _check_signatures(seam, block_pool, "vllm.v1.core.block_pool:BlockPool")
     if not takes(block_pool.touch, []):
-        raise refusal(seam, "BlockPool.touch([]) raises", "that an empty touch is allowed")
+        raise refusal(seam, "BlockPool.touch([]) raises", "BlockPool.touch to accept an empty list")
     return PoolSeam.found_on(block_pool)
 
 
@@ -210,7 +210,7 @@ def probe_connector() -> ConnectorSeam:
             raise refusal(
                 seam,
                 f"{event.__name__} that requires {', '.join(new)}",
-                f"that it requires {', '.join(EVENT_FIELDS)} at most",
+                f"no required field except {', '.join(EVENT_FIELDS)}",
             )
     check_shapes(seam)
     return ConnectorSeam.found_on(base)
@@ -228,7 +228,7 @@ def check_scheduler() -> None:
         raise refusal(
             BindingSeam.seam,
             f"a Scheduler without {', '.join(missing)}",
-            f"one with {' and '.join(wanted)}",
+            f"a Scheduler with {' and '.join(wanted)}",
         )
 
 

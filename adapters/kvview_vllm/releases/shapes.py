@@ -229,7 +229,7 @@ def require_concrete(seam: str, kind: type) -> None:
         raise refusal(
             seam,
             f"{base.__name__} that requires {', '.join(sorted(missing))}",
-            f"that it requires only members that {kind.__name__} has",
+            f"a class that requires only members that {kind.__name__} has",
         )
 
 

@@ -155,10 +155,10 @@ def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
         expected: The shapes that tested releases have.
     """
     return UnsupportedEngineError(
-        f"the {seam} seam of vLLM {engine_version()} is not known, nothing was bound: "
-        f"found {found}; expected {expected}. Tested: vLLM {TESTED}. "
-        f"Run a tested release or upgrade kvview; if the newest kvview refuses too, report "
-        f"this message, and the patches if your vLLM is a fork"
+        f"the {seam} seam of vLLM {engine_version()} is unknown, so nothing was bound: found "
+        f"{found}; expected {expected}. Tested: vLLM {TESTED}. Run a tested release or upgrade "
+        "kvview; if the newest kvview also refuses, report this message, and the patches if your "
+        "vLLM is a fork"
     )
 
 

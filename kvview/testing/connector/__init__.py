@@ -1,4 +1,4 @@
-"""Checks of a connector in an engine: many seeds, injected faults, invariants, small scripts.
+"""Checks of a connector in an engine: seeds, injected faults, invariants, and short scripts.
 
     report = check_connector(MyConnector)
     assert report.is_clean, report.summary()

@@ -1,7 +1,8 @@
 """Checks of a long run of equal rounds: the loads of late rounds, and the memory of the halves.
 
-The last rounds of a run are compared with the same rounds of new connectors, so that neither chance
-nor the pattern of the requests can cause a difference. Memory is measured at the end of rounds.
+The last rounds of a run are compared with the same rounds of new connectors, so that a difference
+cannot come from chance or from the pattern of the requests. Memory is measured at the end of
+rounds.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int
     """Require that a tier after many rounds loads at least half as much as a new tier.
 
     Args:
-        loads_of_rounds: Number of tokens that requests were to load, by round.
-        loads_when_new: The same numbers for new connectors, in the last of these rounds.
+        loads_of_rounds: Number of tokens that requests expected to load, by round.
+        loads_when_new: Number of tokens for new connectors, in the last of these rounds.
 
     Raises:
         InvariantBroken: CONN-10 is broken; the message has both numbers.
@@ -106,7 +107,8 @@ class Memory:
         Args:
             place: Number of the round, from 0.
             halves: All halves.
-            num_held: Maximum of pages that the tiers hold, because some of them may be filling.
+            num_held: Maximum number of pages that the tiers hold, because some tiers may still be
+                filling.
         """
         if self._rounds < FEWEST_ROUNDS:
             return
@@ -122,7 +124,7 @@ class Memory:
             self.allocated_at = _line_of_allocations(self._connector_class)
 
     def close(self) -> None:
-        """End the tracing of allocations."""
+        """Stop tracing allocations."""
         if self._traces:
             tracemalloc.stop()
 
@@ -151,8 +153,9 @@ def _growth_of_windows(sizes: Sequence[int]) -> list[int]:
 def longer(scenario: Scenario) -> Scenario:
     """Make a longer run, in which the memory of a connector with bounded tables does not grow.
 
-    The run reuses prompts, because a bounded history of keys may take long to fill. Days pass
-    between two hooks, because entries may expire. Requests and jobs are new in each round.
+    The run reuses prompts, because a bounded history of keys may take long to fill. Days of
+    simulated time pass between two hooks, because entries may expire. Requests and jobs are new in
+    each round.
     """
     again = _ROUNDS_TO_CONFIRM // 6
     return replace(scenario, rounds=_ROUNDS_TO_CONFIRM, rounds_until_reuse=again, clock_jump=_A_DAY)
@@ -190,7 +193,7 @@ def check_memory(sizes: Sequence[int], scenario: Scenario, allocated_at: str) ->
     Args:
         sizes: Least bytes in each window of the run.
         scenario: The run.
-        allocated_at: The line that allocated most of the growth, or empty.
+        allocated_at: Line of code that allocated most of the growth; empty if unknown.
 
     Raises:
         InvariantBroken: CONN-10 is broken; the message has the growth.
@@ -206,7 +209,7 @@ def check_many_keys(sizes: Sequence[int], allocated_at: str) -> None:
         InvariantBroken: CONN-10 is broken; the message has the growth.
     """
     if grows_with_keys(sizes):
-        raise _growth(sizes, f"rounds of {_MANY_BLOCKS} new keys each", allocated_at)
+        raise _growth(sizes, f"rounds with {_MANY_BLOCKS} new keys each", allocated_at)
 
 
 def _growth(sizes: Sequence[int], rounds: str, allocated_at: str) -> InvariantBroken:
@@ -263,7 +266,7 @@ def failure_at_the_end(
 def with_rounds_compared(
     result: SimulationResult, play: Callable[[Scenario], SimulationResult]
 ) -> SimulationResult:
-    """Play a run, and compare the rounds of a long run."""
+    """Run a scenario, and compare the rounds of a long run."""
     rounds = result.scenario.rounds
     is_whole = len(result.loads_of_rounds) == rounds and not result.scenario.ends_abruptly
     if result.failure or rounds < FEWEST_ROUNDS or not is_whole:
@@ -283,7 +286,7 @@ def _compare_rounds(
 
     Args:
         result: The long run.
-        play: Plays a scenario with a new connector.
+        play: Runs a scenario with a new connector.
 
     Returns:
         The coverage of the comparison.

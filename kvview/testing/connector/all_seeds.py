@@ -62,13 +62,13 @@ def check_connector(
 
     1. Seeds that detect the most wrong connectors in the least time come first. The report does not
        depend on the number of processes.
-    2. A failing seed is run again, and a difference between both runs is part of the message.
+    2. A failing seed is run again, and the message contains any difference between the two runs.
     3. The first failure of each law is shrunk.
-    4. A hook that does not return ends its run, and the second such hook ends the check.
-    5. A process that dies fails the seed that it played.
+    4. A hook that does not return ends its run; after the second such hook, the check ends.
+    5. If a process dies, the seed that it ran counts as failed.
 
     Args:
-        connector_class: A kvview connector, or one of the engine's own kind.
+        connector_class: A kvview connector, or a connector for the engine's own interface.
         seeds: Number of seeds.
         first_seed: The first seed.
         options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if the
@@ -78,14 +78,14 @@ def check_connector(
             so far.
         keep_going: Whether the run continues after a failure; or a function that decides this for
             the broken law.
-        max_shrink_runs: Maximum of runs to shrink one failure, and half of those for all laws
-            together. A long run counts as several runs; 0 turns shrinking off.
+        max_shrink_runs: Maximum number of runs to shrink one failure, and twice as many for all
+            failures together. A long run counts as several runs; 0 turns shrinking off.
         engines: Builds the engines; reference engines by default.
-        steps: Minimum of scheduler steps in a run; None for the numbers of the scenarios.
+        steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
             (:mod:`~kvview.testing.watchdog`).
-        processes: Number of forked processes that play; 0 plays in this process. The default is one
-            per core, but 0 for one seed and if a fork is not safe.
+        processes: Number of forked processes that run seeds; 0 runs all seeds in this process. The
+            default is one process per core, but 0 for a single seed or if a fork is not safe.
 
     Returns:
         The results; after Ctrl-C, the results so far.
@@ -147,10 +147,10 @@ def replay_seed(
     """Run one seed again, and shrink its failure.
 
     Args:
-        connector_class: A kvview connector, or one of the engine's own kind.
+        connector_class: A kvview connector, or a connector for the engine's own interface.
         seed: Seed of a failure.
         options: Options of the connector in the failing run.
-        max_shrink_runs: Maximum of runs to shrink the failure; 0 turns shrinking off.
+        max_shrink_runs: Maximum number of runs to shrink the failure; 0 turns shrinking off.
         engines: Engines of the failing run.
         steps: Minimum of steps of the failing run.
 
@@ -170,7 +170,7 @@ def replay_seed(
 
 
 class _Check:
-    """The seeds of a connector, played one after another, and their results."""
+    """The seeds of a connector, which run one after another, and their results."""
 
     workers: Workers
     goes_on: GoesOn
@@ -199,7 +199,7 @@ class _Check:
         self._first_load_error = ""
 
     def play(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> None:
-        """Play the seeds, in order, until a failure ends the run."""
+        """Run the seeds, in order, until a failure ends the check."""
         questions = (
             ("seed", seed, place % repeat.EVERY == _SAMPLE, self.code.measures(place))
             for place, seed in enumerate(seeds)

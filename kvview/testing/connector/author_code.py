@@ -40,8 +40,8 @@ class Unrun:
         condition: Source of the condition that never led to these statements; empty for a whole
             function.
         is_judged: Whether a check that does not reach these statements is incomplete. False for a
-            branch, and for code that handles errors, a GPU or a log, has no effect, or has no
-            caller.
+            branch, for code that handles errors, a GPU or a log, and for code without an effect or
+            a caller.
     """
 
     place: str

@@ -2,7 +2,7 @@
 
 The library ``coverage`` traces only the author's files, and finds the statements that no branch
 reached. A worker half in a separate process returns its branches to the process that plays the
-seed, which returns them with its results.
+seed, which adds them to its results.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _active: list[BranchTracer] = []
 
 @dataclass(frozen=True)
 class Region:
-    """The statements of a function, and those that ran.
+    """The statements of a function, and the statements that ran.
 
     Args:
         statements: Lines of the statements, in order.
         executed: Lines that ran.
-        missing: Lines that did not run and make a check incomplete.
+        missing: Lines that did not run, so that the check is incomplete.
         origins: For each line, the lines from which a branch to it never ran.
-        partial: Lines that ran and that have a branch that was never taken, to code that ran or to
-            the end.
+        partial: Lines that ran, but with a branch that was never taken, to other code or to the
+            end.
     """
 
     statements: list[int]
@@ -134,8 +134,8 @@ class BranchTracer:
     def measuring(self) -> Iterator[None]:
         """Measure the ``with`` block, including the threads that it starts.
 
-        Under another tracer, such as a debugger, and inside another measurement, the block is not
-        measured.
+        The block is not measured under another tracer, such as a debugger, or inside another
+        measurement.
         """
         if not self._paths or _active or why_not() is not None:
             yield
@@ -181,7 +181,7 @@ def take_branches() -> Branches:
 
 
 def add_branches(branches: Branches) -> None:
-    """Add the branches of a child process to the measurement of this one."""
+    """Add the branches of a child process to the measurement of this process."""
     if _active:
         _active[0].add(branches)
 

@@ -70,7 +70,7 @@ class CodeThatRan:
         statements that ran, if this number is small.
 
         Args:
-            num_seeds: Seeds that were played.
+            num_seeds: Number of seeds that were run.
         """
         if num_seeds >= FEWEST_SEEDS:
             return [_gap(one) for one in self.unrun if one.is_judged]
@@ -85,7 +85,7 @@ class CodeThatRan:
 
         Args:
             gaps: The gaps that are reported.
-            num_seeds: Seeds that were played.
+            num_seeds: Number of seeds that were run.
         """
         if self._code is not None and self._why_not is not None:
             yield f"code that never ran was not looked for: {self._why_not}"

@@ -22,7 +22,7 @@ def configure(
 
     Args:
         connector_class: The connector, which is built with the configuration as a trial.
-        scenario: Contains the size of the tier, for options with a placeholder and for
+        scenario: Scenario with the size of the tier, for options with a placeholder and for
             ``cpu_blocks``. If the tier refuses this size as too small, the smallest accepted size
             is used.
         options: Options of the connector; ``enable_events`` is added if the connector accepts it.

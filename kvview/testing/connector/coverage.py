@@ -1,6 +1,7 @@
 """Events that runs must have exercised before a connector may be called green.
 
-A connector that does nothing breaks no law, but such a run checks no law. Most faults of connectors
+A connector that does nothing breaks no law, but a run with such a connector checks no law. Most
+faults of connectors
 need two conditions at once, such as Mamba and a GPU hit. So loads are counted by combinations of
 conditions, called cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
 """
@@ -103,10 +104,10 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
 
     1. Without loads, cells are not checked.
     2. The cells of a kind of geometry are required only if enough seeds had this kind. Kinds that
-       the engine cannot play, or that few seeds drew, are not required.
-    3. Each cell must occur in at least one of ten seeds; the generator aims at one per seed.
-    4. If at least four steady runs were played, one must load enough for a comparison of its
-       rounds.
+       the engine cannot simulate, or that few seeds drew, are not required.
+    3. Each cell must occur in at least one of ten seeds, although the generator aims at one cell
+       per seed.
+    4. Of four or more steady runs, at least one must load enough for a comparison of its rounds.
     5. If an engine never resets while loads are in flight, the cells of such resets are not
        required.
     6. A tier whose size the check could not choose must have been full in one of twenty runs,
@@ -150,7 +151,7 @@ REPLACED = "replaced: "
 
 
 def replaced_parts(coverage: Mapping[str, int]) -> Sequence[str]:
-    """Return the parts of the connector that the engine replaced, so that they were not checked."""
+    """Return the parts of the connector that were not checked, because the engine replaced them."""
     return [name.removeprefix(REPLACED) for name in sorted(coverage) if name.startswith(REPLACED)]
 
 

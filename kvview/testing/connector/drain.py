@@ -20,10 +20,10 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
 
     Args:
         stage: The engine and its connectors.
-        raise_stuck: Called if work stops ending; raises an error with the reason.
+        raise_stuck: Called if the remaining work does not end; raises an error with the reason.
 
     Raises:
-        InvariantBroken: Work never ends, or blocks stay held.
+        InvariantBroken: Some work never ends, or blocks stay held.
     """
     engine = stage.engine
     engine.squeeze(0)
@@ -115,7 +115,7 @@ def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
 
     Args:
         stage: The engine and its connectors.
-        is_roomy: Whether blocks and pages were never short, and no transfer failed.
+        is_roomy: Whether GPU blocks and tier pages never ran out, and no transfer failed.
 
     Raises:
         InvariantBroken: CONN-13.
@@ -125,9 +125,9 @@ def check_skipped(stage: Stage, *, is_roomy: bool) -> None:
         if num_skipped and is_roomy:
             raise InvariantBroken(
                 "CONN-13",
-                f"num_skipped_blocks is {num_skipped!r}, although blocks and pages of the tier "
-                f"were never short and no transfer failed; it must only count blocks that could "
-                f"not be stored",
+                f"num_skipped_blocks is {num_skipped!r}, although GPU blocks and tier pages never "
+                "ran out and no transfer failed; it must only count blocks that could not be "
+                "stored",
             )
 
 

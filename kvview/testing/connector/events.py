@@ -1,4 +1,4 @@
-"""Plays the events of a scenario, round after round."""
+"""The execution of a scenario's events, round after round."""
 
 from __future__ import annotations
 

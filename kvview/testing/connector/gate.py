@@ -121,7 +121,7 @@ class Gate:
         return self.num_moved > num_moved
 
     def _let_in_next(self, thread: int) -> bool:
-        """Let the thread's next operation pass; False if none waits or comes soon."""
+        """Let the thread's next operation pass; returns False if no operation arrives soon."""
         with self._changed:
             found: list[_Ticket] = []
 
@@ -222,7 +222,7 @@ def _gated(values: Iterable[Any]) -> Iterator[GatedTensor]:
 
 
 def _moves(name: str, args: Iterable[Any], result: Any, gated: GatedTensor) -> bool:
-    """Whether an operation read or wrote bytes, which a new view of KV memory does not."""
+    """Whether an operation read or wrote bytes; False if it only made a view of KV memory."""
     if not isinstance(result, torch.Tensor):
         return name == "__setitem__"
     is_view = result.untyped_storage().data_ptr() == gated.address
@@ -230,7 +230,7 @@ def _moves(name: str, args: Iterable[Any], result: Any, gated: GatedTensor) -> b
 
 
 def _again(result: Any, gated: GatedTensor) -> Any:
-    """Put a view of KV memory behind the gate; copies need no gate."""
+    """Put a view of KV memory behind the gate; a copy of KV memory needs no gate."""
     if isinstance(result, torch.Tensor) and not hasattr(result, "gate"):
         if result.untyped_storage().data_ptr() == gated.address:
             return gate_tensor(result, gated.gate)

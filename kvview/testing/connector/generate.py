@@ -106,7 +106,7 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
 
     Args:
         seed: Any whole number.
-        steps: Minimum of steps, which is reached by repeated rounds; 0 for one round.
+        steps: Minimum number of steps, which is reached by repeated rounds; 0 for one round.
     """
     kind = dealt(_KINDS, seed)
     if kind == "steady":
@@ -258,7 +258,8 @@ def _generate_drafts(
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Draw draft tokens, accepted tokens by step, and lookahead slots; in most runs no drafts.
 
-    Runs with Mamba have no drafts, because a rejected draft needs a copy of the earlier state.
+    Runs with Mamba groups have no drafts, because a rejected draft needs a copy of the earlier
+    state.
     """
     has_states = any(isinstance(group, Mamba) for group in geometry.groups)
     if has_states or not draw.chance(SHARE_WITH_DRAFTS):
@@ -367,8 +368,9 @@ STEADY = (
 def steady_scenario(number: int) -> Scenario:
     """Make a run of equal rounds, for a tier that is too small for all prompts (CONN-10).
 
-    Some prompts are frequent and others occur once. The GPU holds a prompt completely, in part or
-    not at all. Transfers fail, and requests are aborted, wait for free blocks, or come in pairs.
+    Some prompts are repeated often, and others occur once. The GPU holds all blocks of a prompt,
+    some of them or none. Transfers fail, and requests are aborted, wait for free blocks, or come in
+    pairs.
 
     Args:
         number: Index among the steady runs.

@@ -32,7 +32,7 @@ class SimulationStats(Protocol):
 
     @property
     def finished(self) -> int:
-        """Number of requests that ended by themselves."""
+        """Number of requests that ended without an abort."""
 
     @property
     def aborted(self) -> int:
@@ -87,14 +87,15 @@ class ConnectorHarness(Protocol):
         """Release the blocks of the last squeeze, and allocate this number, or all free blocks."""
 
     def alias(self) -> bool:
-        """Give the first cached block of a running request a second hash, if a block is cached."""
+        """Give the first cached block of a running request, if any, a second hash."""
 
     def reset(self, *, after_reports: bool = False) -> bool:
         """Reset the caches; returns False if the reset was refused.
 
         Args:
-            after_reports: As in :class:`~kvview.testing.connector.scenario.Reset`; ignored by an
-                engine that ends each step with the reports.
+            after_reports: Whether reports are processed first, as in
+                :class:`~kvview.testing.connector.scenario.Reset`; ignored by an engine that ends
+                each step with the reports.
         """
 
     def shutdown(self) -> Mapping[int, int]:
@@ -108,7 +109,7 @@ class ConnectorHarness(Protocol):
 
     @property
     def mismatch(self) -> str:
-        """Describe the latest block with wrong bytes: the first difference, and its KV's key."""
+        """Describe the latest block with wrong bytes: the first difference, and the KV's key."""
 
     def unfinished(self) -> Mapping[str, str]:
         """Unfinished requests, ``{request_id: "waiting", "loading" or "running"}``.
@@ -120,7 +121,7 @@ class ConnectorHarness(Protocol):
         """Whether ``step`` has work to do, including pending work of the connectors."""
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """Return the key to load into each block of a request; empty unless it waits for loads.
+        """Return the key to load into each block of a request that waits for loads.
 
         An aborted request also waits for its loads.
         """
@@ -139,10 +140,10 @@ class ConnectorHarness(Protocol):
         """Return the free queue, next victim first."""
 
     def engine_refs(self) -> Counter[int]:
-        """Return the references by block of requests and of the squeeze."""
+        """Return the number of references of requests and of the squeeze to each block."""
 
     def held_blocks(self) -> Mapping[int, int]:
-        """Return the references by block that the connectors' views count."""
+        """Return the number of references to each block that the connectors' views count."""
 
 
 class EngineFactory(Protocol):
@@ -150,7 +151,7 @@ class EngineFactory(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the engine in reports, with its version if it has one."""
+        """Name of the engine in reports, with its version if known."""
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Return the nearest scenario that the engine can play.
@@ -174,9 +175,9 @@ class EngineFactory(Protocol):
             scenario: A scenario that :meth:`fit` returned.
             connectors: Connectors of the engine, in order of preference for loads.
             owner: Name of the owner in reports of the view.
-            clock: Returns seconds, by which leases expire if the engine has leases.
+            clock: Clock in seconds, by which leases expire if the engine has leases.
             stream: The compute stream of the worker halves, if compute lags in the scenario. The
-                engine notifies it of each launch and each output.
+                engine notifies this stream of each launch and each output.
         """
 
 
@@ -190,7 +191,7 @@ class RunsOwnConnectors(Protocol):
         """Run the engine's own connector through a scenario; coverage counts skipped parts.
 
         Args:
-            connector_class: A connector of the engine's own kind.
+            connector_class: A connector for the engine's own interface.
             scenario: The run.
             options: Options of the connector.
         """
@@ -208,7 +209,7 @@ class RunsOwnConnectors(Protocol):
 
 
 def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors:
-    """Return the factory if it also runs connectors of its engine.
+    """Return the factory if it also runs connectors for its engine's own interface.
 
     Raises:
         ConfigError: The factory runs only kvview connectors.
@@ -217,7 +218,7 @@ def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors
         return engines
     raise ConfigError(
         f"{connector_class.__qualname__} is not a kvview connector, but {engines.name} only runs "
-        f"those; pass --engine vllm to check a connector of vLLM"
+        "kvview connectors; pass --engine vllm to check a connector of vLLM"
     )
 
 

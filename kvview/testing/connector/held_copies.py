@@ -117,7 +117,7 @@ class HeldCopies:
         self.gate.set_failing(num_good, 1 if num_good and self._draw() < 0.5 else None)
 
     def settle(self) -> None:
-        """Wait for copies for which a wrong worker half does not wait."""
+        """Wait for the remaining copies, because a wrong worker half may not wait for them."""
         time.sleep(_SETTLE)
 
     def shutdown(self, has_jobs: bool) -> None:
@@ -145,8 +145,8 @@ class HeldCopies:
             raise InvariantBroken(
                 "CONN-4",
                 f"shutdown of the worker half returned although {num_late} of its copies were "
-                f"still to come; it must finish or drop its transfers in flight",
-                hint="Join the threads that copy in shutdown.",
+                "still pending; it must finish or drop its transfers in flight",
+                hint="In shutdown, join the threads that copy.",
             )
 
     def _submit(
@@ -246,7 +246,7 @@ def _ends_within(seconds: float, call: _Call) -> bool:
 
 
 def _returns(call: _Call) -> bool:
-    """Wait for the end of a call; returns False if all threads sleep and do not wake up."""
+    """Wait for the end of a call; returns False if all threads sleep forever."""
     num_looks, before = 0, num_yields[0]
     while not _ends_within(_LOOK, call):
         num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0

@@ -21,7 +21,7 @@ class InvariantBroken(AssertionError):
 
     Args:
         law: Number of the law, ``"CONN-4"`` for example.
-        message: The found and the expected values.
+        message: Text with the found and the expected values.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
         hint: The remedy; None for the hint of the law.
@@ -75,9 +75,9 @@ def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> N
     if unreferenced != set(free_ids):
         raise InvariantBroken(
             "POOL-1",
-            f"the free queue does not match the references: blocks "
-            f"{sorted(set(free_ids) - unreferenced)} are in the queue but have references, "
-            f"blocks {sorted(unreferenced - set(free_ids))} have none but are not in the queue",
+            "the free queue does not match the references: blocks "
+            f"{sorted(set(free_ids) - unreferenced)} are in the queue but have references, blocks "
+            f"{sorted(unreferenced - set(free_ids))} have no references but are not in the queue",
         )
 
 
@@ -115,7 +115,7 @@ def check_drained(held: Mapping[int, int], when: str) -> None:
 
     Args:
         held: References that the connector still has, ``{block_id: count}``.
-        when: The time of the check, for the message.
+        when: When the check was made, for the message.
 
     Raises:
         InvariantBroken: CONN-4.

@@ -29,9 +29,9 @@ class PlannedJob:
 
     Args:
         transfer: The job as the connector planned it.
-        is_load: Whether it is a load.
-        fate: Delays of the move and of the report, and the outcome of the job.
-        gpu_blocks: Blocks that it reads or writes.
+        is_load: Whether the job is a load.
+        fate: Delay of the copy, delay of the report, and outcome of the job.
+        gpu_blocks: GPU blocks that the job reads or writes.
         block_keys: Keys of the KV in each source block of a store at the time of the plan.
         mark: Event in the compute stream before the job (XFER-6); None if compute does not lag.
     """
@@ -99,7 +99,7 @@ class PlannedJob:
 
     @property
     def failing_blocks(self) -> list[int]:
-        """Blocks that do not arrive because of the job's fate."""
+        """Blocks that are not copied because of the job's fate."""
         moved = {"ok": len(self.gpu_blocks), "half": len(self.gpu_blocks) // 2, "none": 0}
         return self.gpu_blocks[moved[self.fate.outcome] :]
 
@@ -130,7 +130,7 @@ class Start:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether the call may overlap with others: its plan is plain, and no job will fail."""
+        """Whether the call may overlap with other calls: a plain plan without failing jobs."""
         return is_plain(self.plan) and all(job.fate.outcome == "ok" for job in self.jobs)
 
     def must_follow(self, other: Start) -> bool:

@@ -42,8 +42,8 @@ class KVBytes:
         num_layers: Number of tensors; a block has one page in each tensor.
         device: Device of the pages.
         group_pages: Bytes that each group uses of a page of each tensor, 0 for none; by default all
-            pages are equal. A tensor's pages have the size of the largest use; the rest is padding
-            for the other groups.
+            pages are equal. The pages of a tensor have the size that the largest group uses;
+            smaller groups have padding.
 
     Raises:
         ConfigError: A size is not positive, or ``page_bytes`` is not a multiple of 8.
@@ -109,7 +109,7 @@ class KVBytes:
             layer.index_fill_(0, rows, _POISON)
 
     def count_not_poisoned(self, block_ids: Sequence[int]) -> int:
-        """Count the blocks that were written since :meth:`poison`."""
+        """Count the blocks that were written since the last call of :meth:`poison`."""
         rows = self._on_device(np.array(block_ids, np.int64))
         wrong = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
         for layer in self._layers:
@@ -144,7 +144,7 @@ class KVBytes:
         found: torch.Tensor,
         expected: torch.Tensor,
     ) -> str:
-        """Describe the place at which a page differs, and the key of the KV there."""
+        """Describe the first difference in a page, and the key of the KV found there."""
         at = (found != expected).nonzero().flatten().tolist()
         tensor = next(index for index, one in enumerate(self._layers) if one is layer)
         place = tensor, at[0]
@@ -155,7 +155,7 @@ class KVBytes:
         )
 
     def _owner(self, word: int, place: tuple[int, int]) -> str:
-        """Describe the key of a word's KV, and the word's place in it if the place differs."""
+        """Describe the key of a word's KV, and the word's position in this KV if it differs."""
         if word == _POISON:
             return "no KV that was written since the block was allocated"
         keys = {_seed(key): key for written in self._written for key in written}

@@ -41,8 +41,8 @@ def first_load_error(paths: Collection[str], play: Callable[[], SimulationResult
         play: Runs the connector, in this process only.
 
     Returns:
-        The exception with its line of source. If no exception was recorded, the error of the load's
-        result.
+        The exception with its line of source, or the error in the result of the load if no
+        exception was recorded.
     """
     recorder = _Recorder(frozenset(paths))
     text = line_of(recorder.run(play).load_error)

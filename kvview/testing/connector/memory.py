@@ -1,6 +1,7 @@
 """The model of a run: the KV in each page of the GPU and of the tier, in stream order.
 
-It consists of dictionaries and copies of bytes, without any implementation. Each comparison raises
+The model consists of dictionaries and copies of bytes, without code of any implementation. Each
+comparison raises
 :class:`InvariantBroken` with its law.
 """
 
@@ -31,10 +32,10 @@ _REMEMBERED_STORES = 8  # stores that are kept per page, to explain wrong bytes
 
 
 class GPUPages:
-    """The bytes of the GPU blocks, which only loads may write, and only in the blocks they name.
+    """The bytes of the GPU blocks; a load may only write the blocks that it names.
 
     Args:
-        tensors: The KV caches, not behind a gate.
+        tensors: The KV caches, without a gate.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -47,7 +48,7 @@ class GPUPages:
         return [tensor[numbers] for tensor in self._tensors]
 
     def corrupt(self, blocks: Iterable[int]) -> None:
-        """Overwrite blocks with bytes that are not KV."""
+        """Overwrite blocks with bytes that are not the KV of any key."""
         numbers = list(blocks)
         for tensor in self._tensors:
             tensor[numbers] = _JUNK
@@ -115,10 +116,10 @@ class GPUPages:
     def check_arrived(
         self, load: PlannedJob, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     ) -> None:
-        """Find words that a load did not change although it was reported as a success.
+        """Find words that a load did not write although the load was reported as a success.
 
         Raises:
-            InvariantBroken: XFER-4, if a block was not written, or only in part.
+            InvariantBroken: XFER-4, if a block was not written, or only partly.
         """
         spec = load.transfer.dst
         if not isinstance(spec, GPULoadStoreSpec):
@@ -137,7 +138,7 @@ class GPUPages:
             raise InvariantBroken(
                 "XFER-4",
                 f"load job {load.job_id} is reported as a success, but blocks {sorted(missing)} "
-                f"are not written yet, or only in part",
+                "are not written yet, or only partly",
             )
 
 
@@ -145,7 +146,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
     """Require that no job copied before the steps launched before it were computed.
 
     Args:
-        jobs: Jobs that may have copied, and whose steps are not computed.
+        jobs: Jobs that may have copied although the steps before them are not computed.
 
     Raises:
         InvariantBroken: XFER-6, if there is such a job.
@@ -156,7 +157,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
         raise InvariantBroken(
             "XFER-6",
             f"a copy of {kind} jobs {[job.job_id for job in jobs]} ran while the engine still "
-            f"computed the steps that it had launched before: wait for an event of compute_stream",
+            "computed the steps that it had launched before; wait for an event of compute_stream",
         )
 
 
@@ -193,17 +194,23 @@ class TierPages:
         stores = self._stores[page]
         reads = f"load job {job_id} reads host block {page} for key {short(key)}"
         if not stores:
-            raise InvariantBroken("CONN-2", f"{reads}, but no page was ever stored there")
+            raise InvariantBroken(
+                "CONN-2", f"{reads}, but no key was ever stored in this host block"
+            )
         last = stores[-1]
         if key in last.keys:
             if last.has_ended and key not in last.stored_keys:
-                raise InvariantBroken("OFF-4", f"{reads}, but the store into it failed")
+                raise InvariantBroken(
+                    "OFF-4", f"{reads}, but the store into this host block failed"
+                )
             return
         if any(key in store.keys for store in stores):
-            raise InvariantBroken("OFF-1", f"{reads}, but another key was stored over it since")
+            raise InvariantBroken(
+                "OFF-1", f"{reads}, but another key has since been stored in this host block"
+            )
         held = ", ".join(sorted(map(short, last.keys))) or "nothing computed"
         raise InvariantBroken(
-            "CONN-6", f"{reads}, but the blocks held {held} when they were copied there"
+            "CONN-6", f"{reads}, but the blocks that were copied into this host block held {held}"
         )
 
 
@@ -233,7 +240,7 @@ class TierKeys:
 
     @property
     def advertised(self) -> set[OffloadKey]:
-        """Keys that some medium holds according to its events."""
+        """Keys that any medium holds according to its events."""
         return self._events.advertised()
 
     def on_planned(self, job: PlannedJob) -> None:
@@ -287,8 +294,8 @@ class TierKeys:
                 )
             raise InvariantBroken(
                 "EVENT-2",
-                f"key {short(key)} is advertised, but since the last reset no store of it was "
-                f"started and has ended",
+                f"key {short(key)} is advertised, but no store of this key was started since the "
+                "last reset and has ended",
             )
 
     def on_promise(
@@ -298,8 +305,8 @@ class TierKeys:
 
         Args:
             request: The request.
-            num_computed: Tokens that hit on the GPU.
-            num_promised: Tokens promised beyond the GPU hit.
+            num_computed: Number of tokens that hit on the GPU.
+            num_promised: Number of tokens that were promised beyond the GPU hit.
             is_silent: Whether the tokens come from a tier without events.
 
         Raises:
@@ -337,8 +344,8 @@ class TierKeys:
             if key not in self.stored:
                 raise InvariantBroken(
                     "CONN-2",
-                    f"{promise}, but since the last reset no store of it was started and "
-                    f"reported as a success",
+                    f"{promise}, but no store of this key was started since the last reset and "
+                    "reported as a success",
                 )
             if advertised is not None and key not in advertised:
                 raise InvariantBroken("EVENT-2", f"{promise}, but the events do not advertise it")

@@ -36,7 +36,7 @@ def check_load(job: PlannedJob, engine: ConnectorHarness) -> Mapping[int, Offloa
     """Require that the request of a load waits for the blocks of the load.
 
     Returns:
-        The key that must be loaded into each block.
+        Key that must be loaded into each block.
 
     Raises:
         InvariantBroken: XFER-2, if the request does not wait for a block.
@@ -79,7 +79,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             f"yet",
         )
     raise InvariantBroken(
-        "CONN-6", f"{reads} any more, because they were not held and now belong to another request"
+        "CONN-6", f"{reads}, because they were not held and now belong to another request"
     )
 
 

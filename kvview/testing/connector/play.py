@@ -1,4 +1,4 @@
-"""The play of one seed of a connector: its run, and repetitions that confirm the result."""
+"""The execution of one seed of a connector: its run, and repetitions that confirm the result."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Played:
 
 
 class SeedPlayer:
-    """Plays scenarios, drawn from seeds or given, against a connector.
+    """Runs scenarios, drawn from seeds or given, against a connector.
 
     Args:
         connector_class: The connector.
@@ -78,7 +78,7 @@ class SeedPlayer:
         self._tracer = BranchTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """Call a method by its name, with the arguments of a question."""
+        """Call the method that a question names, with the arguments of the question."""
         name, *arguments = question
         return getattr(self, name)(*arguments)
 
@@ -91,7 +91,8 @@ class SeedPlayer:
 
         Args:
             seed: Any whole number.
-            is_sample: Whether to run the seed twice if it is green, short, and loads a block.
+            is_sample: Whether to run the seed twice if its run is green, is short, and loads a
+                block.
             is_measured: Whether to measure which branches of the author's code run.
         """
         scenario = self.scenario(seed)
@@ -153,7 +154,7 @@ class SeedPlayer:
         return runs.judge_own(self._connector_class, result, self._options)
 
     def simulate(self, scenario: Scenario) -> SimulationResult:
-        """Play a scenario; find out whether the reuse of request ids causes a failure (CONN-5)."""
+        """Run a scenario, and find out whether reused request ids cause a failure (CONN-5)."""
         run = partial(simulate, self._connector_class, options=self._options, engines=self._engines)
         result = run(scenario)
         failure = result.failure
@@ -168,7 +169,7 @@ class SeedPlayer:
 
     @property
     def _is_own(self) -> bool:
-        """Whether the connector is a kvview connector, not one for the engine's own interface."""
+        """Whether this is a kvview connector, not a connector for the engine's own interface."""
         return not is_engine_connector(self._connector_class)
 
     def _with_events_wanted(self, result: SimulationResult) -> SimulationResult:
@@ -178,7 +179,7 @@ class SeedPlayer:
 
     @cached_property
     def _wants_events(self) -> bool:
-        """Whether the options enable events, or the connector has the option ``enable_events``."""
+        """Whether events are enabled by the options, or can be with ``enable_events``."""
         if not self._is_own:
             return False
         return _asks_for_events(self._options) or (

@@ -1,4 +1,4 @@
-"""The comparison of two runs of a scenario, because a seed can replay only deterministic runs."""
+"""The comparison of two runs of a scenario, because a seed only reproduces a deterministic run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERY = 10
 def difference(first: SimulationResult, second: SimulationResult) -> str | None:
     """Return the difference between two runs of one scenario as a line; None if they are equal.
 
-    Messages are not compared, because they may quote addresses.
+    Messages are not compared, because they may contain memory addresses.
     """
     if _end(first.failure) != _end(second.failure):
         return f"the first run: {_text(first.failure)}; the second: {_text(second.failure)}"

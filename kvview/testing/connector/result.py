@@ -18,8 +18,8 @@ class Snapshot:
     Args:
         step: Number of the step, from 1.
         free: Blocks in the free queue.
-        engine: Blocks of requests and of other users of the GPU.
-        held: Blocks that only the connector refers to.
+        engine: Blocks that requests and other users of the GPU hold.
+        held: Blocks that only the connector holds.
         in_flight: Jobs that are not reported yet.
     """
 
@@ -38,7 +38,7 @@ class Failure:
         law: Number of the law that was broken.
         message: The event that broke the law.
         step: Number of steps until the failure.
-        num_events: Number of events of the scenario that had started by then.
+        num_events: Number of events of the scenario that had started before the failure.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised, or returned a value that no engine can use.
         log: The last hooks, transfers and holds before the failure.
@@ -64,7 +64,7 @@ class SimulationResult:
     """The result of a run.
 
     Args:
-        scenario: The scenario that was played.
+        scenario: The scenario that was run.
         failure: The failure; None if no law was broken.
         timeline: One snapshot for each of the last steps.
         coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
@@ -91,7 +91,7 @@ class ConnectorFailure:
     """A seed whose run broke a law.
 
     Args:
-        seed: Number that replays the run exactly.
+        seed: Number from which the run can be repeated exactly.
         law: Number of the law that was broken, ``"CONN-4"`` for example.
         message: The event that broke the law, in the smallest run that was found.
         script: Python code that reproduces the failure.
@@ -141,19 +141,19 @@ class ConnectorRuns:
         connector: Name of the class.
         engine: Name of the engine that ran the connector, with its version if known.
         first_seed: The first seed; seeds are consecutive.
-        num_seeds: Number of seeds that were played.
+        num_seeds: Number of seeds that were run.
         failures: One for each seed that broke a law; the first failure of each law is shrunk.
         seconds: Duration.
         coverage: Number of occurrences of each event, over all seeds.
         is_interrupted: Whether an interrupt ended the check before the last seed.
-        steps: Minimum of scheduler steps in a run; None for the numbers of the scenarios.
+        steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         notes: Notes for the reader that no law covers, one line each.
         typical: Snapshots of a run with a typical number of loads.
-        num_asked: Number of seeds that were to be played.
+        num_asked: Number of seeds that were requested.
         gaps: Missing parts of the check that the coverage does not show.
-        num_statements: Number of statements in those functions of the author's code that the
+        num_statements: Number of statements in the functions of the author's code that the
             connector uses.
-        unrun: The statements among them that no run reached.
+        unrun: Statements of these functions that no run reached.
     """
 
     connector: str
@@ -174,7 +174,7 @@ class ConnectorRuns:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all seeds were played, none broke a law, and no part of the check is missing."""
+        """Whether all seeds were run, no seed broke a law, and no part of the check is missing."""
         is_whole = not (self.is_interrupted or self.is_cut_short)
         return is_whole and not (self.failures or self.not_exercised)
 
@@ -194,19 +194,19 @@ class ConnectorRuns:
 
     @property
     def replaced(self) -> Sequence[str]:
-        """The parts of the connector that the engine replaced, so that they were not checked."""
+        """Parts of the connector that were not checked, because the engine replaced them."""
         return replaced_parts(self.coverage)
 
     @property
     def left_out(self) -> Sequence[str]:
-        """Parts of scenarios that were not played, because the engine cannot play them."""
+        """Parts of scenarios that were skipped, because the engine cannot simulate them."""
         prefix = "left out: "
         found = (name for name in sorted(self.coverage) if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in found]
 
     @property
     def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:
-        """The failures by law, with exceptions of the connector as their own group.
+        """The failures by law, with exceptions of the connector as a separate group.
 
         The first failure of each group is shrunk.
         """

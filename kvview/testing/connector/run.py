@@ -60,13 +60,13 @@ def simulate(
     """Run a connector through a scenario; the same arguments give the same result.
 
     Args:
-        connector_class: A kvview connector, or one of the engine's own kind.
+        connector_class: A kvview connector, or a connector for the engine's own interface.
         scenario: The run.
-        options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if
-            it has these options.
+        options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if the
+            connector has these options.
         unique_ids: Whether a reused request id gets another name.
-        engines: Builds the engine; the reference engine by default. Parts of the scenario that it
-            cannot play are skipped, and counted in the result's coverage.
+        engines: Builds the engine; the reference engine by default. Parts of the scenario that the
+            engine cannot simulate are skipped, and counted in the result's coverage.
 
     Raises:
         ConfigError: The connector refuses the options, one of them does not pickle, or
@@ -109,7 +109,7 @@ def _play(
     unique_ids: bool,
     engines: EngineFactory,
 ) -> tuple[SimulationResult, list[str]]:
-    """Play a scenario; returns the result, and the names of the threads that the halves left."""
+    """Run a scenario; returns the result, and the names of threads that the halves left."""
     try:
         with in_fresh_folders(options, scenario.num_connectors) as options_of_each:
             with watchdog.calling():  # the call of the constructor
@@ -130,12 +130,12 @@ class _BudgetIgnored(Exception):
 
 
 class Run:
-    """A run: builds the connectors and the engine, plays the scenario, and makes the result.
+    """A run, which builds the connectors and the engine, plays the scenario, and makes the result.
 
     Args:
         connector_class: The connector.
-        scenario: The scenario; parts that the engine cannot play are skipped.
-        options_of_each: Options of each instance.
+        scenario: The scenario; parts that the engine cannot simulate are skipped.
+        options_of_each: Options of each instance of the connector.
         unique_ids: Whether a reused request id gets another name.
         engines: Builds the engine.
     """
@@ -261,7 +261,7 @@ class Run:
                 worker.shutdown()
 
     def _stop_workers(self) -> None:
-        """Stop threads and free memory, even after an error."""
+        """Stop the threads of the run and free its memory, even after an error."""
         if self._stream is not None:
             self._stream.finish()  # threads of a worker half may wait for compute
         if self.stage.built is not None:
@@ -272,7 +272,7 @@ class Run:
     # --- the result ---
 
     def _raise_ignored_budget(self, error: Exception) -> None:
-        """Make the run repeat without a budget, because no law requires a query before a hold."""
+        """Have the run repeated without a budget; no law requires a query before a hold."""
         if self.scenario.pin_budget is None or not _is_refused_hold(error):
             return
         if not any(part.scheduler.asks_for_budget for part in self.stage.parts):

@@ -24,12 +24,12 @@ class Add:
     Args:
         request_id: Id of the request; an earlier request may have had the same id.
         family: Prompts of one family are prefixes of each other.
-        num_prompt_tokens: Number of tokens of the prompt; for a next turn of a conversation, of its
-            new tokens.
+        num_prompt_tokens: Number of tokens of the prompt; for a next turn of a conversation, number
+            of its new tokens.
         num_output_tokens: Tokens to generate.
         continues: Id of an ended request whose conversation this request continues: the prompt
             starts with all its tokens, including generated tokens. The event is skipped if no such
-            request exists. None for a new prompt.
+            request exists. None for a request that continues no other request.
         stops_after: Number of generated tokens after which the request ends early, as with a stop
             token; steps in flight are then discarded. With None, it ends after
             ``num_output_tokens``, which every engine knows in advance.
@@ -151,29 +151,33 @@ class Scenario:
         cpu_blocks: Blocks that the tier holds; set through an option with a placeholder
             (:mod:`~kvview.testing.placeholders`) or the option of this name.
         num_connectors: Number of connectors, 1 or 2.
-        max_running: Maximum of requests that are computed at once.
+        max_running: Maximum number of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
         drafts: For speculative decoding: numbers of draft tokens and of accepted drafts, for the
             decode steps of a request in turn. Slots of rejected drafts have KV that belongs to no
             request. Empty without drafts; with drafts, ``decode_tokens`` has no effect.
-        lookahead_tokens: Tokens for which a step has slots beyond those that it computes.
+        lookahead_tokens: Number of tokens for which a step has slots in addition to the tokens that
+            it computes.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
-        loads_may_fail: Whether loads have the outcomes of their fates; otherwise all loads succeed.
-        loads_may_be_late: Whether loads have the delays of their fates; otherwise no load is late.
-        loads_after_hits: Whether a request with a GPU hit may also load.
+        loads_may_fail: Whether loads end with the outcomes of their fates; otherwise all loads
+            succeed.
+        loads_may_be_late: Whether loads are delayed as their fates state; otherwise no load is
+            late.
+        loads_after_hits: Whether a request with a GPU hit may also load blocks from the tier.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is taken; 1 for a synchronous engine.
         compute_lags: Whether the KV of a step is written only when its output is taken, so
             that a worker half that ignores the compute stream (XFER-6) reads and writes too
             early; otherwise it is written when the step is launched.
-        worker_half: The delivery of jobs to the worker half.
+        worker_half: How jobs are passed to the worker half.
         group_pages: Bytes of a block's page that each group uses in each tensor, 0 for none; the
             rest of the page is padding. Empty for two tensors with equal pages. An engine with its
-            own layout ignores it.
+            own layout ignores this field.
         ranks: Numbers of the tensors of each rank, for an engine with one worker half per rank;
             empty for one rank. A job ends when all ranks have reported it.
-        rounds: Number of times that the events are played. Each round has its own prompts and its
+        rounds: Number of rounds, each of which plays all events. Each round has its own prompts and
+            its
             own order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. If a
             connector never queries the budget and a hold raises ``PinBudgetExceeded``, the run is
@@ -219,7 +223,7 @@ class Scenario:
 
     @property
     def num_blocks_of_all(self) -> int:
-        """Number of blocks that all tokens of all requests need if they share no blocks."""
+        """Number of blocks that all tokens of all requests need if requests share no blocks."""
         lengths: dict[str, int] = {}
         num_blocks = 0
         for add in self.events:
@@ -232,7 +236,7 @@ class Scenario:
 
     @property
     def most_drafts(self) -> int:
-        """Maximum of draft tokens in a step."""
+        """Maximum number of draft tokens in a step."""
         return max((proposed for proposed, _ in self.drafts), default=0)
 
     @property
@@ -242,7 +246,7 @@ class Scenario:
 
     @property
     def is_roomy(self) -> bool:
-        """Whether blocks and pages of the tier are never short, and no transfer fails."""
+        """Whether GPU blocks and tier pages never run out, and no transfer fails."""
         return (
             min(self.cpu_blocks, self.num_gpu_blocks // 2) >= self.num_blocks_of_all
             and all(fate.outcome == "ok" and not fate.is_lost for fate in self.fates)
@@ -291,7 +295,7 @@ def to_script(
         scenario: The run.
         options: Options of the connector.
         comment: Comment above the script.
-        engines: A factory of engines that is built without arguments.
+        engines: An engine factory whose class takes no arguments.
         times: Number of runs, for failures that do not occur every time.
     """
     shown = compact_repr(scenario.geometry)

@@ -66,7 +66,7 @@ class Scenes:
         return tuple(self._events)
 
     def end_in_flight(self) -> tuple[Event, ...]:
-        """Return the events so far, with prompts that load or are stored at the last step."""
+        """Return the events so far, then prompts that load or are stored at the last step."""
         families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
         self._step(6)
         self._add_each(families, length)
@@ -79,10 +79,10 @@ class Scenes:
     # --- scenes ---
 
     def _load(self, end: Event | None) -> None:
-        """Reuse prompts that were computed before, of which the GPU still has some blocks or none.
+        """Reuse earlier prompts of which the GPU still has some blocks or none.
 
         Args:
-            end: How the loads of each prompt end; with None they end by themselves.
+            end: How the loads of each prompt end; None lets the loads end without an intervention.
         """
         draw, size = self._draw, self._size
         num_blocks = (self._longest - 1) // size
@@ -103,7 +103,7 @@ class Scenes:
             self._step(draw.number(2, 4))
 
     def _storm(self) -> None:
-        """Let decoding requests lose their blocks again and again."""
+        """Let decoding requests lose their blocks repeatedly."""
         draw = self._draw
         for _ in range(draw.number(2, 4)):
             room = self._most_tokens - self._longest
@@ -141,7 +141,7 @@ class Scenes:
         self._step(draw.number(2, 5))
 
     def _return(self) -> None:
-        """Reuse a prompt after another one (A, B, A), which may share the start of the prompt."""
+        """Reuse a prompt after another prompt (A, B, A) that may share the same start."""
         draw, size = self._draw, self._size
         first, second = draw.shuffled(range(1, self._num_families + 1))[:2]
         for family in (first, second, first):
@@ -186,7 +186,7 @@ class Scenes:
             self._add(family, length, num_output)
 
     def _abort_a_late_request(self) -> None:
-        """Abort one of the last requests, because most earlier ones have ended."""
+        """Abort one of the last requests, because most earlier requests have ended."""
         self._events.append(Abort(f"r{max(1, self._num_ids - self._draw.number(0, 5))}"))
 
     def _squeeze(self) -> None:

@@ -1,4 +1,4 @@
-"""The reduction of a failing scenario to a smaller one that breaks the same law.
+"""The reduction of a failing scenario to a smaller scenario that breaks the same law.
 
 Delta debugging removes events; then simpler fates, requests and sizes are tried. This repeats until
 no part can be removed or the budget of runs is used up.
@@ -31,7 +31,7 @@ def shrink(
     Args:
         result: A run that failed.
         play_all: Plays scenarios.
-        max_runs: Maximum of scenarios to try; a long scenario counts as several.
+        max_runs: Maximum number of scenarios to try; a long scenario counts as several.
     """
     shrinker = Shrinker(result, play_all, max_runs)
     shrinker.shrink()
@@ -130,7 +130,7 @@ class Shrinker:
 
 
 def _without(scenario: Scenario, start: int, size: int) -> Iterator[Scenario]:
-    """Yield scenarios without ``size`` consecutive events, starting at each place."""
+    """Yield scenarios without ``size`` consecutive events, for each position of these events."""
     events = scenario.events
     for at in range(start, len(events), size):
         yield replace(scenario, events=events[:at] + events[at + size :])
@@ -197,7 +197,7 @@ def _weight(add: Add) -> int:
 
 
 def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the same run, with one of its sizes set to the default."""
+    """Yield the same run, each time with one of its sizes set to the default."""
     if scenario.ends_abruptly:
         yield replace(scenario, ends_abruptly=False)
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)

@@ -52,7 +52,7 @@ class Stage:
         return sum(worker.num_in_flight for worker in self.workers)
 
     def expiring_blocks(self) -> Counter[int]:
-        """References by block that leases with a deadline hold."""
+        """Number of references to each block that leases with a deadline hold."""
         parts = (part.scheduler.expiring_blocks() for part in self.parts)
         return sum(parts, Counter())
 

@@ -1,4 +1,4 @@
-"""The compute stream of a simulated engine; its events end when the engine takes outputs."""
+"""The compute stream of a simulated engine; an event ends when the engine processes an output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StepStream:
     """The steps that a simulated model runner has launched, in order.
 
     1. A job that starts between two launches follows all steps that were launched before it. So the
-       event of the job ends when the output of the last of these steps is taken.
+       event of the job ends when the output of the last of these steps is processed.
     2. The thread that steps the engine must not wait for an event; other threads may.
     """
 
@@ -25,11 +25,11 @@ class StepStream:
         self._launched.append(gate)
 
     def take(self) -> None:
-        """Take the output of the oldest step; its bytes are then written."""
+        """Process the output of the oldest step; the bytes of the step are then written."""
         self._launched.popleft().release()
 
     def finish(self) -> None:
-        """Take the output of all steps, for example before a shutdown."""
+        """Process the output of all steps, for example before a shutdown."""
         while self._launched:
             self.take()
 

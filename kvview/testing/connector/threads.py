@@ -1,7 +1,8 @@
 """Threads that a connector's halves leave running after their shutdown (CONN-12).
 
-A thread pool that all instances share is not a leak, although its threads stay. So a run that
-leaves threads is repeated more times than such a pool has threads. The law is broken only if each
+A thread pool that all instances share is not a leak, although its threads keep running. So a run
+that leaves threads is repeated more often than such a pool has threads. The law is broken only if
+each
 repetition leaves new threads.
 """
 
@@ -40,7 +41,7 @@ def leaves_threads(connector_class: type, play_again: Callable[[], list[str]]) -
     """Whether every run of a class leaves threads; called after a run that has left threads.
 
     Args:
-        connector_class: The connector; its run is repeated only at the first call for this class.
+        connector_class: The connector; the run is repeated only at the first call for this class.
         play_again: Plays the run once more; returns the names of the new threads that it leaves.
     """
     if connector_class not in _leaks:

@@ -52,7 +52,7 @@ _LAW_OF_HOOK = {
 
 
 class JobCounts:
-    """Counts the results of jobs and promises, for the table of coverage.
+    """Counters of the results of jobs and promises, for the table of coverage.
 
     Args:
         geometry: Block sizes of the engine.
@@ -129,7 +129,7 @@ class Record:
 
     Args:
         geometry: Block sizes of the engine.
-        num_ranks: Ranks, each of which reports each job.
+        num_ranks: Number of ranks, each of which reports each job.
     """
 
     def __init__(self, geometry: CacheGeometry, num_ranks: int = 1) -> None:
@@ -221,7 +221,7 @@ class WatchedScheduler(SchedulerConnector):
         self._record.keys.on_events(events)
 
     def expiring_blocks(self) -> Counter[int]:
-        """References by block that the leases of the half with a deadline hold."""
+        """Number of references to each block that leases with a deadline of this half hold."""
         view = self._view
         if not isinstance(view, GuardedView):
             return Counter()

@@ -1,6 +1,7 @@
 """The harness of a worker half: late, failed, lost and overlapping transfers.
 
-Mocks that complete at once hide most bugs (vLLM #46014). In this harness each job has a fate: its
+Mock workers that complete each job at once hide most bugs (vLLM #46014). In this harness each job
+has a fate: its
 bytes move some steps after its plan, and it is reported some steps later, out of order, as a
 failure, or only when no other work is left. When bytes must move, the harness waits for the worker
 half, so the timing of threads has no effect.
@@ -86,7 +87,7 @@ class WorkerHarness(WorkerConnector):
 
     Args:
         half: The worker half.
-        shared: Objects of the run.
+        shared: Shared objects of the run.
         record: The model of the connector's tier, and its counts.
     """
 
@@ -256,7 +257,7 @@ class WorkerHarness(WorkerConnector):
         self._queue = waiting
 
     def _last_prompt_load(self) -> int:
-        """Return the index of the last queued load; -1 unless loads must end in their step."""
+        """Return the index of the last queued load, or -1 if loads need not end in their step."""
         if self._scenario.loads_may_be_late:
             return -1
         places = [i for i, start in enumerate(self._queue) if any(j.is_load for j in start.jobs)]
@@ -364,7 +365,7 @@ class WorkerHarness(WorkerConnector):
     def _fail_copies(
         self, copies: HeldCopies, due: Sequence[PlannedJob], moving: Sequence[PlannedJob]
     ) -> None:
-        """Let copies fail from now on, if a due job must fail."""
+        """Let copies fail from now on, if a job that is due must fail."""
         num_good = self._num_good_copies(due, moving)
         copies.fail_after(num_good)
         if num_good is not None:
@@ -376,7 +377,8 @@ class WorkerHarness(WorkerConnector):
     ) -> int | None:
         """Return the number of copies that succeed before a failure; None without a failure.
 
-        Failures must not depend on the timing of threads. So they start at the first copy, or at
+        Failures must not depend on the timing of threads. So the failures start at the first copy,
+        or at
         the second copy of a job that moves alone, and never after a copy that passed the gate
         early.
         """
@@ -414,8 +416,8 @@ class WorkerHarness(WorkerConnector):
             if job is None or not job.is_started or job.result is not None:
                 raise InvariantBroken(
                     "CONN-3",
-                    f"the worker half reports job {result.job_id}, which it did not get or has "
-                    f"already reported",
+                    f"the worker half reports job {result.job_id}, which it never received or has "
+                    "already reported",
                 )
             if self._copies is not None:
                 self._check_success(job, result)
@@ -451,9 +453,9 @@ class WorkerHarness(WorkerConnector):
         if waiting := [job.job_id for job in jobs if job.result is None]:
             raise InvariantBroken(
                 "CONN-3",
-                f"wait of the worker half returned, but get_finished does not report jobs "
-                f"{waiting}; wait must block until they have ended, and every job must be "
-                f"reported",
+                "wait of the worker half returned, but get_finished does not report jobs "
+                f"{waiting}; wait must block until its jobs have ended, and every job must be "
+                "reported",
             )
 
     def _may_report(self, job: PlannedJob) -> bool:

@@ -1,4 +1,4 @@
-"""Forked processes that play seeds on all cores; a crash ends only one process.
+"""Forked processes that run seeds on all cores; a crash ends only one process.
 
 The processes are forked before any thread is started. So they have the classes that are defined in
 a function or in ``__main__``, and import no module again.
@@ -34,10 +34,10 @@ _SECONDS_TO_END = 1.0  # seconds after SIGTERM until a process is killed
 
 @dataclass(frozen=True)
 class Died:
-    """The answer to a question if the process that played it died.
+    """The answer to a question if the process that worked on the question died.
 
     Args:
-        how: Its signal or exit code.
+        how: Signal or exit code of the process.
     """
 
     how: str
@@ -59,7 +59,7 @@ def default_processes() -> int:
 
 
 class Workers:
-    """Processes that answer questions.
+    """Worker processes that answer questions.
 
     1. Answers are returned in the order of the questions, for any number of processes.
     2. A process that dies is replaced; the answer to its question is :class:`Died`.

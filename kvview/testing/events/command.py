@@ -213,7 +213,7 @@ def _recorded(source: str, topic: str) -> Iterator[Message]:
 
 
 def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterator[Message]:
-    """Yield messages in order; missed messages come before the messages that follow them."""
+    """Yield messages in order, with missed messages in their places."""
     end = None if seconds is None else time.monotonic() + seconds
     with listener:
         while end is None or time.monotonic() < end:

@@ -36,7 +36,7 @@ class Reception(IntEnum):
 
     @property
     def text(self) -> str:
-        """The text in reports."""
+        """Text of the outcome in reports."""
         return ("accepted", "accepted, but", "rejected", "whole batch lost")[self]
 
 
@@ -61,7 +61,7 @@ Problem = Callable[[AnyEvent, Batch], str]
 
 @dataclass(frozen=True, slots=True)
 class ReaderRule:
-    """A problem and the resulting outcome.
+    """A problem of an event, and the resulting outcome.
 
     Args:
         verdict: The outcome of an event with this problem.
@@ -87,7 +87,7 @@ class Consumer:
         name: Name of the reader for ``--consumer``.
         title: Full name of the reader.
         source: Source of the rules: repository, file, commit.
-        read_on: Date of that commit; without a commit, the date on which the source was read.
+        read_on: Date of the commit; without a commit, date on which the source was read.
         rules: The rules of the reader; the worst outcome of all rules counts.
     """
 
@@ -186,7 +186,7 @@ def _kind_is_not_full(event: AnyEvent, batch: Batch) -> str:
 
 
 def _ignores(*names: str) -> Problem:
-    """Make the problem of a reader that ignores fields whose values distinguish blocks."""
+    """Make the problem that a reader ignores fields whose values distinguish blocks."""
 
     def problem(event: AnyEvent, batch: Batch) -> str:
         ignored = [name for name in names if getattr(event, name, None)]
@@ -198,7 +198,7 @@ def _ignores(*names: str) -> Problem:
 
 
 def _lacks_fields_of(name: str) -> Problem:
-    """Make the problem of fields that a producer's own classes require but the format lacks."""
+    """Make the problem that the format lacks fields which a producer's own classes require."""
     classes = find_format(name)
 
     def problem(event: AnyEvent, batch: Batch) -> str:

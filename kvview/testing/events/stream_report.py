@@ -10,7 +10,7 @@ from kvview.testing.events.stream_fold import Finding
 
 @dataclass(frozen=True)
 class TreatedEvents:
-    """The treatment of a number of events by a reader.
+    """The outcome of some events for a reader.
 
     Args:
         verdict: The outcome of these events.
@@ -43,13 +43,13 @@ class StreamReport:
         copies_left: Number of removals that left another copy.
         sparse: Number of stores of windows that name fewer blocks than their tokens fill.
         knows_all: Whether ``held`` is complete, because no message was missed.
-        missing: The last 1,000 gaps, each as its first sequence number and the number after its
-            last.
+        missing: The last 1,000 gaps, each as its first sequence number and the first number after
+            the gap.
         num_findings: Number of all findings.
         findings: The first 10,000 findings.
         trouble: Problems of the connection.
         connection: Changes of the connection: the last 20 lines.
-        consumers: Treatment of the events, by requested reader.
+        consumers: Outcomes of the events, by requested reader.
         schema_version: Version of the JSON; increased when a field is removed or changes its
             meaning.
     """

@@ -1,4 +1,4 @@
-"""The block sizes in a stream, which an event gives or which are joined from GPU events."""
+"""The block sizes in a stream, which come from the event itself or from GPU events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WireSizes:
                         break
 
     def find(self, block_hash: Hash, group: int | None) -> int | None:
-        """Return the number of tokens in a block; None if no event gives it."""
+        """Return the number of tokens in a block; None if no event contains it."""
         return self._index.block_size(_key(block_hash, group))
 
     def num_tokens(self, blocks: Iterable[tuple[Hash, int | None]]) -> tuple[int, int]:

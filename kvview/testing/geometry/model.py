@@ -1,8 +1,8 @@
 """The geometry contract as an executable model: attention masks, cached prefixes, and the laws.
 
 The model tries all prefixes: a hit is the longest prefix whose needed blocks are cached in every
-group. A prefix needs the blocks that the attention mask lets the next token read. The model has no
-search of its own, so it shares no mistake with the code under test.
+group. A prefix needs the blocks that the attention mask lets the next token read. The model uses no
+code of the implementation, so it shares no mistake with the code under test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[int, tuple[bytes, ...]]
 
 
 def is_read(group: CacheGroup, token: int, position: int) -> bool:
-    """Whether ``token`` reads the KV at an earlier position, by one cell of the mask (GEO-3)."""
+    """Whether ``token`` reads the KV at an earlier position, according to the mask (GEO-3)."""
     if isinstance(group, SlidingWindow):
         return token - position < group.sliding_window
     if isinstance(group, ChunkedLocalAttention):
@@ -34,7 +34,7 @@ def blocks_read(group: CacheGroup, token: int) -> frozenset[int]:
 
 
 def misfits(scheduler: int, hashed: int, block_sizes: Sequence[int]) -> list[set[int]]:
-    """Return sets of sizes that do not fit (GEO-2); an error must name all sizes of one set."""
+    """Return sets of sizes that do not match (GEO-2); an error must name all sizes of one set."""
     sizes = (scheduler, hashed, *block_sizes)
     if any(size <= 0 for size in sizes):
         return [{size} for size in sizes if size <= 0]
@@ -46,7 +46,7 @@ class GeometryModel:
     """The prefix cache of one geometry.
 
     Args:
-        scheduler_block_size: A number of tokens; the length of every hit is a multiple of it
+        scheduler_block_size: Number of tokens of which the length of every hit is a multiple
             (GEO-1).
         hash_block_size: Tokens of one block hash.
         groups: The KV-cache groups.

@@ -31,7 +31,7 @@ _MAX_REQUESTS = 3
 
 @check_by_search
 class GeometryPlayer(Player):
-    """Plays coordinators of many geometries: caches blocks, and compares every hit."""
+    """Player of coordinators of many geometries, which caches blocks and compares every hit."""
 
     contract = "geometry"
     subject_name = "coordinator"
@@ -155,7 +155,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-3", weight=3)
     def cache_for_a_hit(self) -> None:
-        """Cache exactly the blocks that one prefix needs, or all of these blocks except one."""
+        """Cache exactly the blocks that one prefix needs, or all but one of these blocks."""
         hashes = self.rng.choice(self.requests)
         num_tokens = self.model.step * self.rng.randint(1, self.num_tokens // self.model.step or 1)
         if num_tokens > self.num_tokens:

@@ -22,7 +22,7 @@ _TOLERATED_GROWTH = 200_000  # bytes; a leak of one entry per lease would be mor
 
 @example(GuardPlayer, "GUARD-3", C.LEASES)
 def check_guard_3_growth_of_deadlines(guard: GuardPlayer) -> None:
-    """Growth and cost: thousands of leases that end early leave no deadline behind."""
+    """Growth and cost: after thousands of leases that ended early, no deadline is left."""
     view = guard.views[0]
     block, other = guard.model.blocks[1:3]
     keep: list[Any] = []

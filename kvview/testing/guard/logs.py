@@ -1,4 +1,4 @@
-"""The capture of log messages during a check; they are not printed."""
+"""The capture of log messages during a check, so that the messages are not printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """Capture warnings and errors that the ``with`` block logs; other handlers get none."""
+    """Capture warnings and errors that the ``with`` block logs, in place of other handlers."""
     messages: list[str] = []
 
     class Keep(logging.Handler):

@@ -28,11 +28,11 @@ class LeaseModel:
     """A lease whose blocks are held.
 
     Args:
-        guard: The guard that made it.
-        blocks: One entry per reference, without the null block.
+        guard: The guard that made the lease.
+        blocks: The held blocks, with one entry per reference, without the null block.
         job: Name of the job in reports.
-        since: Time at which it was taken.
-        deadline: Time at which it expires, or None.
+        since: Time at which the lease was taken.
+        deadline: Time at which the lease expires, or None.
     """
 
     guard: int
@@ -166,7 +166,7 @@ class GuardModel(PoolModel):
         return lease
 
     def is_active(self, lease: LeaseModel) -> bool:
-        """Whether neither the lease nor its view has ended (GUARD-7)."""
+        """Whether the lease has not ended and its view is open (GUARD-7)."""
         return lease.is_active and lease.guard not in self.closed
 
     def end(self, lease: LeaseModel) -> bool:

@@ -52,7 +52,7 @@ def in_a_thread(call: Callable[[], object]) -> None:
 
 
 class GuardMoves(PoolPlayer):
-    """Plays guards over one pool, and their leases."""
+    """Player of the guards over one pool, and of their leases."""
 
     Model: ClassVar[type[PoolModel]] = GuardModel
     sizes = (16, 20, 24, 40)
@@ -141,7 +141,7 @@ class GuardMoves(PoolPlayer):
         return [at for at in self.model.stats if at not in self.model.closed]
 
     def some_lease(self) -> tuple[Any, LeaseModel] | None:
-        """Draw a lease, sometimes an ended lease."""
+        """Draw a lease, which has sometimes ended."""
         active = [pair for pair in self.leases if self.model.is_active(pair[1])]
         among = active if active and self.rng.random() < 0.75 else self.leases
         return self.rng.choice(among) if among else None
@@ -270,7 +270,7 @@ class GuardMoves(PoolPlayer):
         return ttl
 
     def _lease_if_keys_match(self, at: int, blocks: list[int], options: dict[str, Any]) -> bool:
-        """Add the expected keys, or compare the refusal, which ends the operation."""
+        """Add the expected keys; if they are refused, compare the refusal and end the operation."""
         keys = [self.rng.choice(self.model.keys.get(block, [b"null\0\0\0\0"])) for block in blocks]
         options["expected_keys"] = keys
         real = [number for number, block in enumerate(blocks) if block != self.model.null]
@@ -308,7 +308,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-2", weight=9)
     def end_lease(self) -> None:
-        """End a lease, by a release or at the end of its ``with``, with or without an error."""
+        """End a lease, by a release or at the end of a ``with`` block, with or without an error."""
         found = self.some_lease()
         if found is None:
             return

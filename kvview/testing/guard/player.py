@@ -35,7 +35,7 @@ def _pool_laws() -> dict[str, Label]:
 
 @check_by_search
 class GuardPlayer(GuardMoves):
-    """Plays guards over one pool, with time and a failing engine, and compares every observable."""
+    """Player of guards over one pool, with time and a failing engine."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "GUARD-1": Label("A call that raises has changed nothing.", (C.LEASES,)),
@@ -187,7 +187,7 @@ class GuardPlayer(GuardMoves):
             super().close()
 
     def _keep_a_guard(self, ended: set[int]) -> None:
-        """Open a guard that stays when these views are closed, unless one exists."""
+        """Open a guard that stays open when these views are closed, unless such a guard exists."""
         if not set(self.guards()) - ended and self.can(C.VIEWS, C.GUARDS):
             self.open_view()
             self.open_guard(len(self.views) - 1)

@@ -43,7 +43,7 @@ class UncheckedView:
         self.queue[:0] = self._freed(block_ids)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
-        """No block has a key."""
+        """Return no key, because no block has a key."""
         return iter(())
 
     def is_free(self, block_id: int) -> bool:
@@ -51,11 +51,11 @@ class UncheckedView:
         return block_id != 0 and not self.refs[block_id]
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """No block has a key."""
+        """Return no key, because no block has a key."""
         return [() for _ in block_ids]
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """No block has a key."""
+        """Return no key, because no block has a key."""
         return [None for _ in block_ids]
 
     def _freed(self, block_ids: Sequence[int]) -> list[int]:
@@ -72,7 +72,7 @@ class UncheckedPool:
     """A harness whose view is a guard over an :class:`UncheckedView`.
 
     Args:
-        harness: The harness that makes the guards and has their clock.
+        harness: Harness that makes the guards and has their clock.
         num_blocks: Blocks in the pool.
         has_size: Whether the view has the size of the pool.
     """

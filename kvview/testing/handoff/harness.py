@@ -23,7 +23,7 @@ from kvview.testing.harness import Capability
 
 
 class PDHarness(ConnectorHarness, Protocol):
-    """A simulated engine that can play both roles of a handoff."""
+    """A simulated engine in both roles of a handoff."""
 
     def add_prefill(self, add: Add, serial: int) -> None:
         """Queue a request whose KV is offered when the request has finished."""
@@ -64,7 +64,7 @@ class BuildsPDEngines(Protocol):
     """An engine factory that builds engines for handoffs."""
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
-        """Return the nearest scenario that two engines can play."""
+        """Return the nearest scenario that two engines can simulate."""
 
     def build_for_handoffs(
         self, scenario: Scenario, connector: Connector, life: EngineLife
@@ -80,7 +80,7 @@ class BuildsPDEngines(Protocol):
 
 @runtime_checkable
 class BuildsOwnPDEngines(Protocol):
-    """An engine factory that plays handoffs with connectors of its engine."""
+    """An engine factory that simulates handoffs with unmodified connectors of its engine."""
 
     def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
         """Make two engines with an unmodified connector."""
@@ -113,7 +113,7 @@ class PDFactory:
 
     @property
     def replaced(self) -> Sequence[str]:
-        """Parts of the connector that the engines replace, so that they are not checked."""
+        """Parts of the connector that are not checked, because the engines replace them."""
         return self().replaced
 
     def __call__(self) -> TwoEngines:
@@ -140,7 +140,7 @@ def _load(name: str) -> BuildsPDEngines:
     """Load the factory of an engine, and build an engine, because a release may refuse handoffs."""
     engines = load_engines(name)
     if not isinstance(engines, BuildsPDEngines):
-        raise ConfigError(f"engine {name!r} cannot play handoffs; use reference or vllm")
+        raise ConfigError(f"engine {name!r} cannot simulate handoffs; use reference or vllm")
     scenario = engines.fit_for_handoffs(
         Scenario(CacheGeometry.single(4), num_gpu_blocks=4, events=())
     )
@@ -151,7 +151,7 @@ def _load(name: str) -> BuildsPDEngines:
 def _engines_of_own(name: str) -> BuildsOwnPDEngines:
     engines = load_engines(name)
     if not isinstance(engines, BuildsOwnPDEngines):
-        raise ConfigError(f"engine {name!r} plays connectors of kvview only; use --engine vllm")
+        raise ConfigError(f"engine {name!r} only runs kvview connectors; use --engine vllm")
     return engines
 
 
@@ -168,7 +168,7 @@ def pd_factory(
     Raises:
         ConfigError: The target is not a connector, refuses the options, or its halves have no
             hooks for handoffs.
-        UnsupportedEngineError: The installed release of the engine cannot play handoffs.
+        UnsupportedEngineError: The installed release of the engine cannot simulate handoffs.
     """
     given = dict(options or {})
     if not is_engine_connector(target):
@@ -219,7 +219,7 @@ class TwoEngines:
     laws_of_errors: Mapping[str, str] = dict.fromkeys(("CONN-3", "CONN-4", "POOL-4"), "HAND-3")
     """The laws that errors of an engine break, by the law that the engine names."""
     replaced: Sequence[str] = ()
-    """Parts of the connector that the engines replace, so that they are not checked."""
+    """Parts of the connector that are not checked, because the engines replace them."""
 
     def __init__(self, connector_class: type, factory: Any, options: Mapping[str, Any]) -> None:
         self._class, self._factory, self._options = connector_class, factory, options
@@ -228,7 +228,7 @@ class TwoEngines:
         self.lives: dict[str, int] = {}
 
     def fit(self, scenario: Scenario) -> Scenario:
-        """Return the nearest scenario that the engines can play."""
+        """Return the nearest scenario that the engines can simulate."""
         fitted: Scenario = self._factory.fit_for_handoffs(scenario)
         return fitted
 
@@ -240,7 +240,7 @@ class TwoEngines:
         Args:
             scenarios: Sizes of each engine, as :meth:`fit` returned them, by name.
             network: The network.
-            lease_seconds: Time that an offer waits for its consumer.
+            lease_seconds: Seconds for which an offer waits for its consumer.
         """
         self._scenarios, self.network, self.lease_seconds = scenarios, network, lease_seconds
         for name in scenarios:
@@ -288,7 +288,7 @@ class TwoEngines:
         return f"wire://{name}"
 
     def read_handoff(self, params: Mapping[str, Any], num_tokens: int) -> Handoff:
-        """Read parameters as a router passes them on.
+        """Read parameters in the form in which a router passes them on.
 
         Args:
             params: The parameters.

@@ -34,7 +34,7 @@ class Kept:
         blocks: Blocks that the tokens of the handoff need.
         until: Time at which the lease ends.
         lease: Length of the lease.
-        renewed_until: Time at which the lease ends if a consumer extends it.
+        renewed_until: Time at which the lease ends if a consumer extends the lease.
     """
 
     engine: str
@@ -110,7 +110,7 @@ class HandoffModel:
         self.decodes = {key: one for key, one in self.decodes.items() if key[0] != engine}
 
     def follow(self, engine: str, unfinished: Mapping[str, str], now: float) -> list[Decode]:
-        """Update the model with the states of a consumer's requests.
+        """Update the model from the states of a consumer's requests.
 
         Args:
             engine: The consumer.

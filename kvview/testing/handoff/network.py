@@ -56,11 +56,11 @@ class SimulatedWire:
     inbox: list[Sequence[bytes]] = field(default_factory=list)
 
     def now(self) -> float:
-        """Seconds of the network."""
+        """Time of the network, in seconds."""
         return self.network.now
 
     def send(self, address: str, message: Sequence[Frame]) -> int:
-        """Send frames, which the network reads later."""
+        """Send frames, which the network reads some time later."""
         return self.network.send(self, address, message)
 
     def sent(self) -> Sequence[int]:

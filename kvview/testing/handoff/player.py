@@ -39,7 +39,7 @@ _NAMES = ("P", "D")
 
 @check_by_search
 class HandoffPlayer(Player):
-    """Plays two engines, their router and the network."""
+    """Player of two engines, their router and the network."""
 
     contract = "handoff"
     subject_name = "engines"
@@ -99,7 +99,7 @@ class HandoffPlayer(Player):
         return self.pair.engines
 
     def counters(self, name: str) -> tuple[int, int]:
-        """Return the numbers of wrong and of loaded blocks of an engine so far."""
+        """Return the number of wrong blocks and the number of loaded blocks of an engine so far."""
         engine = self.engines[name]
         return engine.stats.mismatches, engine.num_loaded_blocks
 
@@ -147,7 +147,7 @@ class HandoffPlayer(Player):
             self.model.kept.append(kept)
 
     def read_params(self, params: Mapping[str, Any], name: str, num_tokens: int) -> Handoff:
-        """Read parameters as a router passes them on (HAND-1)."""
+        """Read parameters in the form in which a router passes them on (HAND-1)."""
         try:
             copied = json.loads(json.dumps(dict(params)))
             handoff = self.pair.read_handoff(copied, num_tokens)
@@ -306,7 +306,7 @@ class HandoffPlayer(Player):
 
     @operation("HAND-5", weight=1.5)
     def route_again(self) -> None:
-        """Deliver a handoff again that is in use, consumed, expired or of an old life."""
+        """Deliver a handoff again, whether it is in use, consumed, expired or of an old life."""
         if old := [one for one in self.model.kept if one.is_routed]:
             kept = self.rng.choice(old)
             add = replace(kept.add, request_id=f"again{self.num_requests}", num_output_tokens=2)
@@ -431,7 +431,7 @@ class HandoffPlayer(Player):
             self.equal(held, {}, f"{name} holds nothing when all handoffs have ended", "HAND-3")
 
     def offer_now(self, name: str, family: int) -> Kept | None:
-        """Compute a new prompt and wait for its offer; None if a window has lost blocks."""
+        """Compute a new prompt and wait for its offer; returns None if a window has lost blocks."""
         size, num_before = self.geometry.scheduler_block_size, len(self.model.kept)
         length = size * self.rng.randint(1, 2) + 1
         add = Add(f"over{self.num_requests}", family, length, num_shared_blocks=0)

@@ -30,22 +30,22 @@ class RealCase:
 
 @runtime_checkable
 class PlaysRealHandoffs(Protocol):
-    """An engine factory class that plays handoffs between two real engines."""
+    """An engine factory class that runs handoffs between two real engines."""
 
     @staticmethod
     def play_handoffs(
         connector_class: type, options: Mapping[str, Any], on_progress: Callable[[str], None]
     ) -> Iterator[RealCase]:
-        """Play all cases with a connector of the engine or of kvview."""
+        """Run all cases with a connector of the engine or of kvview."""
 
 
 def real_handoffs(
     connector_class: Any, options: Mapping[str, Any], on_progress: Callable[[str], None]
 ) -> Iterator[RealCase]:
-    """Play handoffs between two real engines of the installed vLLM.
+    """Run handoffs between two real engines of the installed vLLM.
 
     Args:
-        connector_class: A connector of vLLM, or one of kvview for handoffs.
+        connector_class: A connector of vLLM, or a kvview connector for handoffs.
         options: Options of the connector.
         on_progress: Called with the name of each case.
 

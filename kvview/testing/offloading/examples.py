@@ -16,7 +16,7 @@ _TOLERATED_GROWTH = 32_768  # bytes
 
 @example(ManagerPlayer, "OFF-5", C.SIZED)
 def check_off_5_growth_of_keys_that_are_gone(tier: ManagerPlayer) -> None:
-    """Growth: evicted keys, failed stores and ended loads leave no memory behind."""
+    """Growth: evicted keys, failed stores and ended loads keep no memory allocated."""
     if tier.can(C.STORE_THRESHOLD):  # above 1 a manager remembers offers of keys
         tier.use(tier.call(tier.harness, "with_threshold", 1), "manager")
     manager: Any = tier.subject

@@ -2,8 +2,8 @@
 
 The model calls no manager. It states which key is a hit, which keys a store takes and how many it
 evicts, which transfers are in flight, and which events are due. If the contract leaves a choice to
-the manager (a page, a victim among several), the model adopts the choice of the manager. Its
-methods yield (law, promise, whether it was kept).
+the manager (a page, a victim among several), the model adopts the choice of the manager. The
+methods of the model yield (law, promise, whether the promise was kept).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ManagerModel:
 
     Args:
         capacity: Number of keys that fit.
-        make_order: Makes the order of eviction; called again at each reset.
+        make_order: Makes the order of eviction, at the start and at each reset.
         threshold: Offers that a key needs before it is stored (OFF-12).
         has_pages: Whether specs name pages.
     """
@@ -100,7 +100,7 @@ class ManagerModel:
         return self.stored - self.loads.keys() - set(offered)
 
     def num_lacking(self, offered: Keys) -> tuple[int, int]:
-        """Return the minimum and the maximum of pages that a store lacks.
+        """Return the minimum and the maximum number of pages that are missing for a store.
 
         A transfer started before a reset keeps its page. Without pages in specs, the tier may or
         may not have room for the key of such a transfer.
@@ -112,7 +112,7 @@ class ManagerModel:
     def store(
         self, offered: Keys, taken: Keys, evicted: Keys, pages: Sequence[int]
     ) -> Iterator[Promise]:
-        """Start a store that the manager accepted."""
+        """Record the start of a store that the manager accepted."""
         new, may_go = self.new_of(offered), self.may_go(offered)
         least, most = self.num_lacking(offered)
         others = set(new).symmetric_difference(taken)
@@ -154,7 +154,7 @@ class ManagerModel:
         return (self.storing | self.late_stores).issuperset(keys)
 
     def end_stores(self, keys: Keys, *, success: bool) -> None:
-        """End stores (OFF-4, OFF-6); one that started before a reset has no effect (OFF-8)."""
+        """End stores (OFF-4, OFF-6); a store that started before a reset has no effect (OFF-8)."""
         for key in dict.fromkeys(keys):
             if key in self.late_stores:
                 self.late_stores.discard(key)

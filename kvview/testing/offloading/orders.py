@@ -1,6 +1,7 @@
-"""The orders of eviction that the offloading contract defines: LRU, and ARC as published.
+"""The eviction orders that the offloading contract defines: LRU, and ARC as published.
 
-An order has the held keys with the time of their last use. It receives the victims that a manager
+An order contains the held keys with the time of their last use. It receives the victims that a
+manager
 chose, and yields for each promise whether the promise was kept. A manager that declares neither
 order may evict any key.
 """
@@ -21,7 +22,7 @@ def oldest(uses: Mapping[OffloadKey, int], may_go: Collection[OffloadKey]) -> li
 
 
 class AnyOrder:
-    """No order: every key that is not in flight may be evicted."""
+    """The absence of an order: every key that is not in flight may be evicted."""
 
     def replace(
         self,
@@ -55,7 +56,7 @@ class LRUOrder(AnyOrder):
         victims: Sequence[OffloadKey],
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
-        """Evict the keys whose last use is longest ago, and use the new keys."""
+        """Evict the least recently used keys, and use the new keys."""
         ages = [self.last_use[key] for key in victims]
         expected = oldest(self.last_use, may_go)[: len(victims)]
         yield (
@@ -84,8 +85,8 @@ class ARCOrder(AnyOrder):
     T1 has the keys used once, T2 the keys used again; B1 and B2 remember the keys that were evicted
     from T1 and T2. The paper defines every victim as long as new keys come one at a time, the
     published victim is not in flight, and no store fails after an eviction. Otherwise ``is_exact``
-    becomes False, and the manager may choose between T1 and T2; within each list the key whose last
-    use is longest ago is still evicted first. A key that is then stored again may be in either list
+    becomes False, and the manager may choose between T1 and T2; within each list the least recently
+    used key is still evicted first. A key that is then stored again may be in either list
     until it is touched.
 
     Args:
@@ -113,7 +114,7 @@ class ARCOrder(AnyOrder):
         victims: Sequence[OffloadKey],
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
-        """Evict as published or, if inexact, the keys of each list used longest ago."""
+        """Evict as published or, if inexact, the least recently used keys of each list."""
         for name, uses in (("once", self.t1), ("again", self.t2)):
             ages = [uses[key] for key in victims if key in uses]
             is_kept = ages == oldest(uses, may_go)[: len(ages)]
@@ -185,5 +186,5 @@ class ARCOrder(AnyOrder):
 
 
 def _first(uses: Mapping[OffloadKey, int]) -> list[OffloadKey]:
-    """The keys that were used longest ago; several if one call stored them."""
+    """The least recently used keys; several keys if one call stored them."""
     return [key for key, time in uses.items() if time == min(uses.values())]

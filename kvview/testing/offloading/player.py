@@ -18,7 +18,7 @@ _MOST_USES = 60
 
 @check_by_search
 class ManagerPlayer(ManagerMoves):
-    """Plays an engine that uses one manager, and compares every observable."""
+    """Player of an engine that uses one manager, which compares every observable."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "OFF-1": Label("A key that is being loaded or stored is not evicted."),
@@ -53,12 +53,12 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-6", weight=5)
     def finish_store(self) -> None:
-        """Complete some stores with success, of one call or of several."""
+        """Complete some stores, of one call or of several calls, with success."""
         self.end_stores(self.some(self.model.storing), success=True)
 
     @operation("OFF-4", weight=2)
     def fail_store(self) -> None:
-        """Complete some stores without success."""
+        """Complete some stores as failures."""
         self.end_stores(self.some(self.model.storing), success=False)
 
     @operation("OFF-2", weight=4)
@@ -68,7 +68,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-1", weight=4)
     def finish_load(self) -> None:
-        """Complete some loads, of one call or of several."""
+        """Complete some loads, of one call or of several calls."""
         self.end_loads(self.some((self.model.loads + self.model.late_loads).elements()))
 
     @operation("OFF-6", weight=4)
@@ -106,7 +106,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-5")
     def warm(self) -> None:
-        """Store and complete new keys, at most as many as there is room for."""
+        """Store and complete new keys, at most as many as fit."""
         keys = self.wanted(self.rng.choice((self.capacity, self.rng.randint(1, self.capacity))))
         size = self.rng.choice((1, self.most))
         for at in range(0, min(len(keys), self.model.num_free()), size):
@@ -218,7 +218,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-7", C.POLICIES, weight=0.3)
     def name_policies(self) -> None:
-        """Make managers of known and of unknown policies, also of names of other targets."""
+        """Make managers with names of known policies, of unknown policies, and of other targets."""
         for name in ("builtins:object", "builtins:bytearray"):
             self.refused(ValueError, self.harness, "with_policy", name)
         error = self.refused(ValueError, self.harness, "with_policy", "no-such-policy")

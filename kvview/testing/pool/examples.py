@@ -31,7 +31,7 @@ def _walk(pool: PoolPlayer) -> Any:
 def _keep_size(
     pool: PoolPlayer, what: str, work: Callable[[], None], warm_up: Callable[[], None]
 ) -> None:
-    """Break the law if some work, after a warm-up, leaves memory behind."""
+    """Break the law if some work, after a warm-up, keeps memory allocated."""
     grown = growth_of(work, warm_up)
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, what, grown, limit)
@@ -54,7 +54,7 @@ def check_pool_6_cost_of_a_walk(pool: PoolPlayer) -> None:
 
 @example(PoolPlayer, "POOL-6", C.CACHE, C.SIZED)
 def check_pool_6_cost_after_touches(pool: PoolPlayer) -> None:
-    """Cost: only the first walk skips held blocks; later walks do not meet them again."""
+    """Cost: only the first walk skips held blocks; later walks do not read these blocks again."""
     blocks = _fill(pool, 2000)
     alone = cost_of_first(partial(_walk, pool), 20)
     pool.views[0].touch_blocks([block for number, block in enumerate(blocks) if number % 100])
@@ -131,7 +131,7 @@ def check_pool_13_cost_of_dropped_walks(pool: PoolPlayer) -> None:
 
 @example(PoolPlayer, "POOL-1")
 def check_pool_1_growth_of_holds(pool: PoolPlayer) -> None:
-    """Growth: ended holds leave no memory behind, even after many holds."""
+    """Growth: ended holds keep no memory allocated, even after many holds."""
     blocks = pool.model.blocks[:8]
     if pool.can(C.CACHE):
         pool.allocate(4)

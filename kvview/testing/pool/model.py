@@ -129,7 +129,7 @@ class PoolModel:
     # --- the engine ---
 
     def allocated(self, blocks: Sequence[int]) -> Iterator[tuple[str, str, bool]]:
-        """Take the blocks of an allocation; yields (law, promise, whether it was kept)."""
+        """Take the blocks of an allocation; yields (law, promise, whether the promise was kept)."""
         order = self.order()
         victims = [block for block in blocks if block in self.keys]
         yield "POOL-5", "the null block is not allocated", self.null not in blocks
@@ -155,7 +155,7 @@ class PoolModel:
             self.keys.pop(block, None)
 
     def reset(self) -> bool:
-        """Drop all keys unless a block is held; returns whether it was done (POOL-9)."""
+        """Drop all keys unless a block is held; returns whether the keys were dropped (POOL-9)."""
         if self.engine or any(self.accounts()):
             return False
         self.keys.clear()

@@ -47,7 +47,7 @@ def wrong_ids() -> tuple[Any, ...]:
 
 
 class PoolMoves(Player):
-    """Plays the engine and several views of one pool."""
+    """Player of the engine and of several views of one pool."""
 
     contract = "pool"
     subject_name = "view"
@@ -176,7 +176,7 @@ class PoolMoves(Player):
 
     @operation("POOL-2", C.ENGINE_REFUSES)
     def share(self) -> None:
-        """Let another request use some blocks, free or in use."""
+        """Let another request use some blocks, which are free or in use."""
         blocks = self.some(self.model.blocks, repeat=True)
         self.call(self.harness, "share", blocks)
         self.model.take(blocks, self.model.engine)

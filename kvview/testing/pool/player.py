@@ -54,7 +54,7 @@ class _Resumed:
 
 @check_by_search
 class PoolPlayer(PoolMoves):
-    """Plays the engine, the views and the walks of one pool, and compares every observable."""
+    """Player of the engine, views and walks of one pool, which compares every observable."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "POOL-1": Label("A block is free exactly when neither the engine nor a view holds it."),

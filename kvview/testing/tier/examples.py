@@ -130,7 +130,7 @@ def _files(store: TierPlayer) -> set[Path]:
 
 @example(TierPlayer, "TIER-8", C.BUDGET, C.GONE, C.REOPEN)
 def check_tier_8_damaged_notes(store: TierPlayer) -> None:
-    """Damaged media: a store with damaged notes of its own keeps its budget, or does not open."""
+    """Damaged media: a store whose own notes are damaged keeps its budget, or does not open."""
     store.set_budget(300_000)
     store.move("put", _MANY | _SIX)
     sizes = {path: path.stat().st_size for path in sorted(_files(store))}

@@ -39,10 +39,10 @@ FAULTS = (*RAISING, *BLOCKING, *LATE, *MALFORMED, *LYING)
 
 
 class FaultyStore:
-    """A correct store while ``fault`` is empty.
+    """A store that is correct while ``fault`` is empty.
 
     Args:
-        namespace: Not used, because this store shares nothing.
+        namespace: Namespace, which is not used, because this store shares nothing.
     """
 
     def __init__(self, namespace: Namespace | None = None) -> None:

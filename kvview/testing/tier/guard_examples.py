@@ -22,7 +22,7 @@ def _comes(guard: TierGuardPlayer, what: str, is_so: Callable[[], bool]) -> None
 
 @example(TierGuardPlayer, "TIER-12", C.TIER_GUARD)
 def check_tier_12_notices(guard: TierGuardPlayer) -> None:
-    """Threads: touches and deletes reach the store, and its wake-up reaches the engine."""
+    """Threads: touches and deletes reach the store, and the store's wake-up reaches the engine."""
     subject, woken = guard.subject, threading.Event()
     if hasattr(subject, "on_wake_up"):
         subject.on_wake_up(woken.set)

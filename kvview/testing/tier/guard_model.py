@@ -39,7 +39,7 @@ class TierGuardModel:
 
     Args:
         trip_after: Number of consecutive strikes after which the store is paused.
-        retry_after: Seconds until a trial job; twice as long after each failed trial.
+        retry_after: Seconds until a trial job; doubled after each failed trial.
     """
 
     def __init__(self, trip_after: int, retry_after: float) -> None:
@@ -55,7 +55,7 @@ class TierGuardModel:
         return self.until is None or now >= self.until
 
     def job(self, method: str, count: str, num_keys: int, now: float) -> bool:
-        """End a job that increases ``count``; returns whether its keys succeed."""
+        """End a job that increases the counter ``count``; returns whether its keys succeed."""
         if not self.reaches(now):
             self.counts += Counter(refused=1, failed=num_keys)
             return False
@@ -72,7 +72,7 @@ class TierGuardModel:
         return is_good
 
     def lookup(self, count: str, now: float) -> None:
-        """End a lookup that increases ``count``."""
+        """End a lookup that increases the counter ``count``."""
         if self.reaches(now) and count:
             self.counts[count] += 1
             self.strike(now)

@@ -35,7 +35,7 @@ class ManualClock:
 
 @check_by_search
 class TierGuardPlayer(TierMoves):
-    """Plays an engine on a guard over a store that has a fault some of the time."""
+    """Player of an engine on a guard, over a store that has a fault some of the time."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "TIER-12": Label(
@@ -185,7 +185,7 @@ class TierGuardPlayer(TierMoves):
         self._compare_counts(expected, fault)
 
     def _pass_deadline(self) -> None:
-        """Let an unreported job's deadline pass, and check that the job is not late earlier."""
+        """Let the deadline of an unreported job pass; before it, the job must not be late."""
         self.clock.seconds += 0.9 * DEADLINE
         time.sleep(0.002)
         self.equal(self.poll(), {}, "a job is not late before its deadline")

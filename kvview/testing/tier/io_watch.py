@@ -64,7 +64,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 
 
 def open_files(folder: str) -> list[str]:
-    """Return the files below a folder that this process has open, if the system lists them."""
+    """Return the open files of this process below a folder, if the system lists open files."""
     found = []
     with suppress(FileNotFoundError):
         for name in os.listdir("/proc/self/fd"):

@@ -1,7 +1,8 @@
 """The tier contract as an executable model: a dictionary of keys, the jobs in flight, and the laws.
 
 The model calls no store. Each method that receives a result of the store yields ``(law, promise,
-whether it was kept)``. If a law leaves a choice to the store (which of two jobs on one key comes
+whether the promise was kept)``. If a law leaves a choice to the store (which of two jobs on one key
+comes
 first, which key is evicted), the key is in ``either``: it may be held or missing until a result of
 the store decides.
 """
@@ -44,7 +45,7 @@ class TierModel:
     """The state of a store, as the contract defines it.
 
     Args:
-        max_bytes: The budget, or None.
+        max_bytes: The budget in bytes, or None.
         evicts_by_use: Whether recently used keys are evicted after other keys (TIER-8).
         names_evicted: Whether the store names the keys that it evicts (TIER-8).
     """
@@ -157,7 +158,7 @@ class TierModel:
         return self.max_bytes is None or size <= self.max_bytes // 10
 
     def must_be_found(self, key: bytes) -> bool:
-        """Whether a lookup must find a key, because it is held and no job may change that."""
+        """Whether a lookup must find a key, because the key is held and no job may change this."""
         is_sure = key in self.held and not self.is_faulty and not self.is_closed
         return is_sure and not self._moves(key)
 
@@ -188,7 +189,7 @@ class TierModel:
                     job.crossed.add(key)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Use keys that are held; they are then the last to be evicted (TIER-8)."""
+        """Use keys that are held; these keys are then the last to be evicted (TIER-8)."""
         for key in keys:
             self.used[key] = self.now
             if key in self.either:
@@ -200,7 +201,7 @@ class TierModel:
             job.crossed.update(job.sizes)
 
     def reopen(self) -> None:
-        """Continue as another process, which finds only complete entries (TIER-9)."""
+        """Continue as a new process, which finds only complete entries (TIER-9)."""
         self.is_closed = False
         self.either |= {key: self.sizes[key] for key in self.failed if key in self.sizes}
         self.failed.clear()
@@ -223,7 +224,7 @@ class TierModel:
         self._doubt([*self.held])
 
     def kept(self) -> set[bytes]:
-        """Return the held keys that must not be evicted, because they fit or were just used."""
+        """Return the held keys that must not be evicted: all pages fit, or they were just used."""
         assert self.max_bytes is not None, "only a store with a budget evicts"
         if self.has_deleted:
             return set()

@@ -40,7 +40,7 @@ def finished(store: Any, seconds: float) -> list[bool]:
 
 
 class TierMoves(Player):
-    """Plays one engine on a store; the model checks every result."""
+    """Player of one engine on a store; the model checks every result."""
 
     contract = "tier"
     subject_name = "store"
@@ -120,7 +120,7 @@ class TierMoves(Player):
         return {key: max(1, self.keys[key] + change) for key in keys if key in self.keys}
 
     def draw_job(self) -> int:
-        """Draw the number of a job: any int that no job in flight has."""
+        """Draw the number of a job: any int that is not the number of a job in flight."""
         self.next_job += 1
         free = [job for job in (*_JOBS, self.next_job - 1) if job not in self.model.jobs]
         return self.rng.choice(free) if free and self.rng.random() < 0.2 else self.next_job
@@ -223,7 +223,7 @@ class TierMoves(Player):
 
     @contextmanager
     def patiently(self, what: str, law: str) -> Iterator[Any]:
-        """Yield a function that waits for a moment, and fails if the total wait is too long."""
+        """Yield a function that waits a moment, and fails if all waits together are too long."""
         end = time.monotonic() + self.patience
 
         def wait(got: object) -> None:
@@ -237,7 +237,7 @@ class TierMoves(Player):
             yield wait
 
     def wait(self) -> dict[int, list[bool]]:
-        """Poll until every job was reported."""
+        """Poll until every job is reported."""
         reports: dict[int, list[bool]] = {}
         with self.patiently("every job is reported", "TIER-2") as wait:
             while True:

@@ -24,7 +24,7 @@ _SLACK = 30_000  # maximum of bytes that a store with a budget may use for its o
 
 @check_by_search
 class TierPlayer(TierMoves):
-    """Plays an engine, other processes, and faults of the medium on one store."""
+    """Player of an engine, of other processes, and of faults of the medium, on one store."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "TIER-1": Label("A loaded page has the bytes that were put; any other page fails."),
@@ -132,7 +132,7 @@ class TierPlayer(TierMoves):
         self.is_over = True
 
     def open_in_place(self, **changes: Any) -> Any:
-        """Open another store in the same place; returns the error if the store allows only one."""
+        """Open another store in the same place; returns the error if only one may be open."""
         try:
             harness = self.harness.with_namespace(replace(self.harness.namespace, **changes))
         except KVViewError as error:
@@ -142,7 +142,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-9", C.REOPEN, C.NAMESPACES)
     def write_beside(self) -> None:
-        """Let another process open the place and write while this process writes."""
+        """Let another process open the same folder and write while this process writes."""
         self.blame("TIER-9")
         with slow_renames(0.002):
             self.submit("put", self.sized([self.new_key() for _ in range(6)]))
@@ -172,7 +172,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-10", C.NAMESPACES)
     def open_another_namespace(self) -> None:
-        """Open the place for a namespace that differs in one field."""
+        """Open the same folder for a namespace that differs in one field."""
         if self.model.max_bytes is not None:  # a budget excludes their notes
             return
         self.blame("TIER-10")

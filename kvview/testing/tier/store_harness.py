@@ -41,10 +41,10 @@ _WITHOUT = {
 
 
 def reason_without(missing: Sequence[Capability], declared: Collection[str]) -> str:
-    """Return the reason why a check is skipped for a class of stores, in words for their author.
+    """Return the reason, worded for the author, why a check is skipped for a class of stores.
 
     Args:
-        missing: Capabilities that the check needs and the class lacks.
+        missing: Capabilities that the check requires and that the class lacks.
         declared: Capabilities of the class.
     """
     if missing and Capability.REOPEN not in declared and missing[0] not in _OF_METHODS:
@@ -231,7 +231,7 @@ class StoreHarness:
             self.folder.write_text("no folder", encoding="utf-8")
 
     def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
-        """Start a process that opens the place and puts keys."""
+        """Start a process that opens the same folder and puts keys."""
         target = self._target()
         assert target is not None, "without a target there is no capability KILL"
         return Writer(target, self._filled_options(), self.namespace, keys)

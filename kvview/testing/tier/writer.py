@@ -1,4 +1,4 @@
-"""A process that writes into the place of a store, and can be killed during a write (TIER-9)."""
+"""A process that writes into the folder of a store, and can be killed during a write (TIER-9)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEYS_OF_A_JOB = 4
 
 
 class Writer:
-    """A process that opens the place of a store, puts keys, and reports each stored key.
+    """A process that opens the folder of a store, puts keys, and reports each stored key.
 
     Args:
         target: Class of the store, as ``package.module:Class``.
@@ -56,7 +56,7 @@ class Writer:
         self._process.kill()
 
     def stored(self) -> list[bytes] | None:
-        """Wait for the process to end; returns the stored keys, or None if the place was refused.
+        """Wait for the process to end; returns the stored keys, or None if the folder was refused.
 
         Raises:
             RuntimeError: The process ended with an error.

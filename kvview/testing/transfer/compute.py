@@ -12,7 +12,7 @@ class GatedComputeStream:
 
     1. Work submitted between ``hold`` and ``release`` ends at ``release``.
     2. The thread that calls ``hold`` runs the model. A wait on this thread would last forever, so
-       it raises; a wait on any other thread blocks.
+       it raises an exception; a wait on any other thread blocks.
     3. After ``fail`` the stream raises once, like a stream whose kernels failed.
     """
 
@@ -50,7 +50,7 @@ class GatedComputeEvent:
     """An event in a gated stream.
 
     Args:
-        gate: The gate that opens when the event ends; None if the event has ended at once.
+        gate: The gate that opens when the event ends; None if the event has ended immediately.
         model_thread: The thread on which a wait raises.
     """
 
@@ -83,7 +83,7 @@ class GatedComputeEvent:
 
 
 class _FailedEvent(GatedComputeEvent):
-    """An event of a stream whose kernels failed; only a wait for the event raises."""
+    """An event of a stream whose kernels failed; only a wait for the event raises an exception."""
 
     @override
     def query(self) -> bool:

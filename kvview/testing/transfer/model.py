@@ -1,11 +1,12 @@
 """The transfer contract as an executable model: bytes, jobs in order, and the laws.
 
-The model calls no worker. It runs every job when the job is submitted, page by page, on plain
-bytes. So ``gpu`` and ``tier`` have the bytes that are required when every job has ended, and a page
+The model calls no worker. The model runs every job when the job is submitted, page by page, on
+plain bytes. So ``gpu`` and ``tier`` have the bytes that are required when every job has ended, and
+a page
 that several jobs touch has the bytes that follow from the order of submission (XFER-3).
 
-The worker may choose the moment of a copy. So a GPU page that a job in flight writes may have any
-bytes (:class:`Pending`). If copies or compute are delayed, the page has its old bytes.
+The worker chooses the moment of a copy. So a GPU page that a job in flight writes may have any
+bytes (:class:`Pending`). While copies or compute are delayed, the page has its old bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TensorLayout:
         storage: Index of the storage that contains the tensor.
         start: First byte of block 0 in the storage.
         stride: Bytes from one block to the next.
-        page_bytes: Number of bytes in one row, including padding.
+        page_bytes: Number of bytes of one row, including padding.
         num_blocks: Blocks of the tensor.
     """
 
@@ -81,8 +82,8 @@ class JobInFlight:
         slots: The slots of the tier, one for each GPU block of the job, in order.
         touched: The GPU pages and the pages of the tier that the job reads or writes.
         stored: For each GPU block of a store, its group and its bytes.
-        is_held: Whether the job must not end yet, because it moves bytes and was submitted while
-            copies or compute were delayed.
+        is_held: Whether the job must not end yet, because the job moves bytes and was submitted
+            while copies or compute were delayed.
     """
 
     is_store: bool
@@ -228,7 +229,7 @@ class TransferModel:
         self.tier[slot] = group, data, law
 
     def write(self, job_id: int, row: Row, data: bytes, law: str) -> None:
-        """Write the first bytes of a GPU page by a job, or by kernels that have not ended."""
+        """Write the first bytes of a GPU page, by a job or by kernels that have not ended."""
         if row not in self.pending:
             before = self.read(row, self.tensors[row[0]].page_bytes)
             self.pending[row] = Pending(before, law, bool(self.held_by))
@@ -263,7 +264,7 @@ class TransferModel:
     # --- results ---
 
     def reported(self, result: TransferResult) -> Iterator[tuple[str, str, bool]]:
-        """End a job that succeeded; yields (law, promise, whether it was kept)."""
+        """End a job that succeeded; yields (law, promise, whether the promise was kept)."""
         yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         job = self.jobs.get(result.job_id)
         yield "XFER-5", "only a job in flight is reported, and only once", job is not None
@@ -319,7 +320,7 @@ class TransferModel:
     # --- bytes ---
 
     def difference(self, actual: Sequence[memoryview]) -> tuple[str, str] | None:
-        """Return the law that the GPU bytes break, and the place of the first wrong byte."""
+        """Return the law that the GPU bytes break, and the position of the first wrong byte."""
         expected = list(self.gpu)
         free: list[list[slice]] = [[] for _ in self.gpu]
         """Bytes that a worker may be writing, so that they may change during the comparison."""

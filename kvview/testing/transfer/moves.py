@@ -24,7 +24,7 @@ _LATE_S = 3.0  # seconds: more than a call takes that does not wait
 
 
 class TransferMoves(Player):
-    """Submits jobs to one worker, and compares its reports and every byte."""
+    """Player that submits jobs to one worker, and compares the reports and every byte."""
 
     contract = "transfer"
     subject_name = "worker"
@@ -90,7 +90,7 @@ class TransferMoves(Player):
 
     @override
     def end(self) -> None:
-        """End threads; an error in this does not replace an earlier failure."""
+        """End the worker's threads; an error in this step does not replace an earlier failure."""
         with suppress(Exception):
             self.let_go()
         for worker in self._workers:
@@ -197,7 +197,7 @@ class TransferMoves(Player):
         return self._next_job
 
     def submit(self, is_store: bool, parts: Parts, spec: Any = None) -> int | None:
-        """Submit a job; the model decides whether it must be refused."""
+        """Submit a job; the model decides whether the worker must refuse the job."""
         spec = self.spec(is_store, parts) if spec is None else spec
         if self.model.must_be_refused(is_store, parts):
             self.refuse_spec(spec)
@@ -251,7 +251,7 @@ class TransferMoves(Player):
         return [result.job_id for result in results]
 
     def pass_a_moment(self) -> None:
-        """Give the worker's threads some time; more time in a script, which plays only once."""
+        """Give the worker's threads some time; more time in a script, which runs only once."""
         time.sleep(0.1 if self.is_recording else 0.001)
 
     def finish_all(self) -> None:

@@ -25,7 +25,7 @@ _MANY = 1500  # jobs
 
 @check_by_search
 class TransferPlayer(TransferMoves):
-    """Plays jobs, compute, failures and the end of one worker, and compares every byte."""
+    """Player of jobs, compute, failures and the end of one worker, which compares every byte."""
 
     first_moves = ("store", "load")
     labels: ClassVar[Mapping[str, Label]] = {
@@ -135,7 +135,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=3)
     def wait(self) -> None:
-        """Wait for some jobs and unknown ids; afterwards the jobs' reports must be available."""
+        """Wait for some jobs and unknown ids; the reports of the jobs must then be available."""
         if self.model.held_by:
             self.resume_all()
         jobs = [job_id for job_id in self.model.jobs if self.rng.random() < 0.6]
@@ -263,7 +263,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-1", weight=2)
     def refuse(self) -> None:
-        """Submit a wrong spec: a missing page, sides that do not pair up, or an id in flight."""
+        """Submit a wrong spec: a missing page, two sides that do not match, or an id in flight."""
         self.blame("XFER-1")
         parts = self.draw_store(self.most)
         gpu, tier = self.gpu_side(parts), self.tier_side(parts)
@@ -289,7 +289,7 @@ class TransferPlayer(TransferMoves):
             self.refuse_spec((gpu, tier), self.rng.choice(list(self.model.jobs)))
 
     def _with(self, ids: Sequence[int], wrong: object) -> list[Any]:
-        """Return the ids with one of them replaced by ``wrong``."""
+        """Return the ids, with one id replaced by ``wrong``."""
         at = self.rng.randrange(len(ids))
         return [*ids[:at], wrong, *ids[at + 1 :]]
 
@@ -304,7 +304,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=0.3)
     def shutdown(self) -> None:
-        """End the worker with jobs in flight; afterwards no byte may be written."""
+        """Shut the worker down with jobs in flight; afterwards no byte may be written."""
         if self.can(C.PAUSE) and self.rng.random() < 0.7:
             self.pause()
             self.load()

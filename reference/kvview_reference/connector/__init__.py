@@ -1,4 +1,4 @@
-"""Complete connectors: offloading to host memory, and several side by side."""
+"""Complete connectors: offloading to host memory, and a connector that runs several others."""
 
 from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
 from kvview_reference.connector.multi import (

@@ -2,8 +2,9 @@
 
 The tier then holds blocks that the GPU does not hold, which helps most if the tier is not much
 larger than the GPU pool: with 2,000 blocks of each, 16.8 % of the generated workload's blocks are
-hit, compared with 11.5 % for the eager connector. The price is that free blocks are held. If
-requests already wait for blocks, this costs hits on the GPU, which the eager connector never does.
+hit, compared with 11.5 % for the eager connector. The drawback is that free blocks are held. If
+requests already wait for blocks, these holds cost hits on the GPU; the eager connector never costs
+hits.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the lazy mode).
 """
@@ -36,7 +37,7 @@ class LazyOffloadConnector(OffloadConnector):
 
     It stores like :class:`OffloadConnector` in two cases: if a released block would become the most
     recent one, because the view cannot put it back at the head (POOL-12), and if the tier is
-    smaller than the GPU pool, because it then cannot make up for the blocks in flight.
+    smaller than the GPU pool, because such a tier gains fewer hits than the blocks in flight cost.
     """
 
     @override
@@ -105,7 +106,7 @@ class LazyOffloadScheduler(OffloadScheduler):
             self._num_ahead -= 1 + -(-num_external_tokens // group.block_size)
 
     def _next_victims(self, room: int) -> list[FullBlock]:
-        """The next victims that are not stored yet, at most ``room``, the last one first."""
+        """Return the next victims that are not stored yet, at most ``room``, last victim first."""
         view, unsaved = self._view, self._unsaved
         assert isinstance(view, SupportsFreeOrder)
         assert isinstance(view, SupportsBlockKeys)

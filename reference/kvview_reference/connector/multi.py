@@ -1,8 +1,10 @@
 """Several connectors side by side, which the engine uses as one.
 
 Each child is bound before any other call (vLLM #39654). The first child that promises a prefix
-loads it. Job ids are renumbered, so that no child depends on the ids of another. Events are merged,
-so that a key that two children hold stays advertised until both have dropped it (EVENT-1, EVENT-2).
+loads the prefix. Job ids are renumbered, so that no child depends on the ids of another. Events are
+merged,
+so that a key that two children hold stays advertised until both children have dropped the key
+(EVENT-1, EVENT-2).
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.33.0).
 """
@@ -72,7 +74,7 @@ class MultiOptions(BaseModel):
 
 
 class MultiConnector(Connector):
-    """Runs several connectors as one."""
+    """A connector that runs several child connectors."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
@@ -96,7 +98,7 @@ class MultiConnector(Connector):
 
 @dataclass(frozen=True)
 class MultiPlan(StepPlan):
-    """The plans of the children, and the merged plan that the engine gets.
+    """The plans of the children, and the merged plan that the engine receives.
 
     Args:
         children: For each child its own plan, of any class, and a map from its job ids to those of
@@ -110,7 +112,7 @@ class MultiScheduler(SchedulerConnector):
     """The scheduler halves of the children.
 
     Args:
-        children: In order of preference for loads.
+        children: Scheduler halves of the children, in order of preference for loads.
         names: Names of the children in reports; by default their number and class.
     """
 
@@ -206,7 +208,7 @@ class MultiScheduler(SchedulerConnector):
         return self._events.merge(event for events in taken for event in events)
 
     def comes_from_silent_tier(self, request_id: str) -> bool:
-        """Whether the child that was chosen for a request has given no event so far (EVENT-2)."""
+        """Whether the chosen child of a request has reported no event so far (EVENT-2)."""
         chosen = self._chosen.get(request_id)
         if chosen is None or chosen not in self._speaking:
             return True
@@ -228,7 +230,7 @@ class MultiScheduler(SchedulerConnector):
 
     @property
     def num_skipped_blocks(self) -> int:
-        """The skipped blocks of all children that count them."""
+        """Sum of the skipped blocks, over all children that count these blocks."""
         counting = [child for child in self._children if isinstance(child, SupportsSkippedBlocks)]
         return sum(child.num_skipped_blocks for child in counting)
 
@@ -241,7 +243,7 @@ class MultiWorker(WorkerConnector):
     """The worker halves of the children.
 
     Args:
-        children: In the same order as the scheduler halves.
+        children: Worker halves of the children, in the order of the scheduler halves.
     """
 
     def __init__(self, children: Sequence[WorkerConnector]) -> None:

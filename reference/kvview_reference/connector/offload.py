@@ -4,8 +4,8 @@
 that computes it, and stored in the next step. Its request usually still uses the block then, so the
 hold takes no memory from other requests. The exceptions are blocks that a window or a finished
 request releases in between. No block is held while free blocks are short, because a request that
-waits for blocks may lose its prefix to other requests. So the GPU has the same hits as without a
-connector.
+waits for blocks may lose its prefix to other requests. So the GPU has the same number of hits as
+without a connector.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); PR #39654.
 """
@@ -65,10 +65,11 @@ class OffloadOptions(BaseModel):
     """Settings of :class:`OffloadConnector`.
 
     Args:
-        cpu_blocks: Blocks of the host tier; 0 offloads nothing.
+        cpu_blocks: Number of blocks of the host tier; with 0, no block is offloaded.
         policy: Name of the tier's cache policy.
-        store_threshold: Number of times that a block is computed before it is stored.
-        lookahead_blocks: Free blocks below which no block is held (and, for the lazy connector, the
+        store_threshold: Number of times that a block must be computed before it is stored.
+        lookahead_blocks: Number of free blocks below which no block is held (and, for the lazy
+            connector, the
             number of next victims that it examines). None: ``LOOKAHEAD_STEPS`` times the blocks
             that a step may allocate, but at most an eighth of the pool.
         enable_events: Whether offloading events are recorded.
@@ -119,13 +120,13 @@ class _Load:
 
 
 class _TierBlocks(CachedBlocks):
-    """The blocks of one group that the tier can load now.
+    """Count the blocks of one group that the tier can load now.
 
     Args:
         manager: Manager of the tier.
         ctx: The request.
         keys: Keys of the request's blocks.
-        num_on_gpu: Leading blocks that need not be loaded, because the GPU has them.
+        num_on_gpu: Number of leading blocks that need not be loaded, because they are on the GPU.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class _TierBlocks(CachedBlocks):
 
 
 class OffloadScheduler(SchedulerConnector):
-    """The scheduler half: plans loads and stores, and holds blocks meanwhile.
+    """The scheduler half, which plans loads and stores, and holds blocks while they are stored.
 
     ``num_skipped_blocks`` counts blocks that could have been stored but were not, because too few
     blocks were free, the pin budget was used up, or the tier was busy.
@@ -265,7 +266,7 @@ class OffloadScheduler(SchedulerConnector):
         return StepPlan(loads, stores)
 
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
-        """The store of this step: the blocks that the step before it computed."""
+        """Return the store of this step: the blocks that the step before it computed."""
         running = step.scheduled if self._looks_at_all else step.filling()
         for one in running:
             self._look_back(one.request.request_id, one.num_computed_tokens)
@@ -315,7 +316,7 @@ class OffloadScheduler(SchedulerConnector):
     def _newly_computed(
         self, request: RequestInfo, block_ids: BlockIds, computed: int
     ) -> list[FullBlock]:
-        """Blocks of a request that became full since the last call; each is returned once."""
+        """Return the blocks of a request that became full since the last call, each once."""
         name = request.request_id
         first = self._num_seen_tokens[name]
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
@@ -332,7 +333,7 @@ class OffloadScheduler(SchedulerConnector):
         )
 
     def _room(self) -> int:
-        """Number of blocks that may be held for stores now."""
+        """Return the number of blocks that may be held for stores now."""
         view = self._view
         if view is None:
             return 0  # never bound: nothing can be held, so nothing is offloaded
@@ -344,7 +345,7 @@ class OffloadScheduler(SchedulerConnector):
         return room
 
     def _store(self, blocks: Iterable[FullBlock], room: int) -> TransferJob | None:
-        """Hold blocks and store them, as many as there is room for; prefixes in order."""
+        """Hold and store as many blocks as the tier has room for, each prefix in order."""
         view, ctx, lookup = self._view, ReqContext(), self._manager.lookup
         block_of = {block.key: block.block_id for block in blocks}
         missing = [key for key in block_of if lookup(key, ctx) is LookupResult.MISS]
@@ -394,7 +395,7 @@ class OffloadScheduler(SchedulerConnector):
                 self._free(store.block_ids)
 
     def _look_back(self, name: str, num_computed_tokens: int) -> None:
-        """Handle a sibling's failed load, after which the request has fewer computed tokens."""
+        """Handle a failed load of a sibling connector: the request has fewer computed tokens."""
         if num_computed_tokens < self._num_seen_tokens.get(name, 0):
             self._forget_step(name, num_computed_tokens)
 
@@ -446,7 +447,7 @@ class OffloadScheduler(SchedulerConnector):
 
 
 class OffloadWorker(WorkerConnector):
-    """The worker half: a transfer worker that follows the plan."""
+    """The worker half, a transfer worker that runs the jobs of the plan."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options

@@ -1,18 +1,19 @@
 """A small engine: continuous batching in steps, with a connector.
 
-One step: take in finished transfers; allocate blocks to running requests, preempting the
+One step does the following: take in finished transfers; allocate blocks to running requests,
+preempting the
 youngest when the pool is full; start waiting requests (prefix match, connector match,
 allocation); let the connector plan; start the plan; launch; take in the output; cache full
 blocks; end finished requests. The KV bytes of a full block follow from its hash, so every block
 that a request reads is compared byte for byte.
 
 With several steps in flight, the output of a step is taken in after later steps were launched.
-Until then a request is scheduled past the tokens it has, because *computed* means launched
+Until then a request is scheduled past the tokens that it has, because *computed* means launched
 (CONN-7). With a stream, a step writes and reads KV when its output is taken in, in the order of
-the launches, in the blocks that its requests had at the launch, even if they have other owners
-by then.
+the launches, in the blocks that its requests had at the launch, even if these blocks have other
+owners by then.
 
-Source: the order of calls follows ``vllm/v1/core/sched/scheduler.py`` and, of a step,
+Source: The order of calls follows ``vllm/v1/core/sched/scheduler.py`` and, of a step,
 ``EngineCore.step_with_batch_queue`` in ``vllm/v1/engine/core.py`` (0.33.0).
 """
 
@@ -85,24 +86,26 @@ class _Launched:
 
 
 class Engine:
-    """Runs requests over a block pool and one connector.
+    """An engine that runs requests over a block pool and one connector.
 
     Args:
         geometry: Block sizes and KV-cache groups.
-        connector: The connector, from which both halves are built; None for no connector.
+        connector: Connector from which both halves are built; None for no connector.
         num_gpu_blocks: Blocks of the pool, the null block included.
         page_bytes: Bytes of one block in one layer, a multiple of 8.
-        num_layers: Layers, each with a page of every block.
-        max_running: Maximum of requests that are computed at once.
+        num_layers: Number of layers, each with a page of every block.
+        max_running: Maximum number of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
-        drafts: Draft tokens that a decode step verifies besides its own token, and the number of
-            them that are accepted, for the steps of a request in turn.
-        lookahead_tokens: Tokens for which a step has slots beyond those that it computes.
-        steps_in_flight: Steps that may be launched before the output of the first is taken in.
-        stream: Notified of launches and outputs; KV is then written and read when an output is
-            taken in, and without a stream at the launch.
-        verify_hits: Whether blocks hit on the GPU are compared too, besides loaded ones.
+        drafts: Number of draft tokens that a decode step verifies besides its own token, and number
+            of accepted drafts, for the steps of a request in turn.
+        lookahead_tokens: Number of tokens for which a step has slots in addition to the tokens that
+            it computes.
+        steps_in_flight: Number of steps that may be launched before the output of the first step is
+            taken in.
+        stream: Stream that is notified of launches and outputs; KV is written and read when an
+            output is taken in, or at the launch without a stream.
+        verify_hits: Whether blocks that hit on the GPU are compared too, besides loaded blocks.
         enable_events: Whether the pool records GPU events.
         device: Device of the KV cache.
         group_pages: Layout of the pages for :class:`KVBytes`, instead of ``page_bytes`` and
@@ -110,7 +113,7 @@ class Engine:
         pin_budget: Share of the pool's blocks that the connector may hold; None for no limit.
 
     Raises:
-        ConfigError: A size is impossible, or the blocks do not fit in memory.
+        ConfigError: A size is invalid, or the blocks do not fit in memory.
         UnsupportedContractError: The connector was written for another contract.
     """
 
@@ -276,8 +279,8 @@ class Engine:
         """Reset the GPU prefix cache and the connector's cache, even during transfers.
 
         Returns:
-            False if one of the two refused (the pool if blocks are in use, POOL-9); the other
-            was reset nevertheless.
+            False if the pool (while blocks are in use, POOL-9) or the connector refused; the other
+            cache was reset nevertheless.
         """
         was_reset = self.kv_cache.reset_prefix_cache()
         return self.scheduler_connector.reset_cache() and was_reset
@@ -297,7 +300,7 @@ class Engine:
     # --- one step ---
 
     def step(self) -> None:
-        """Schedule and launch a step; take in the oldest output if no more may be launched."""
+        """Schedule and launch a step; take in the oldest output if no further launch is allowed."""
         self.stats.steps += 1
         step = self._launch()
         has_more = bool(step.chunks) or self.has_unfinished_requests()
@@ -472,7 +475,7 @@ class Engine:
         return min(self.decode_tokens, left)
 
     def _drafts_of(self, request: Request) -> tuple[int, int]:
-        """The drafts of the next decode step, and the number of them that are accepted."""
+        """Return the number of drafts of the next decode step, and of accepted drafts."""
         return self.drafts[request.num_decode_steps % len(self.drafts)]
 
     def _preempt(self, request: Request) -> None:
@@ -530,7 +533,7 @@ class Engine:
             self._submit(partial(self.kv_bytes.poison, junk))
 
     def _submit(self, kernel: Callable[[], None]) -> None:
-        """Touch KV bytes after all launched steps; now, without a stream."""
+        """Run a call on the KV bytes after all launched steps; at once without a stream."""
         launched = [step for step in self._launched if step.chunks] if self._stream else []
         if launched:
             launched[-1].kernels.append(kernel)
@@ -639,12 +642,12 @@ class Engine:
 
     @property
     def _num_extra_slots(self) -> int:
-        """Return the maximum of slots beyond a request's tokens, for drafts and lookahead."""
+        """Return the maximum number of slots beyond a request's tokens (drafts and lookahead)."""
         most = max((proposed for proposed, _ in self.drafts), default=0)
         return self.steps_in_flight * most + self.lookahead_tokens
 
     def _most_blocks(self, group: CacheGroup, num_tokens: int) -> int:
-        """Return the most blocks that a request of ``num_tokens`` has at once."""
+        """Return the largest number of blocks that a request of ``num_tokens`` has at once."""
         # Skipped blocks are released after compute, so a whole step must fit besides the blocks
         # that the next token reads. A chunk has the most blocks just before it ends.
         skipped = group.num_skipped_tokens(num_tokens)
@@ -685,6 +688,6 @@ class Engine:
 
 
 def _last_info(request: Request) -> RequestInfo:
-    """Make the info of a request that loses its blocks: only KV whose token is known counts."""
+    """Make the info of a request that loses its blocks; only KV of known tokens counts."""
     last = request.num_tokens - (request.num_output_tokens > 0)
     return request.info(min(request.num_computed_tokens, last))

@@ -18,14 +18,14 @@ _Item = TypeVar("_Item")
 
 
 def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
-    """Hash ids of consecutive blocks so that each hash covers its whole prefix.
+    """Hash the ids of consecutive blocks so that each hash covers its whole prefix.
 
     Args:
         ids: Identifiers of the blocks' contents.
         parent: Hash of the block before the first, or a namespace.
 
     Returns:
-        32 bytes for each block, in order.
+        A hash of 32 bytes for each block, in order.
     """
     hashes = []
     for block_id in ids:
@@ -45,7 +45,7 @@ class Status(Enum):
 
 
 class _Living(Sequence[_Item]):
-    """A sequence that grows with its request; an item is computed when it is read."""
+    """A sequence that grows with its request, and whose items are computed when they are read."""
 
     @overload
     def __getitem__(self, index: int) -> _Item: ...
@@ -125,20 +125,21 @@ class Request:
         num_prompt_tokens: Tokens of the prompt, at least 1.
         num_output_tokens: Tokens to generate.
         hash_block_size: Tokens of one entry of ``block_hashes``.
-        block_hashes: Hashes of the full blocks, at first of the prompt's; grows while generating.
+        block_hashes: Hashes of the full blocks, at first the blocks of the prompt; grows while
+            tokens are generated.
         lora_name: Name of the LoRA.
         lora_id: Its number.
-        cache_salt: Keeps the prefix caches of tenants apart.
+        cache_salt: Salt that keeps the prefix caches of tenants apart.
         extra_keys: Further content of the hash of each block of the prompt, images for example;
             may be shorter.
         ends_in: Hash of the block in which the prompt ends, if its other tokens are known; by
-            default a unique one.
+            default a unique hash.
         stops_after: Generated tokens after which the request ends unexpectedly; None for
             ``num_output_tokens``.
         transfer_params: Parameters that the client sends to the connector.
 
     Raises:
-        ValueError: A count is impossible, or is not that of the hashes (KEY-1).
+        ValueError: A count is invalid, or differs from the number of hashes (KEY-1).
     """
 
     request_id: str
@@ -168,13 +169,15 @@ class Request:
         full = self.num_prompt_tokens // self.hash_block_size
         if self.num_prompt_tokens < 1 or self.num_output_tokens < 0:
             raise ValueError(
-                f"KEY-1: request {self.request_id!r}: {self.num_prompt_tokens} prompt tokens, "
-                f"{self.num_output_tokens} output tokens: expected at least 1 and 0"
+                f"KEY-1: request {self.request_id!r} has {self.num_prompt_tokens} prompt tokens "
+                f"and {self.num_output_tokens} output tokens; expected at least 1 prompt token, "
+                "and no negative number"
             )
         if len(self.block_hashes) != full:
             raise ValueError(
-                f"KEY-1: request {self.request_id!r}: {len(self.block_hashes)} block hashes for "
-                f"{full} full blocks of {self.hash_block_size} tokens"
+                f"KEY-1: request {self.request_id!r} has {len(self.block_hashes)} block hashes, "
+                f"but its tokens fill {full} blocks of {self.hash_block_size} tokens; pass one "
+                "hash per full block"
             )
         given = self.block_hashes
         beside_tokens = (self.lora_name, self.lora_id, self.cache_salt) != (None, None, None)
@@ -200,17 +203,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: the prompt and the generated ones."""
+        """Number of tokens known so far: prompt and generated tokens."""
         return self._tokens.num_tokens
 
     @property
     def num_kept_tokens(self) -> int:
-        """Computed tokens without the drafts that steps in flight reject."""
+        """Number of computed tokens, without the drafts that steps in flight reject."""
         return self.num_computed_tokens - self.num_rejected_tokens
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -220,7 +223,7 @@ class Request:
 
     @property
     def num_tokens_to_come(self) -> int:
-        """Tokens that the request generates in all."""
+        """Total number of tokens that the request generates."""
         stops_after = self.num_output_tokens if self.stops_after is None else self.stops_after
         return min(self.num_output_tokens, stops_after)
 
@@ -253,11 +256,11 @@ class Request:
         serial: int | None = None,
         transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Make a request whose prompt is all tokens of this request, and more.
+        """Make a request whose prompt consists of all tokens of this request, and new tokens.
 
         Args:
             request_id: Id of the new request.
-            num_new_tokens: Tokens after those of this request.
+            num_new_tokens: Number of tokens after the tokens of this request.
             num_output_tokens: Tokens to generate.
             ids: Identifiers of the new blocks' contents, at least one for each block.
             serial: Identifier of the generated content; None for a unique one.

@@ -1,4 +1,4 @@
-"""The block tables of requests, over one or several KV-cache groups.
+"""The block tables of requests, in one or several KV-cache groups.
 
 ``KVCacheManager`` (one per engine) calls a coordinator, which has one single-type manager for each
 group. Full attention, sliding window, chunked local attention and Mamba differ only in the blocks
@@ -8,7 +8,7 @@ serves all four. ``scheduler_block_size`` is passed down from the top (GEO-1).
 - TABLE-1 Room **must** be requested for a positive number of tokens, including the computed ones. A
   request for less room than before frees no block, so speculated tokens that were not accepted cost
   nothing.
-- TABLE-2 A request has block tables from its first room to ``free``. Hits **must** come
+- TABLE-2 A request has block tables from its first request for room to ``free``. Hits **must** come
   with the first room, and only blocks in tables can be cached. ``free`` of a request
   without tables does nothing, so it may be called twice.
 
@@ -38,11 +38,11 @@ class SingleTypeKVCacheManager:
         group: The KV-cache group.
         block_pool: The pool that all groups share.
         kv_cache_group_id: Index of the group.
-        scheduler_block_size: Tokens; every hit is a multiple of it.
+        scheduler_block_size: Number of tokens of which every hit is a multiple.
         hash_block_size: Tokens of one entry of a request's block hashes.
 
     Raises:
-        GeometryError: A size does not divide (GEO-2).
+        GeometryError: A size does not divide another size (GEO-2).
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SingleTypeKVCacheManager:
         return self._tables.get(request_id, [])
 
     def num_new_blocks(self, request_id: str, num_tokens: int, num_skipped_blocks: int) -> int:
-        """Return the number of blocks to allocate so that ``num_tokens`` have a place."""
+        """Return the number of blocks to allocate so that ``num_tokens`` tokens have slots."""
         have = max(len(self.blocks(request_id)), num_skipped_blocks)
         return max(0, -(-num_tokens // self.block_size) - have)
 
@@ -115,7 +115,7 @@ class SingleTypeKVCacheManager:
         self._num_dropped[request_id] = first
 
     def extend(self, request_id: str, num_tokens: int) -> None:
-        """Allocate blocks until ``num_tokens`` have a place; enough blocks must be free."""
+        """Allocate blocks until ``num_tokens`` tokens have slots; enough blocks must be free."""
         table = self._tables[request_id]
         table += self.pool.allocate_blocks(self.num_new_blocks(request_id, num_tokens, 0))
 
@@ -151,7 +151,7 @@ class SingleTypeKVCacheManager:
         self._num_dropped[request_id] = last
 
     def free(self, request_id: str) -> None:
-        """Free all blocks, the last one first, because more requests share the first ones."""
+        """Free all blocks, the last block first, because more requests share the first blocks."""
         table = self._tables.pop(request_id, None)
         if table is not None:
             del self._num_cached[request_id], self._num_dropped[request_id]
@@ -163,7 +163,7 @@ class _PoolBlocks(CachedBlocks):
 
     For full attention, blocks are looked up from the left and kept. For other groups, they are
     looked up from the right into one byte per block, which ``rfind`` searches at the speed of
-    memory. That reaches 5 to 10 times vLLM's speed; a call per block reached 1.2 times
+    memory. This search reaches 5 to 10 times vLLM's speed; a call per block reached 1.2 times
     (benchmarks/prefix.py).
     """
 
@@ -209,7 +209,7 @@ class _PoolBlocks(CachedBlocks):
         return piece
 
     def _find_last(self, byte: bytes, start: int, stop: int) -> int:
-        """Return the last of these blocks with this byte, or -1."""
+        """Return the last of these blocks that has this byte, or -1."""
         if self._bytes is None:
             self._bytes, self._start = bytearray(stop), stop
         while True:
@@ -223,16 +223,16 @@ class _PoolBlocks(CachedBlocks):
 
 
 class KVCacheCoordinator:
-    """Keeps the groups of one engine in step.
+    """The coordinator of the groups of one engine.
 
     Args:
         kv_cache_groups: The KV-cache groups; a group's index is its position.
         block_pool: The pool that all groups share.
-        scheduler_block_size: Tokens; every hit is a multiple of it.
+        scheduler_block_size: Number of tokens of which every hit is a multiple.
         hash_block_size: Tokens of one entry of a request's block hashes.
 
     Raises:
-        GeometryError: A size does not divide (GEO-2).
+        GeometryError: A size does not divide another size (GEO-2).
     """
 
     def __init__(
@@ -294,8 +294,8 @@ class KVCacheCoordinator:
         """Give a request room for ``num_tokens`` in every group, or change nothing.
 
         Args:
-            request_id: The request; a request without a table gets one.
-            num_tokens: Tokens that need a place.
+            request_id: Id of the request; a table is made for a request without a table.
+            num_tokens: Number of tokens that need slots.
             hit_blocks: For a new request, its hit in each group.
             num_computed_tokens: For a new request, tokens that are hit or will be loaded.
 
@@ -303,13 +303,14 @@ class KVCacheCoordinator:
             False if too few blocks are free.
 
         Raises:
-            ValueError: The counts or the hits are impossible (TABLE-1, TABLE-2).
+            ValueError: The counts or the hits are invalid (TABLE-1, TABLE-2).
         """
         is_new = not any(manager.blocks(request_id) for manager in self.managers)
         if not 0 <= num_computed_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(
-                f"TABLE-1: request {request_id!r} requests room for {num_tokens} tokens, of which "
-                f"{num_computed_tokens} are computed; expected at least 1 and the computed ones"
+                f"TABLE-1: room for {num_tokens} tokens was requested for request {request_id!r}, "
+                f"which has {num_computed_tokens} computed tokens; expected at least 1 token, and "
+                "at least the computed tokens"
             )
         if not is_new and (any(hit_blocks) or num_computed_tokens):
             raise ValueError(

@@ -18,14 +18,14 @@ class KVCacheManager:
     Args:
         kv_cache_groups: The KV-cache groups; a group's index is its position.
         num_blocks: Blocks of the pool, the null block included.
-        scheduler_block_size: Tokens; every hit is a multiple of it. It is given here once and
+        scheduler_block_size: Number of tokens of which every hit is a multiple; set here once and
             passed down (GEO-1).
         hash_block_size: Tokens of one entry of a request's block hashes.
-        enable_caching: Whether there is a prefix cache.
+        enable_caching: Whether the manager has a prefix cache.
         enable_kv_cache_events: Whether the pool records GPU events.
 
     Raises:
-        GeometryError: A size does not divide (GEO-2).
+        GeometryError: A size does not divide another size (GEO-2).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class KVCacheManager:
 
         Args:
             request_id: The request.
-            num_tokens: All tokens that need a place after the step.
+            num_tokens: Number of all tokens that need slots after the step.
             hit_blocks: For a new request, the hit from ``find_computed_blocks``.
             num_computed_tokens: For a new request, tokens that are hit or will be loaded.
 
@@ -79,7 +79,7 @@ class KVCacheManager:
             False if too few blocks are free.
 
         Raises:
-            ValueError: The counts or the hits are impossible (TABLE-1, TABLE-2).
+            ValueError: The counts or the hits are invalid (TABLE-1, TABLE-2).
         """
         hits = hit_blocks or ((),) * len(self.geometry.groups)
         return self.coordinator.allocate(request_id, num_tokens, hits, num_computed_tokens)
@@ -99,7 +99,7 @@ class KVCacheManager:
 
         Args:
             request_id: The request.
-            block_hashes: Its block hashes, at least those of computed blocks.
+            block_hashes: Block hashes of the request, at least the hashes of computed blocks.
             num_computed_tokens: Tokens whose KV is in its blocks.
 
         Raises:
@@ -116,5 +116,5 @@ class KVCacheManager:
             manager.free(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop every cached block; returns False, and drops none, while a block is in use."""
+        """Drop every cached block; while a block is in use, drop no block and return False."""
         return self.pool.reset_prefix_cache()

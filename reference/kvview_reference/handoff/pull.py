@@ -1,7 +1,8 @@
 """A connector that hands KV to another engine, in both roles: the consumer pulls the pages.
 
-The consumer asks for the pages of a handoff until they have arrived, the producer refuses, or the
-time of a lease has passed. The producer sends pages in CPU memory without a copy, so it holds the
+The consumer requests the pages of a handoff until they have arrived, the producer refuses them, or
+the time of a lease has passed. The producer sends pages in CPU memory without a copy, so it holds
+the
 blocks until the wire has read them. The consumer verifies size and checksum before it writes any
 page, then confirms.
 
@@ -65,7 +66,7 @@ class KeptKV:
 
 @dataclass(frozen=True)
 class HandoffPlan(StepPlan):
-    """A plan that also returns handoffs that are not needed."""
+    """A step plan that also returns handoffs that are not needed."""
 
     returned: Sequence[Handoff] = ()
 
@@ -81,7 +82,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
 
 
 class PagesReply(msgspec.Struct, tag=True, frozen=True):
-    """The pages, one per frame after this one."""
+    """A message with pages, one page in each frame after this one."""
 
     handoff: Handoff
     reader: str
@@ -182,7 +183,7 @@ class PullScheduler(HandoffScheduler):
         return handoff.to_params()
 
     def kept_blocks(self, block_ids: BlockIds, num_tokens: int) -> GPULoadStoreSpec:
-        """Name the blocks that a prefix needs, of every group."""
+        """Name the blocks of every group that a prefix needs."""
         numbers = [group.required_blocks(num_tokens) for group in self.geometry.groups]
         return _blocks(block_ids, numbers)
 
@@ -311,7 +312,7 @@ class PullWorker(HandoffWorker):
         return results
 
     def reader_of(self, job: TransferJob) -> str:
-        """Make the name of a reader, which no other load of any engine has."""
+        """Make the name of a reader, which is unique among the loads of all engines."""
         return f"{self.me.engine_id}/{self.me.life}/{job.job_id}"
 
     def advance(self) -> None:
@@ -349,7 +350,7 @@ class PullWorker(HandoffWorker):
     # --- messages ---
 
     def send(self, address: str, message: Message, pages: Sequence[Frame] = ()) -> int:
-        """Send a message, behind its checksum, and its pages."""
+        """Send a checksum, a message, and its pages."""
         header = msgspec.msgpack.encode(message)
         return self.wire.send(address, [_checksum([header]).to_bytes(4), header, *pages])
 
@@ -373,7 +374,7 @@ class PullWorker(HandoffWorker):
                 self.offers.close(handoff, reader)
 
     def ask(self, reader: str, fetch: Fetch) -> None:
-        """Ask the producer for the pages of a fetch."""
+        """Request the pages of a fetch from the producer."""
         spec = fetch.job.dst
         assert isinstance(spec, GPULoadStoreSpec), "loads write GPU blocks"
         read = Read(

@@ -1,7 +1,7 @@
 """Messages between engines over TCP, with ZeroMQ.
 
 Frames are sent without a copy, and a ticket ends when ZeroMQ has released the frames. Anyone who
-can reach the port can send messages, so it belongs into a trusted network.
+can reach the port can send messages, so use it in a trusted network only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ZmqWire:
         self._tickets = count()
 
     def now(self) -> float:
-        """Return seconds of a clock that never goes back."""
+        """Return the seconds of a clock that never goes back."""
         return time.monotonic()
 
     def send(self, address: str, message: Sequence[Frame]) -> int:

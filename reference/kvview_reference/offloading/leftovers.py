@@ -1,4 +1,4 @@
-"""The entries that a reset leaves behind, which are freed in pieces."""
+"""The entries of dicts that a reset dropped, which are freed in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy that follows LRU or ARC, whichever hits more on a sample of the keys."""
+"""The policy that follows LRU or ARC: the one with more hits on a sample of the keys."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class LRUOrARCPolicy:
     """Evicts like LRU, or like ARC, which distinguishes keys used once from keys used again.
 
     1. Both are simulated on one of eight keys, selected by hash, in an eighth of the room. ARC
-       decides while it has more hits there.
-    2. When LRU decides, the key that was used longest ago is evicted. When ARC decides, a key that
-       was used once is evicted if there are more such keys than the target of its miniature,
+       decides while it has more hits in this simulation.
+    2. When LRU decides, the least recently used key is evicted. When ARC decides, a key that was
+       used once is evicted if there are more such keys than the target of the simulated ARC,
        otherwise a key that was used again.
     3. A new key that was held recently counts as used again.
 
     Args:
-        capacity: Keys that the tier can hold.
+        capacity: Number of keys that the tier can hold.
 
     Source: C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations",
     ATC '17; M. Qureshi et al., "Adaptive Insertion Policies", ISCA '07 (a duel of policies).
@@ -160,7 +160,7 @@ class _Duel:
     """LRU and ARC on a sample of all keys, with less room.
 
     Args:
-        capacity: Keys that each of them holds.
+        capacity: Number of keys that each policy holds.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -205,7 +205,7 @@ class _Miniature:
         self.hits = 0.0
 
     def use(self, keys: Keys) -> None:
-        """Use keys: hit or admit them."""
+        """Use keys, each of which is a hit or is admitted."""
         held = self._held
         hits = [key for key in keys if key in held]
         new = [key for key in keys if key not in held][: self._capacity]

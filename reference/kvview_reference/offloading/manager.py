@@ -1,6 +1,7 @@
 """The bookkeeping of a CPU tier: pages, pins, events and a replacement policy.
 
-Only stores and touches of keys change their recency. Lookups, loads and completions do not. Keys
+Only stores and touches of keys change their recency. Lookups, loads and completions do not change
+it. Keys
 are processed by batched dict operations, because the scheduler waits for these calls.
 """
 
@@ -37,10 +38,10 @@ _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HI
 
 
 class CPUOffloadingManager:
-    """Tracks the keys that the CPU tier holds, and their places.
+    """Tracks the keys that the CPU tier holds, and their pages.
 
-    1. If ``prepare_store`` returns None, it has changed nothing: no order, no ghost of the policy,
-       no count of the store threshold.
+    1. If ``prepare_store`` returns None, it has changed nothing: neither the eviction order, nor
+       the ghosts of the policy, nor the counts of the store threshold.
     2. A completion of a key that is not in flight raises
        :class:`TransferNotInFlightError` and changes nothing. After ``reset``,
        keys in flight are still completed once for each transfer (OFF-8).
@@ -52,8 +53,8 @@ class CPUOffloadingManager:
         cache_policy: A name known to :func:`~kvview_reference.offloading.policies.register_policy`.
         enable_events: Whether to gather events for ``take_events``.
         store_threshold: Offers that a key needs before it is stored; 1 stores all.
-        max_tracked_keys: Keys whose offers are counted; the least recently
-            offered is forgotten first.
+        max_tracked_keys: Number of keys whose offers are counted; the least recently offered key is
+            dropped first.
 
     Raises:
         ConfigError: A size is not a positive int, or the policy is unknown (OFF-7).
@@ -120,7 +121,7 @@ class CPUOffloadingManager:
         """Protect keys until ``complete_load``, one load for each occurrence.
 
         Returns:
-            One page a key, in the order given.
+            One page for each key, in the given order.
 
         Raises:
             KeyNotLoadableError: A key is not held or not ready; nothing was
@@ -222,7 +223,7 @@ class CPUOffloadingManager:
         /,
         success: bool = True,
     ) -> None:
-        """End the stores of these keys: loadable from now, or gone (OFF-4).
+        """End the stores of these keys, which are then loadable, or no longer held (OFF-4).
 
         Raises:
             TransferNotInFlightError: A key is not being stored.
@@ -267,7 +268,7 @@ class CPUOffloadingManager:
         self._leftovers.clear()
 
     def _take_pages(self, number: int) -> list[int]:
-        """Pages for new keys; enough pages are free."""
+        """Return pages for new keys; enough pages must be free."""
         pages = self._free_pages[: -number - 1 : -1]
         del self._free_pages[-number:]
         if (missing := number - len(pages)) > 0:

@@ -1,7 +1,7 @@
 """Replacement policies, which choose the keys that are evicted.
 
-A policy orders keys; pages, pins and events are the manager's. Calls come in
-batches, as requests bring their keys, so that the work is done at C speed.
+A policy only orders keys; the manager handles pages, pins and events. Each call receives a batch of
+keys, such as the keys of a request, so that the work is done at C speed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Keys = Sequence[OffloadKey]
 
 
 class InFlight(NamedTuple):
-    """Held keys that transfers use now, so they must stay."""
+    """Held keys that transfers use now, so they must not be evicted."""
 
     loading: Set[OffloadKey]
     storing: Set[OffloadKey]
@@ -44,9 +44,9 @@ class CachePolicy(Protocol):
         """Choose and forget victims, then take new keys.
 
         Args:
-            keys: Not held until now, without duplicates; none may be a victim.
+            keys: Keys that are not held yet, without duplicates; no such key may be a victim.
             num_victims: Number of keys to evict; at least as many are held and not in flight.
-            in_flight: Keys that must stay.
+            in_flight: Keys that must not be evicted.
 
         Returns:
             The victims, first evicted first.
@@ -62,7 +62,7 @@ class CachePolicy(Protocol):
         ...
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed, as if they had never come."""
+        """Forget held keys whose store failed, as if they had never been stored."""
         ...
 
 
@@ -76,7 +76,7 @@ class SupportsLeftovers(Protocol):
 
 
 class RecencyOrder:
-    """Keys by last use; taking out the oldest costs constant amortised time.
+    """Keys in the order of their last use; removing the oldest key takes constant amortised time.
 
     A key in flight that would be popped is set aside, so that later calls need not skip it again. A
     key that is set aside is older than all keys in ``order``, and is popped before them once it is
@@ -99,7 +99,7 @@ class RecencyOrder:
         return (self.order,)
 
     def enter(self, keys: Keys) -> None:
-        """Take in keys that are not here, as the most recent."""
+        """Add keys that are missing, as the most recent keys."""
         order = self.order
         for key in reversed(keys):
             order[key] = None
@@ -108,15 +108,16 @@ class RecencyOrder:
     def without_newest(self, keys: Keys) -> Keys:
         """Return the keys that the caller must move when ``keys`` are used.
 
-        The keys of a request are mostly touched when they are stored. The last of them have just
-        entered, so they are already in their place. This saves a tenth of the time at 50,000
+        The keys of a request are mostly touched when they are stored. The last of these keys were
+        added just now, so they are already in their places. This saves a tenth of the time at
+        50,000
         blocks.
         """
         newest, self._newest = self._newest, []
         return keys[: -len(newest)] if newest and keys[-len(newest) :] == newest else keys
 
     def recall(self, keys: Iterable[OffloadKey]) -> None:
-        """Put back those of ``keys`` that are set aside; the caller then moves them."""
+        """Put back the ``keys`` that are set aside; the caller then moves them."""
         if self.aside:
             for key in self.aside.keys() & set(keys):
                 del self.aside[key]
@@ -124,13 +125,13 @@ class RecencyOrder:
                 self.order[key] = None
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Take out those of ``keys`` that are here."""
+        """Remove the ``keys`` that are present."""
         self.recall(keys)
         for key in keys:
             self.order.pop(key, None)
 
     def pop_oldest(self, limit: int, in_flight: InFlight) -> list[OffloadKey]:
-        """Take out up to ``limit`` keys that are not in flight, oldest first."""
+        """Remove up to ``limit`` keys that are not in flight, the oldest key first."""
         loading, storing = in_flight
         popped: list[OffloadKey] = []
         while self._released and len(popped) < limit:
@@ -171,7 +172,7 @@ class RecencyOrder:
 
 
 class LRUPolicy(RecencyOrder):
-    """Evicts the key whose last use is longest ago."""
+    """Evicts the least recently used key."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ class LRUPolicy(RecencyOrder):
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
-        """Count one use of each held key; while it is stored, still its first use."""
+        """Count one use of each held key; a use during its store counts as its first use."""
         keys = self.without_newest(keys)
         self.recall(keys)
         order, move_to_end = self.order, self.order.move_to_end
@@ -197,12 +198,12 @@ class ARCPolicy:
 
     1. T1 holds keys used once, T2 keys used again; B1 and B2 remember keys
        evicted from each (ghosts). The names are the paper's.
-    2. A new key found in B1 raises the target size of T1, one found in B2 lowers
-       it; both enter T2. Any other new key enters T1, and T2 when it is touched
-       once its store is complete.
+    2. A new key found in B1 raises the target size of T1, and a new key found in B2 lowers it; both
+       keys enter T2. Any other new key enters T1, and moves to T2 when it is touched after its
+       store.
     3. ``|T1| + |B1| <= capacity`` and all four together ``<= 2 * capacity``.
-    4. The policy first adapts to a whole batch, then makes room. With one key per call it is the
-       published algorithm, step by step.
+    4. The policy first adapts to a whole batch, then makes room. With one key per call, the policy
+       is exactly the published algorithm.
     5. A failed store leaves neither a key nor a ghost; the target keeps its value.
 
     Args:
@@ -246,7 +247,7 @@ class ARCPolicy:
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
-        """Count one use of each held key; while it is stored, still its first use."""
+        """Count one use of each held key; a use during its store counts as its first use."""
         storing = in_flight.storing
         others = self._t1.without_newest(keys)
         if len(others) < len(keys) and keys[-1] in storing:  # with every key that entered with it
@@ -271,7 +272,7 @@ class ARCPolicy:
         self._t2.release(keys)
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed, as if they had never come."""
+        """Forget held keys whose store failed, as if they had never been stored."""
         self._t1.remove(keys)
         self._t2.remove(keys)
 
@@ -326,11 +327,11 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
 
     Args:
         name: Value of a manager's ``cache_policy``.
-        factory: Called with the capacity in keys, again after each reset.
+        factory: Called with the capacity in keys, at the start and after each reset.
         replace: Whether a registered name may be replaced.
 
     Raises:
-        ConfigError: The name is known and ``replace`` is False.
+        ConfigError: The name is already registered and ``replace`` is False.
     """
     if name in _FACTORIES and not replace:
         raise ConfigError(f"cache policy {name!r} is registered already; pass replace=True")
@@ -344,8 +345,8 @@ def policy_factory(name: str) -> PolicyFactory:
         name: Registered name, ``path/to/file.py:Policy``, or ``package.module:Policy``.
 
     Raises:
-        ConfigError: The name is unknown (the message lists the known names), or the target does not
-            import.
+        ConfigError: The name is unknown (the message lists the known names), or the target cannot
+            be imported.
     """
     factory = _FACTORIES.get(name) if isinstance(name, str) else None
     if factory is None and isinstance(name, str) and ":" in name:

@@ -12,14 +12,14 @@ _Order = OrderedDict[OffloadKey, None]
 
 
 class VLLMARCPolicy:
-    """The ARC of vLLM 0.33, which differs from that of the paper.
+    """The ARC of vLLM 0.33, which differs from the ARC of the paper.
 
     1. A new key enters T1, even if a ghost list remembers it; it goes to T2 when a later
        request uses it.
     2. Victims are taken from T1 while T1 has at least its target size, then from T2.
     3. Each ghost list remembers as many keys as the tier holds.
 
-    At most it lost 2.2 points of the prompt blocks compared with the paper's ARC.
+    Compared with the paper's ARC, it lost at most 2.2 percentage points of the prompt blocks.
 
     Args:
         capacity: Keys that the tier can hold.
@@ -53,7 +53,7 @@ class VLLMARCPolicy:
         return victims
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
-        """Count one use of each held key; while it is stored, still its first use."""
+        """Count one use of each held key; a use during its store counts as its first use."""
         once, again, storing = self._once, self._again, in_flight.storing
         for key in reversed(keys):
             if key in again:
@@ -89,7 +89,7 @@ class VLLMARCPolicy:
                 again.move_to_end(key)
 
     def _choose(self, num_victims: int, in_flight: InFlight) -> Iterator[OffloadKey]:
-        """Keys that are not in flight, first evicted first."""
+        """Yield the keys that are not in flight, the next victim first."""
         loading, storing = in_flight
         once, again = (
             (key for key in order if key not in loading and key not in storing)

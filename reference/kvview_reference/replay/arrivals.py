@@ -22,16 +22,16 @@ def by_arrival(rows: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class Arrivals:
-    """Releases the requests of a trace when they have arrived and may start.
+    """A queue of the requests of a trace that have arrived and may start.
 
     1. Rows arrive in the order of the trace, the first one at 0.
     2. A turn starts neither before its own time nor before the previous turn has ended, if the
-       trace names that turn. It then waits behind the requests that arrived meanwhile.
+       trace names that turn. Such a turn waits behind the requests that arrived in the meantime.
 
     Args:
         rows: Rows of the trace.
-        block_size: Tokens of a hash id.
-        speed: Seconds of the trace in one second; None lets all rows arrive at once.
+        block_size: Number of tokens of a hash id.
+        speed: Seconds of the trace in one simulated second; None lets all rows arrive at once.
 
     Attributes:
         last_s: Arrival of the latest row that has arrived.

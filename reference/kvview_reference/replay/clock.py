@@ -28,7 +28,7 @@ _DECODE_STEPS = 16
 
 
 class _Link:
-    """One direction of the host link, which moves one job after another."""
+    """One direction of the host link, which moves its jobs one after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -57,7 +57,7 @@ def _time_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add TRACE and its options, the arguments of ``open_source``."""
+    """Add TRACE and its options, which are the arguments of ``open_source``."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in (

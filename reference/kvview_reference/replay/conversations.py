@@ -1,9 +1,9 @@
 """Turns of conversations, in which the tokens of an answer are part of the next turn's prompt.
 
 A trace names the blocks of prompts, not generated blocks. If the trace names the request that a
-row continues, the row's prompt takes the hashes that the engine gave to the blocks which that
-request generated. So the next turn, and every other row with those ids, hits the generated
-blocks, as in an engine that sees tokens.
+row continues, the row's prompt uses the hashes of the blocks that this request generated in the
+engine. So the next turn, and every other row with these ids, hits the generated blocks, as in an
+engine that knows the tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _Turn:
 
 
 class Conversations:
-    """Makes the requests of a trace.
+    """Maker of the requests of a trace.
 
     1. A row is a next turn if the request that it continues has ended, all tokens of that
        request are in the row's prompt, and the ids of both prompts agree.
-    2. Of several rows that continue one request with different blocks, the first is the next
-       turn; the others (an edited answer, for example) share the prompt only.
+    2. If several rows continue one request with different blocks, the first row is the next turn;
+       the other rows (an edited answer, for example) only share the prompt.
 
     Args:
         block_size: Tokens of a hash id.
@@ -97,7 +97,7 @@ class Conversations:
     def _remember(
         self, hashes: Sequence[BlockHash], row: TraceRequest, first: int, last: int
     ) -> None:
-        """Remember the ids that the trace has for the generated blocks of a prompt."""
+        """Store the ids that the trace has for the generated blocks of a prompt."""
         for block in range(first, min(last, len(hashes))):
             parent = hashes[block - 1] if block else row.scope.encode()
             self._generated[parent, row.hash_ids[block]] = hashes[block]

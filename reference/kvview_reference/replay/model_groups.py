@@ -32,7 +32,7 @@ def block_bytes_of(model: ModelShape, geometry: CacheGeometry) -> tuple[int, ...
         geometry: Geometry of the replay.
 
     Raises:
-        ConfigError: The groups of the geometry are not those of the model.
+        ConfigError: The groups of the geometry differ from the groups of the model.
     """
     layers = {_kind_of(part): part for part in model.layers}
     kinds = [_kind(group) for group in geometry.groups]

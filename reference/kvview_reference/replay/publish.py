@@ -39,7 +39,7 @@ _KINDS = {
 
 
 class EventFeed:
-    """Publishes the changes of each step, in one batch.
+    """A publisher of the changes of each step, in one batch.
 
     Args:
         publisher: The channel.
@@ -56,7 +56,7 @@ class EventFeed:
         self.num_events = 0
 
     def publish(self, engine: Engine) -> None:
-        """Take the events of the engine and publish them; a step without events has no batch."""
+        """Publish the events of the engine; no batch is sent for a step without events."""
         events: list[WireEvent] = []
         for event in engine.kv_cache.pool.take_events():
             events.append(self._gpu_event(event))

@@ -1,7 +1,7 @@
 """The replay of a request trace through the engine, with a connector.
 
-Requests arrive at their recorded times, in simulated seconds (:class:`TimeModel`), or, in a
-closed loop, as soon as others end. Memory does not grow with the trace, unless its sessions must
+Requests arrive at their recorded times, in simulated seconds (:class:`TimeModel`), or, in a closed
+loop, as soon as other requests end. Memory does not grow with the trace, unless its sessions must
 be sorted first (:func:`by_arrival`).
 """
 
@@ -51,14 +51,14 @@ class ReplayConfig:
     """Sizes of the engine.
 
     Args:
-        gpu_blocks: Blocks of the GPU pool, the null block included; None takes enough for about
-            a million tokens.
+        gpu_blocks: Blocks of the GPU pool, the null block included; None for enough blocks for
+            about a million tokens.
         block_bytes: Bytes of one block, a multiple of 8.
-        closed_loop: Requests in the engine at once, whatever their arrival times; None replays
-            the arrival times.
+        closed_loop: Number of requests in the engine at once, whatever their arrival times; None
+            replays the arrival times.
         groups: KV-cache groups, in the form that :func:`parse_groups` reads.
         options: Options of the connector.
-        time: Durations; not used in a closed loop.
+        time: Durations of steps and transfers; not used in a closed loop.
     """
 
     gpu_blocks: int | None = None
@@ -75,8 +75,8 @@ class ReplayReport:
 
     Args:
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
-        blocks: Hash ids of all prompts; the hit rates are shares of them.
-        computed_rate: Share of the blocks that neither the GPU nor the connector had.
+        blocks: Number of hash ids of all prompts; the hit rates are shares of this number.
+        computed_rate: Share of the blocks that were neither on the GPU nor in the connector.
         cpu_hit_blocks: Blocks that came from the connector, from any medium.
         failed_transfers: Failures of the connector itself; a replay injects no failures.
         first_failure: The first failed transfer, and the error in its result.
@@ -85,7 +85,7 @@ class ReplayReport:
         blocks_per_s: ``blocks`` over ``seconds``.
         play: "time" (recorded arrival times) or "closed-loop"; the fields below are None in a
             closed loop.
-        closed_loop: Requests at once; None with recorded arrival times.
+        closed_loop: Number of requests at once; None with recorded arrival times.
         time: The durations.
         simulated_seconds: Time from the first request to the end of all work.
         trace_seconds: Time from the first to the last arrival, at this speed.
@@ -143,8 +143,8 @@ class ReplayFile(ReplayReport):
 
     Args:
         malformed_rows: Rows and files of the trace that could not be read.
-        lost: The first 10,000 of them, with the reasons.
-        cut: Files whose rest after a line is lost, and that line.
+        lost: The first 10,000 of these rows and files, with the reasons.
+        cut: Files whose rest after a line is lost, each with this line.
         schema_version: Increased when a field is removed or changes its meaning.
     """
 
@@ -158,8 +158,9 @@ def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
     """Read KV-cache groups such as ``full,window:4096,mamba@2``.
 
     Args:
-        text: Kinds, separated by commas; sizes in tokens.
-        block_size: Tokens of one block of the trace; ``@K`` makes it K times larger.
+        text: Kinds of groups, separated by commas; sizes are in tokens.
+        block_size: Tokens of one block of the trace; ``@K`` makes the blocks of a group K times
+            larger.
 
     Raises:
         ConfigError: A kind or a size is unknown; the message lists the known ones.
@@ -196,20 +197,20 @@ def replay(
     on_progress: Callable[[int], None] = lambda num_requests: None,
     on_step: Callable[[Engine], None] | None = None,
 ) -> ReplayReport:
-    """Run a trace to its end, and then until the connector has no pending work.
+    """Run a trace to its end, and then step until the connector has no pending work.
 
     Args:
         trace: Requests, read one by one.
-        block_size: Tokens of one hash id.
+        block_size: Number of tokens of one hash id.
         connector: The connector's class.
         config: Sizes and options.
         on_progress: Called with the number of requests so far, after each step.
         on_step: Called with the engine after each step, to take its events.
 
     Raises:
-        ConfigError: A size is impossible, or no request fits in the pool.
+        ConfigError: A size is invalid, or no request fits in the pool.
         TraceError: A row is malformed and the trace was opened to raise.
-        ConnectorError: The connector broke its contract, or a hook of it raised.
+        ConnectorError: The connector broke the contract, or one of its hooks raised an exception.
     """
     if config.closed_loop is not None and config.closed_loop < 1:
         raise ConfigError(f"closed_loop must be at least 1, got {config.closed_loop}")

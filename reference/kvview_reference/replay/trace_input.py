@@ -22,11 +22,11 @@ class Source:
     """Requests and their source.
 
     Args:
-        requests: In the order of the trace.
-        block_size: Tokens per hash id.
+        requests: The requests, in the order of the trace.
+        block_size: Number of tokens per hash id.
         title: The name of the trace.
         trace: The trace file or folder; None for a recording or a generated workload.
-        lost: Parts that could not be read, filled while the requests are read.
+        lost: Parts that could not be read; filled while the requests are read.
     """
 
     requests: Iterable[TraceRequest]
@@ -49,9 +49,10 @@ def open_source(
 
     Args:
         path: The trace or recording; None generates a workload.
-        requests: Stop after this many; None reads all, or generates ``num_generated``.
+        requests: Maximum number of requests; None reads all requests, or generates
+            ``num_generated``.
         seed: Seed of the generated workload.
-        num_generated: Requests to generate by default.
+        num_generated: Number of requests to generate by default.
         strict: Whether damaged input raises; otherwise it is skipped.
         report: Called with a line for each of the first skipped parts.
     """

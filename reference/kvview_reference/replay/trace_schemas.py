@@ -31,9 +31,9 @@ class TraceRequest:
             in a trace without times.
         num_prompt_tokens: Prompt length in tokens, at least 1.
         num_output_tokens: Generated tokens, 0 or more.
-        hash_ids: One id per prompt block, first block first; equal ids of one
-            scope mean reusable KV. The last block may be partial.
-        scope: Namespace of ``hash_ids``; "" when they hold for the whole trace.
+        hash_ids: One id per prompt block, in order; equal ids of one scope mean reusable KV. The
+            last block may be partial.
+        scope: Namespace of ``hash_ids``; "" if the ids are valid for the whole trace.
         line: Line of the file, from 1.
         continues: ``request_id`` of the previous turn, if the trace has it.
     """
@@ -49,11 +49,11 @@ class TraceRequest:
 
 
 class RowError(ValueError):
-    """An error in a row, raised where file and line are unknown.
+    """An error in a row, raised by code that does not know the file and the line.
 
     Args:
         problem: The error.
-        field: The field with the error, if it is in one field.
+        field: The field with the error, if the error is in one field.
         ends_file: Whether nothing after the row can be read.
     """
 
@@ -274,7 +274,7 @@ def parse(row: bytes, line: int, schema: SchemaName) -> tuple[int, list[TraceReq
         schema: The schema of the trace.
 
     Returns:
-        Block size in tokens, the row's requests by arrival, and whether it has arrival times.
+        Block size in tokens, the row's requests by arrival, and whether the row has arrival times.
 
     Raises:
         RowError: The row is malformed, or has another schema.

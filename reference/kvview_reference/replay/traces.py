@@ -68,7 +68,7 @@ class Lost:
     num_rows: int = 0
 
     def add(self, error: KVViewError) -> bool:
-        """Record a part; True for the first few, which are printed."""
+        """Record a part; returns True for the first few parts, which are printed."""
         self.num_rows += 1
         if self.num_rows <= _MAX_LOST:
             self.rows.append(str(error))
@@ -104,9 +104,9 @@ class Trace:
     Attributes:
         path: The file.
         schema: Name of the schema.
-        block_size: Tokens per hash id.
+        block_size: Number of tokens per hash id.
         has_times: Whether its rows have arrival times.
-        total_bytes: Size of the file, compressed if the file is.
+        total_bytes: Size of the file on disk, which may be compressed.
         bytes_read: Part of ``total_bytes`` that the latest iteration has read.
     """
 
@@ -153,7 +153,7 @@ class Trace:
         return requests
 
     def _find_schema(self, rows: BinaryIO) -> tuple[SchemaName, int, bool]:
-        """Find the schema, the block size, and whether there are times, in the first valid row.
+        """Find the schema, the block size, and whether rows have times, in the first valid row.
 
         Malformed rows before it are reported by the iterations.
         """
@@ -217,7 +217,9 @@ class TraceFolder(Trace):
     def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
         names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES))
         if not names:
-            raise ConfigError(f"cannot read trace {path!r}: no file in it ends in .json(l)(.gz)")
+            raise ConfigError(
+                f"cannot read trace {path!r}: no file in this folder ends in .json(l)(.gz)"
+            )
         self.path = path
         self.bytes_read = self.total_bytes = 0
         self._on_error = on_error
@@ -271,9 +273,9 @@ def open_trace(
 
     Args:
         path: JSON Lines, gzip-compressed or not; or a folder of such files.
-        on_error: Called with the error of each malformed row, once per iteration, and the row
-            is skipped; None raises at the first.
-        max_row_bytes: Longer rows, decompressed, are malformed.
+        on_error: Called with the error of each malformed row, once per iteration, and the row is
+            skipped; None raises the first error.
+        max_row_bytes: Maximum length of a decompressed row; a longer row is malformed.
 
     Returns:
         The trace, before its first row.

@@ -1,8 +1,9 @@
 """A seeded workload that resembles a real trace, for users without a trace.
 
 It consists of conversations that grow turn by turn over one shared system prompt, with heavy-tailed
-lengths and Poisson arrivals. The quantiles below are those of the Mooncake conversation trace,
-rounded. With the defaults an infinite cache hits about 35 % of the blocks of 12,000 requests.
+lengths and Poisson arrivals. The quantiles below are the rounded quantiles of the Mooncake
+conversation trace. With the defaults an infinite cache hits about 35 % of the blocks of 12,000
+requests.
 
 Source: kvcache-ai/Mooncake, ``FAST25-release/traces/conversation_trace.jsonl``.
 """
@@ -77,7 +78,7 @@ def generate_trace(
     Args:
         num_requests: Number of requests.
         seed: Any whole number from 0.
-        block_size: Tokens per hash id; prompts and arrivals do not depend on it.
+        block_size: Number of tokens per hash id; prompts and arrivals do not depend on it.
 
     Returns:
         Requests by arrival, one at a time; memory does not grow with their number.

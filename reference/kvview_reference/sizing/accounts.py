@@ -24,15 +24,16 @@ class Point(ReportPart):
     """One policy at one size of the host.
 
     Args:
-        host_gib: None without a model, like all fields in bytes.
-        gpu_hit_rate: Share of the prompt blocks, like the other rates.
+        host_gib: Size in GiB; None without a model, like all fields in bytes.
+        gpu_hit_rate: Share of the prompt blocks that hit on the GPU; the other rates are shares of
+            the same blocks.
         loaded_blocks: Blocks loaded from the host, which are its hits.
         offloaded_blocks: Blocks stored to the host.
-        offloaded_per_loaded: None if nothing was loaded.
+        offloaded_per_loaded: Ratio of the two numbers above; None if no block was loaded.
         prefill_seconds_saved: Compute time saved: loaded tokens over the prefill rate.
-        load_seconds: Time that the loads take.
-        load_gb_per_s: Mean over the trace, 10**9 bytes per second.
-        peak_load_gb_per_s: Mean over the busiest 10 s.
+        load_seconds: Seconds that the loads take.
+        load_gb_per_s: Mean bandwidth over the trace, in 10**9 bytes per second.
+        peak_load_gb_per_s: Mean bandwidth over the busiest 10 s.
     """
 
     host_blocks: int
@@ -52,11 +53,11 @@ class Point(ReportPart):
 
 
 class Accountant:
-    """Turns blocks into rates, bytes and seconds.
+    """The conversion of blocks into rates, bytes and seconds.
 
     Args:
         tiers: The trace, and the hits of its tiers.
-        num_ids: Blocks of all prompts, at least 1.
+        num_ids: Number of blocks of all prompts, at least 1.
         block_size: Tokens of a block.
         blocks: The bytes of blocks; None without a model.
         prefill_tokens_per_s: Prompt tokens that the engine computes per second.

@@ -1,12 +1,13 @@
 """The KV-cache groups that vLLM makes of a model's layers, and the bytes of their blocks.
 
-1. Each group has its own block table over one pool, so a block has the same bytes in all.
+1. Each group has its own block table over one pool, so a block has the same number of bytes in all
+   groups.
 2. A state takes one block. If it is larger than a block of attention, the blocks of attention get
    more tokens, and the state is padded to their size.
 3. Layers with smaller pages get blocks of more tokens; if the sizes do not divide, their pages
    are padded.
-4. All groups have the same number of layers: the number of the kind with the fewest layers, or of
-   the kind with the most layers if both numbers are close.
+4. All groups have the same number of layers: the number of layers of the kind with the fewest
+   layers, or of the kind with the most layers if both numbers are close.
 
 Source: vLLM 0.32.0, ``v1/core/kv_cache_utils.py`` (``get_kv_cache_groups``) and
 ``platforms/interface.py`` (``_align_hybrid_block_size``).
@@ -32,8 +33,8 @@ class PlannedGroup:
     """One KV-cache group.
 
     Args:
-        layers: The set that its layers belong to.
-        count: Number of its layers.
+        layers: The set to which the layers of the group belong.
+        count: Number of layers of the group.
         block_size: Tokens of a block.
         page_bytes: Bytes of a block in one layer, on one rank.
     """
@@ -49,7 +50,7 @@ class CachePlan:
     """All groups of a model.
 
     Args:
-        block_size: Tokens of a block of attention, before pages are made equal.
+        block_size: Tokens of a block of attention, before all pages are enlarged to one size.
         groups: The groups.
         block_bytes: Bytes of a block on one rank, in the group with the most layers.
     """
@@ -76,7 +77,7 @@ def plan_cache(
     Args:
         model: The model.
         block_size: Tokens of a block that the engine would choose.
-        kernel_block_size: Tokens; the size of every block is a multiple of it.
+        kernel_block_size: Number of tokens of which the size of every block is a multiple.
 
     Raises:
         ConfigError: vLLM cannot group such layers.
@@ -125,6 +126,7 @@ def _ratio(layers: LayerSet, page: int, largest: int) -> int:
     if rest and layers.is_latent:
         raise ConfigError(
             f"model: the latent vectors of {layers.count} layers cannot share blocks with the "
-            f"others: {page:,} bytes of a block do not divide {largest:,}"
+            f"other layers, because their block of {page:,} bytes does not divide the largest "
+            f"block of {largest:,} bytes"
         )
     return 1 if rest else ratio

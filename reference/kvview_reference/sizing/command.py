@@ -73,7 +73,7 @@ _NUM_GENERATED = 12_000
 @click.option(
     "--partial-blocks",
     is_flag=True,
-    help="Let caches also hold the partial last block of a prompt, which engines do not.",
+    help="Also cache the partial last block of a prompt, although engines do not cache it.",
 )
 @json_option({"size": "kvview_reference.sizing.sweep:SizeReport"})
 def size(

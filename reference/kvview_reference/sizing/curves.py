@@ -1,8 +1,9 @@
 """Hits of a cache of every size in one pass, for LRU and for the optimum of all policies.
 
-Both read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit needs
+Both computations read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit
+needs
 the whole prefix before it. With LRU a prefix is always used at least as recently as the blocks
-that follow it, so the blocks within reach of a size are the hits.
+that follow it, so the hits of a cache are the blocks whose stack distance is at most its size.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kvview_reference.sizing.references import References
 
 
 class Curve:
-    """Hits against size, exact at every size.
+    """The hits of a cache by its size, exact at every size.
 
     Args:
-        reached: Change of the slope by size. From that size on, each further block of capacity adds
-            this many more (or, if negative, fewer) hits than before.
+        reached: Change of the slope by size. From this size on, each further block of capacity adds
+            this number of hits more (or fewer, if negative) than before.
     """
 
     def __init__(self, reached: dict[int, int]) -> None:
@@ -32,7 +33,7 @@ class Curve:
 
     @property
     def full_size(self) -> int:
-        """The smallest size beyond which nothing is gained."""
+        """The smallest size beyond which a cache gains no hits."""
         return self._sizes[-1] if self._sizes else 0
 
     def hits(self, size: int) -> int:
@@ -44,7 +45,7 @@ class Curve:
 
 
 def knee_of(curve: Sequence[tuple[int, float]]) -> int:
-    """Find the size at which a curve bends most, which is farthest above the line between its ends.
+    """Find the size at which a curve is farthest above the line between its ends.
 
     Source: V. Satopaa et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011.
     """
@@ -66,7 +67,7 @@ def lru_reaches(references: References) -> Iterator[list[Reach]]:
     """Yield the stack distances of the blocks that each request uses again, in prefix order.
 
     The list of a request ends at its first new block. The blocks of a request become the most
-    recent ones, the first block foremost, because engines free a chain from its tail.
+    recent blocks, the first block most recent of all, because engines free a chain from its tail.
 
     Source: R. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
     Journal 9(2), 1970; the tree is P. Fenwick's.

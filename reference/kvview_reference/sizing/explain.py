@@ -7,7 +7,7 @@ from kvview_reference.sizing.sweep import SizeReport
 
 
 def explain(report: SizeReport) -> list[str]:
-    """State the gain of a host first, then the warnings and the basis."""
+    """State the gain of a host, and then the warnings and the basis of the figures."""
     alone, most = report.no_connector_hit_rate, report.unlimited_hit_rate
     lines = ["Without a GPU cache, the host has all hits."]
     if report.gpu_blocks:

@@ -14,7 +14,7 @@ _T = TypeVar("_T", int, str)
 
 
 def shown(value: object) -> str:
-    """Format a value for an error message, on one line and shortened."""
+    """Format a value for an error message, shortened to one line."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to format an integer of more than 4,300 digits

@@ -50,7 +50,7 @@ def _every(_: Fields, num_layers: int, kind: Stored) -> list[Stored]:
 def _period(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored, offset: str = ""
 ) -> list[Stored]:
-    """One layer of each period has its own kind: that at ``offset``, by default the last."""
+    """One layer of each period has another kind: the layer at ``offset``, or else the last."""
     length = fields.number(field)
     at = fields.number(offset, least=0) if offset else length - 1
     if at >= length:

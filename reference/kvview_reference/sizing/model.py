@@ -2,7 +2,7 @@
 
 1. A layer of full attention (``"full"``) stores a key and a value for every token.
 2. A layer with a sliding window (``"window"``) or with chunked local attention (``"chunked"``)
-   stores the same for a token, and needs only the tokens that it can still read.
+   stores the same bytes for a token, but needs only the tokens that it can still read.
 3. A Mamba or linear-attention layer (``"state"``) stores one state, however long the prefix is.
 """
 
@@ -151,18 +151,19 @@ def attention_layers(
         kv_heads: Key-value heads; 1 for multi-head latent attention.
         head_size: Elements of a head, or of the latent vector and its rotary part together.
         dtype: Type of the KV cache.
-        tp: Ranks. More ranks than heads hold copies; a latent vector is copied to each rank.
+        tp: Ranks. Number of ranks; with more ranks than heads, ranks hold copies, and a latent
+            vector is copied to each rank.
         tokens: Tokens of the window or chunk.
         is_latent: Whether key and value share one vector (MLA).
 
     Raises:
-        ConfigError: A number is impossible, or the heads do not divide evenly onto the ranks.
+        ConfigError: A number is invalid, or the heads cannot be split evenly over the ranks.
     """
     numbers = {"layers": count, "kv_heads": kv_heads, "head_size": head_size, "tp": tp}
     for name, value in numbers.items():
         require_number(name, value, "model")
     if max(kv_heads, tp) % min(kv_heads, tp):
-        raise ConfigError(f"model: {kv_heads} KV heads do not divide evenly onto {tp} ranks (tp)")
+        raise ConfigError(f"model: {kv_heads} KV heads cannot be split evenly over {tp} ranks (tp)")
     size = bytes_of(head_size, dtype_name(dtype))
     parts = 1 if is_latent else 2
     token_bytes = parts * max(1, kv_heads // tp) * size
@@ -198,7 +199,7 @@ def state_layers(
         missing: Makes the error for a missing size.
 
     Raises:
-        ConfigError: A size is missing, or does not divide evenly onto the ranks.
+        ConfigError: A size is missing, or cannot be split evenly over the ranks.
 
     Source: vLLM 0.32.0, ``model_executor/layers/mamba/mamba_utils.py``.
     """
@@ -210,7 +211,9 @@ def state_layers(
 
     def on_rank(name: str, value: int) -> int:
         if value % tp:
-            raise ConfigError(f"model: {name} of {value} do not divide evenly onto {tp} ranks (tp)")
+            raise ConfigError(
+                f"model: {name} of {value} cannot be split evenly over {tp} ranks (tp)"
+            )
         return value // tp
 
     if kind == "delta_net":
@@ -249,22 +252,24 @@ def parse_size(
     """Parse a size of a tier, in blocks.
 
     Args:
-        text: ``"5000"`` blocks, ``"64GiB"``, or ``"50%"`` of the trace's different blocks.
-        option: The option, for the error.
+        text: ``"5000"`` blocks, ``"64GiB"``, or ``"50%"`` of the trace's distinct blocks.
+        option: Name of the option, for the error message.
         block_bytes: Computes the bytes of a block, for a size in bytes; None without a model.
-        num_blocks: Different blocks of the trace.
+        num_blocks: Number of distinct blocks of the trace.
 
     Raises:
         ConfigError: The text has another form, or is in bytes without a model.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (not match["unit"] and not match["number"].isdigit()):
-        raise ConfigError(f"{option} {text!r}: expected blocks, GiB or %: 5000, 64GiB, 50%")
+        raise ConfigError(
+            f"{option} {text!r}: expected a size in blocks, GiB or %, such as 5000, 64GiB or 50%"
+        )
     number = float(match["number"])
     if match["unit"] == "%":
         return round(num_blocks * number / 100)
     if not match["unit"]:
         return int(text)
     if block_bytes is None:
-        raise ConfigError(f"{option} {text!r}: bytes need a model: pass --model")
+        raise ConfigError(f"{option} {text!r}: a size in bytes needs a model; pass --model")
     return int(number * _UNITS[match["unit"]] / block_bytes())

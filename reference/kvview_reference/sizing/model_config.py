@@ -1,6 +1,6 @@
 """The layers in a ``config.json`` of Hugging Face.
 
-1. A model with image input has its language half in ``text_config``, which may lack any field
+1. A model with image input has its language part in ``text_config``, which may lack any field
    whose value is the default of its class.
 2. Each number and name is checked where it is read.
 3. A field that may change the KV cache and was not read is an error, because a wrong size would
@@ -81,7 +81,7 @@ class _Reader:
     # --- the kinds of the layers ---
 
     def _kinds(self) -> list[Kind]:
-        """List the kinds of the caches that layers do not share with others."""
+        """List the kinds of the layers, without layers that read the cache of another layer."""
         pattern = self._fields.get("hybrid_override_pattern")
         num_layers = self._fields.number(
             "num_hidden_layers",

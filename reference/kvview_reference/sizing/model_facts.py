@@ -1,7 +1,8 @@
 """The fields of a ``config.json`` that determine a KV cache, by model type.
 
-``model_facts.toml`` is the table. A type without a row is read as :data:`PLAIN`: every layer
-attends, within ``sliding_window`` tokens if that is set. Any other field of its file that may
+``model_facts.toml`` is the table. A type without a row is read as :data:`PLAIN`: every layer has
+attention, within ``sliding_window`` tokens if this field is set. Any other field of its file that
+may
 change a KV cache (:data:`CUES`) is refused, because its meaning is unknown.
 """
 

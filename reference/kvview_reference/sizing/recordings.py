@@ -1,12 +1,12 @@
 """A recording of a server's KV events as a trace.
 
-1. An event that stores blocks on the GPU is a request that computed them; the prefix that it
-   hit is the chain of their parents. Other media, and all KV-cache groups but the first, are
-   ignored.
+1. An event that stores blocks on the GPU is a request that computed them; the prefix that the
+   request hit is the chain of the blocks' parents. Other media, and all KV-cache groups except the
+   first, are ignored.
 2. Blocks that follow the last blocks of a request within ``SAME_REQUEST_S`` belong to the same
    request: its next prefill step, or its generated blocks.
 3. A block that is computed again after its eviction is stored again, so the request is visible.
-   A request that hits all of its full blocks stores none and is invisible.
+   A request that hits all of its full blocks stores no block and is invisible.
 
 Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``.
 """
@@ -41,7 +41,7 @@ class RecordedTrace:
 
     Args:
         path: The recording.
-        on_error: Called with the error of each unreadable message; None raises at the first.
+        on_error: Called with the error of each unreadable message; None raises the first error.
 
     Attributes:
         block_size: Tokens of a block.

@@ -2,8 +2,9 @@
 
 1. Blocks that the same requests use form one *run*, so a prefix that every turn of a session
    repeats is one reference per turn, not thousands. This is exact, because in a trace whose ids
-   name prefixes such blocks are adjacent in every request. If they are not, each block is a run.
-2. Runs are numbered by first use, and their blocks without gaps: run ``r`` holds the
+   name prefixes such blocks are adjacent in every request. If the blocks are not adjacent, each
+   block is a run.
+2. Runs are numbered by first use, and blocks are numbered without gaps: run ``r`` holds the
    blocks ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
 """
 
@@ -60,7 +61,7 @@ class References:
 
     @property
     def seconds(self) -> float:
-        """Time from the first request to the last."""
+        """Return the time from the first request to the last request."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
     def weights(self) -> list[int]:
@@ -81,7 +82,8 @@ def read_references(
     Args:
         trace: Requests in any order.
         block_size: Tokens of one hash id.
-        max_request_blocks: Requests whose prompt and output need more are skipped.
+        max_request_blocks: Number of blocks; a request whose prompt and output need more blocks is
+            skipped.
         has_partial_blocks: Whether a cache holds the partial last block of a prompt; no engine's
             prefix cache does.
         tails: Ends of prompts whose different blocks are counted.
@@ -135,7 +137,7 @@ class _Reader:
 
 
 def _signatures(in_order: Iterable[array[int]], num_blocks: int) -> list[int]:
-    """Give the same number to blocks that the same requests use."""
+    """Assign one number to all blocks that the same requests use."""
     signatures = [0] * num_blocks
     draw = Random(12).getrandbits
     for blocks in in_order:
@@ -183,7 +185,7 @@ def _runs(
 
 
 def _are_prefixes(requests: Iterable[array[int]]) -> bool:
-    """Whether each run always follows the same run, so that the ids name prefixes."""
+    """Whether each run always follows the same other run, so that the ids name prefixes."""
     before: dict[int, int] = {}
     for runs in requests:
         last = -2

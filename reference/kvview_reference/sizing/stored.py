@@ -1,7 +1,7 @@
 """The bytes that a host tier stores for a block of a trace, layer by layer.
 
 1. KV of full attention and of attention chunks is stored for every token, because vLLM's connector
-   skips no blocks of them.
+   skips no blocks of these layers.
 2. Sliding windows are stored for the tokens that the end of each prompt still reads; states are
    stored at the end of each prompt.
 3. Blocks have the bytes that they have in vLLM, padding included, on all ranks together.
@@ -36,7 +36,7 @@ class StoredLayers:
 
     Args:
         layers: The set.
-        share: Share of the different blocks for which it is stored.
+        share: Share of the distinct blocks for which the part is stored.
         block_bytes: Bytes of one such block, all ranks together.
     """
 
@@ -50,7 +50,7 @@ class StoredBlocks:
 
     Args:
         model: The model.
-        block_size: Tokens of a block of the trace.
+        block_size: Number of tokens of a block of the trace.
     """
 
     def __init__(self, model: ModelShape, block_size: int) -> None:
@@ -121,9 +121,9 @@ class LayersReport(BaseModel):
 
     Args:
         tokens: Tokens of the window or chunk.
-        token_bytes: Bytes of one token in all of them, all ranks of TP together.
-        state_bytes: Bytes of their states, all ranks together; 0 for attention.
-        stored_share: Share of the trace's different blocks for which the host stores them.
+        token_bytes: Bytes of one token in all these layers, all ranks of TP together.
+        state_bytes: Bytes of the states of these layers, all ranks together; 0 for attention.
+        stored_share: Share of the trace's distinct blocks for which the host stores these layers.
         stored_block_bytes: Bytes of one such block in vLLM, padding included.
     """
 
@@ -145,7 +145,7 @@ class ModelReport(BaseModel):
     Args:
         token_bytes: Bytes that every token adds in full attention, all ranks of TP together.
         block_bytes: Bytes that the host stores for a block, a mean over the trace.
-        dense_block_bytes: The same mean for a connector that stores windows for every token.
+        dense_block_bytes: Mean bytes for a block if a connector stores windows for every token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

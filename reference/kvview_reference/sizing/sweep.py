@@ -1,6 +1,6 @@
 """The value of a host tier at every size: the run, and the JSON of ``kvview size --json``.
 
-``docs/sizing.md`` describes it; ``python docs/make_commands.py`` writes its JSON Schema.
+``docs/sizing.md`` describes the JSON; ``python docs/make_commands.py`` writes its JSON Schema.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class SizeReport(ReportPart):
         requests: Requests that were served.
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
         malformed_rows: Rows and files of the trace that could not be read.
-        lost: The first 10,000 of them, with the reasons.
+        lost: The first 10,000 of these rows and files, with the reasons.
         cut: Files whose rest after a line is lost.
-        blocks: Hash ids of all prompts; the rates are shares of them.
+        blocks: Number of hash ids of all prompts; the rates are shares of this number.
         gpu_gib: Size of the GPU cache, all ranks together.
         notes: Warnings about the figures of the model.
         no_connector_hit_rate: Hit rate of the GPU's prefix cache alone.
         unlimited_hit_rate: Hit rate with a host that holds every block.
         full_host_blocks: Size beyond which an LRU host gains nothing.
-        knee_host_blocks: Size at which the LRU curve bends most; beyond it each further block gains
-            less than the average block.
+        knee_host_blocks: Size at which the LRU curve bends most; beyond this size each further
+            block gains less than the average block.
         knee_share: Share of the gain of the largest host that LRU has at the knee.
         optimum: Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN with
             bypass, which knows the future.
-        lru_curve: Host blocks and hit rate, exact.
+        lru_curve: Pairs of host blocks and exact hit rate.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -111,12 +111,12 @@ def size(
     """Compute hits and costs at every size of the host.
 
     Args:
-        references: The trace, read with the ``tails`` of ``blocks``.
+        references: The trace, which was read with the ``tails`` of ``blocks``.
         trace: Name of the trace.
         block_size: Tokens of a block.
         gpu_blocks: Blocks that the GPU's prefix cache holds; 0 for no cache.
         policies: Policies of the host, by name; "lru" is added in front.
-        host_sizes: Sizes in blocks; None chooses some.
+        host_sizes: Sizes in blocks; None lets the command choose sizes.
         blocks: The bytes of blocks; None without a model.
         prefill_tokens_per_s: Prompt tokens that the engine computes per second.
         load_bandwidth_gb_per_s: Bandwidth from the host to the GPUs, 10**9 bytes per second.
@@ -190,7 +190,7 @@ def size(
 
 
 def _default_sizes(gpu_blocks: int, full: int) -> list[int]:
-    """Choose sizes from the GPU's size up to the size beyond which nothing is gained."""
+    """Choose sizes from the GPU's size up to the size beyond which a host gains no hits."""
     top = max(full, 1)
     low = min(max(gpu_blocks, top // 200, 1), top)
     factor = top / low

@@ -12,7 +12,7 @@ class Tail:
 
     Args:
         tokens: Number of stored tokens before the end; 1 for a state.
-        alignment: Tokens to a multiple of which the end is rounded down.
+        alignment: Number of tokens; the end is rounded down to a multiple of it.
     """
 
     tokens: int
@@ -25,7 +25,7 @@ def blocks_in_tail(tail: Tail, block_size: int, num_blocks: int) -> range:
     Args:
         tail: The tail.
         block_size: Tokens of a block.
-        num_blocks: Full blocks of the prompt.
+        num_blocks: Number of full blocks of the prompt.
     """
     tokens = num_blocks * block_size // tail.alignment * tail.alignment
     last = tokens // block_size
@@ -33,7 +33,7 @@ def blocks_in_tail(tail: Tail, block_size: int, num_blocks: int) -> range:
 
 
 class TailCount:
-    """Counts the different blocks in tails.
+    """Counter of the distinct blocks in tails.
 
     Args:
         tails: The tails, each counted separately.

@@ -63,7 +63,7 @@ class StoreCheck:
         root: Folder of the store.
         namespaces: One entry for each folder.
         bad: Every entry that cannot be loaded.
-        schema_version: Grows when a field is removed or changes its meaning.
+        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
     """
 
     root: str

@@ -15,8 +15,9 @@ from kvview.tier import Namespace, Threaded
 class DeletingStore(Threaded):
     """``Threaded`` with ``delete``; a subclass implements four methods, which may block.
 
-    1. A key that was deleted, or that failed to load, is a miss from then on. A thread removes its
-       page; if that fails (a medium that cannot be written, credentials that may not delete), the
+    1. A key that was deleted, or that failed to load, is a miss from then on. A thread removes the
+       page of the key; if that fails (a medium that cannot be written, credentials that may not
+       delete), the
        key stays hidden.
     2. A put of a hidden key replaces the old page and makes the key visible again. A put of any
        other key keeps the old page.
@@ -112,7 +113,7 @@ class DeletingStore(Threaded):
         self._remove_hidden([*self._deleted])
 
     def _delete(self, keys: Sequence[bytes], under_way: Sequence[Any]) -> None:
-        """Remove keys, after the puts of these keys that other threads are running have ended."""
+        """Remove keys, after the puts of these keys on other threads have ended."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or not any(entry.parts_left for entry in under_way)

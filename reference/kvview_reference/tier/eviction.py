@@ -2,7 +2,8 @@
 
 1. If there are many files, only the oldest files of a few shards are removed, because there is no
    index on the medium or in memory. Every process sets the times of the files that it uses.
-2. A file that cannot be removed stays, and the next oldest is removed. If no file can be removed,
+2. A file that cannot be removed stays, and the next oldest file is removed. If no file can be
+   removed,
 the next attempt starts after ten times the duration of this one.
 """
 
@@ -72,7 +73,7 @@ class OldestFiles:
         return removed
 
     def _remove_file(self, use: int, path: str) -> int:
-        """Remove a file unless it was used since; returns its bytes, 0 if it stays."""
+        """Remove a file unless it was used again; returns its bytes, or 0 if the file stays."""
         try:
             if self._folder.stat(path).st_mtime_ns != use:
                 return 0

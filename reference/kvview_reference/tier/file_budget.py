@@ -1,11 +1,12 @@
 """The budget of a folder, counted for all processes that write there (TIER-8).
 
-1. The count is in a file that processes share. It grows before a file gets its name, and shrinks
-   after a file was removed. So a process that is killed leaves the count too high, but never too
+1. The count is in a file that processes share. The count grows before a file is renamed to its
+   final name, and shrinks after a file was removed. So a process that is killed leaves the count
+   too high, but never too
    low.
-2. A process that opens a folder which no other process has open removes half-written files. It
-   counts the files again only if the count cannot be trusted: it is damaged, or the machine was
-   started again and no process had closed the folder. So a folder of any size opens at once.
+2. A process that opens a folder which no other process has open removes half-written files. Such a
+   process counts the files again only if the count is not reliable: it is damaged, or the machine
+   was restarted before a process had closed the folder. So a folder of any size opens at once.
 3. The files that were used longest ago are removed to make room; see ``eviction``.
 4. If a lock is not released, the call fails, unless the holder of the lock is still at work. Later
    calls fail at once until the lock is released. Processes take turns, because a process that tries
@@ -52,7 +53,7 @@ class FileBudget:
 
     Args:
         folder: Folder of the namespace, which has a folder ``half``.
-        max_bytes: Most bytes of all files of the store together, None for no limit.
+        max_bytes: Maximum number of bytes of all files of the store together; None for no limit.
 
     Raises:
         OSError: The files of the folder cannot be opened, locked or written.
@@ -114,10 +115,10 @@ class FileBudget:
             return True
 
     def commit(self, half: str, path: str, num_bytes: int) -> None:
-        """Give a complete file its name; a file that already has the name is kept.
+        """Rename a complete file to its final name; a file that already has this name is kept.
 
         Raises:
-            OSError: The file cannot be renamed; the caller must give up its bytes.
+            OSError: The file cannot be renamed; the caller must call :meth:`give_up`.
         """
         with self._counted() as count:
             if self._folder.has(path):
@@ -134,7 +135,7 @@ class FileBudget:
                 raise
 
     def give_up(self, half: str, num_bytes: int) -> None:
-        """Remove a file that will not get its name; if it cannot be removed, its bytes still count.
+        """Remove a file that is not renamed; if it cannot be removed, its bytes still count.
 
         Raises:
             OSError: The file cannot be removed, or the count cannot be changed.
@@ -145,10 +146,10 @@ class FileBudget:
             count.reserved -= num_bytes
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there.
+        """Remove a file, if it exists.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: The file cannot be removed.
         """
         with self._counted() as count, suppress(FileNotFoundError):
             count.stored -= self._folder.unlink(path)
@@ -247,12 +248,12 @@ class FileBudget:
         return found
 
     def _show_life(self) -> None:
-        """Show processes that wait for the count that this process is at work."""
+        """Show the processes that wait for the count that this process still works."""
         with suppress(OSError):
             os.utime(self._counter)
 
     def _evict(self, count: _Count, num_bytes: int) -> None:
-        """Make room for this many bytes, as far as files can be removed."""
+        """Make room for this number of bytes, as far as files can be removed."""
         missing = 0 if self.max_bytes is None else count.used + num_bytes - self.max_bytes
         if missing <= 0 or self.oldest.is_resting:
             return

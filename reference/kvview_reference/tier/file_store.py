@@ -5,7 +5,8 @@
                        half/            files that are being written
                        lock, turn, budget   see ``file_budget``
 
-1. A file gets its name when it is whole (TIER-9). There is no fsync, because a file that a power
+1. A file is renamed to its final name when it is complete (TIER-9). There is no fsync, because a
+   file that a power
    cut left half-written fails its seal.
 2. A file that fails its seal is removed, so that the next put stores it again (TIER-4).
 3. ``max_bytes`` is a budget of this namespace, for all processes together (TIER-8).
@@ -37,9 +38,9 @@ class FileStore(DeletingStore):
     Args:
         namespace: Namespace of the pages, which has its own folder.
         root: Folder for the folders of namespaces; created if it is missing.
-        max_bytes: Budget of this namespace, None for no limit.
+        max_bytes: Budget of this namespace in bytes; None for no limit.
         threads: Number of threads that read and write.
-        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the guard's is enough.
+        checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
 
     Raises:
         ConfigError: An option cannot be used, or the folder cannot be opened.
@@ -103,7 +104,7 @@ class FileStore(DeletingStore):
         return True
 
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Write a page under another name, then rename the file."""
+        """Write a page into a file with another name, then rename the file."""
         path = self._path(key)
         if is_replaced:
             self._budget.remove(path)

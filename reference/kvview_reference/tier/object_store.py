@@ -7,7 +7,7 @@
 2. An object that fails its seal is removed, and stored again by the next put (TIER-4). If it may
    not be removed, it is a miss for this process until a put has replaced it.
 3. There is no byte budget, because a machine that shares a bucket cannot enforce one. A lifecycle
-   rule of the bucket removes old objects, whose keys are misses then.
+   rule of the bucket removes old objects, whose keys are then misses.
 4. In a folder (``file://``, for trials) links are not followed, and only regular files are objects.
    A link that another program creates during a request may be followed. ``FileStore`` is safe
    against such programs.
@@ -50,9 +50,10 @@ class ObjectStore(DeletingStore):
         namespace: Namespace of the pages, which has its own prefix.
         url: ``s3://bucket/prefix`` or another URL that obstore accepts (``gs``, ``az``);
             ``file:///path`` and ``memory:///`` for trials.
-        threads: Maximum of requests at once.
+        threads: Maximum number of requests at once.
         timeout: Seconds after which a request fails.
-        retries: Maximum of retries of a failed request; no retry starts after twice ``timeout``.
+        retries: Maximum number of retries of a failed request; no retry starts after twice
+            ``timeout``.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
         options: Options of the client, such as ``region`` and ``endpoint``, but no credentials.
 
@@ -87,7 +88,7 @@ class ObjectStore(DeletingStore):
         return self._size(key) is not None
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Get and verify the object of a key."""
+        """Read and verify the object of a key."""
         import obstore
 
         start, content = EntryFormat.head_bytes(key), memoryview(b"")
@@ -152,7 +153,9 @@ class ObjectStore(DeletingStore):
             if problem not in self._logged_problems:
                 self._logged_problems.add(problem)
                 _log.warning(
-                    "%s: a request failed (%s); its key is a miss", type(self).__name__, problem
+                    "%s: a request failed (%s), so its key is reported as a miss",
+                    type(self).__name__,
+                    problem,
                 )
             raise OSError(problem) from None
 
@@ -186,7 +189,7 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
     """
     if not timeout > 0 or retries < 0:
         raise ConfigError(
-            f"timeout must be over 0 and retries at least 0, got {timeout} and {retries}"
+            f"timeout must be more than 0 and retries at least 0, got {timeout} and {retries}"
         )
     if "max_bytes" in options:
         raise ConfigError(

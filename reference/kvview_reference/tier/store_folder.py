@@ -1,9 +1,11 @@
 """``StoreFolder``: the folder of one namespace, outside of which nothing is touched.
 
-1. A path is ``name`` or ``folder/name``. Each folder is opened without following a link, and a
-   file by its name in the open folder. A link instead of a folder is an error, even if it replaces
+1. A path is ``name`` or ``folder/name``. Each folder is opened without following a link, and a file
+   is opened by its name in the open folder. A link instead of a folder is an error, even if it
+   replaces
    the folder later.
-2. Only regular files exist. A link, folder, pipe, socket or device is not read, and never removed.
+2. Only regular files count as files. A link, folder, pipe, socket or device is never read or
+   removed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class StoreFolder:
 
     Args:
         path: Path of the folder.
-        make: Whether to create it if it is missing.
+        make: Whether to create the folder if it is missing.
 
     Raises:
         OSError: The folder cannot be opened.

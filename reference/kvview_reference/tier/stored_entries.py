@@ -1,7 +1,7 @@
 """The entries of a file store, read without the store, for ``kvview tier fsck``.
 
 Only files that a store can have written are read: one folder per namespace, and entries that are
-named after their keys. All others are ignored, links included.
+named after their keys. All other files are ignored, links included.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read_entry(namespace: Namespace, content: bytes) -> StoredEntry:
 
 
 def entries_of_folder(root: str) -> Iterator[StoredNamespace]:
-    """Every namespace below the folder of a file store.
+    """Yield every namespace below the folder of a file store.
 
     Raises:
         ConfigError: The folder cannot be listed.
@@ -109,7 +109,9 @@ def _files(folder: StoreFolder, path: Path) -> Iterator[tuple[str, Content]]:
 
 def _content(folder: StoreFolder, path: str, size: int) -> bytes:
     if size > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"the file has {size} bytes, which is more than any entry")
+        raise OSError(
+            errno.EFBIG, f"the file has {size} bytes, but an entry has at most {MOST_BYTES}"
+        )
     file = folder.open(path)
     try:
         return os.read(file, size)
@@ -122,7 +124,7 @@ def _is_namespace(name: str) -> bool:
 
 
 def _outcome(read: Callable[..., bytes], *args: Any) -> Content:
-    """The bytes, or the reason why they cannot be read.
+    """Return the bytes of a file, or the reason why they cannot be read.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -31,10 +31,10 @@ class TierSpeed:
         pages: Pages of a job.
         put: GB/s (10**9 bytes) from the call to the report of a store.
         get: GB/s (10**9 bytes) from the call to the report of a load.
-        lookup_us: Microseconds per key until new keys are looked up.
+        lookup_us: Microseconds per key to look up new keys.
         call_us: Microseconds per page that the caller's thread spent in put, get and poll.
         failed: Pages whose put or get failed.
-        wrong: Pages that were loaded with other bytes than those that were put.
+        wrong: Pages that were loaded with other bytes than the stored bytes.
     """
 
     page_bytes: int
@@ -53,7 +53,7 @@ class StoreBench:
 
     Args:
         store: Target of the store.
-        guarded: Whether the guard was in front.
+        guarded: Whether the guard was in front of the store.
         sizes: One entry for each page size, in the given order.
         schema_version: Grows when a field is removed or changes its meaning.
     """
@@ -80,9 +80,9 @@ def measure(
         options: Options of the class; ``{tmp}`` in a text is a new folder, which is removed at the
             end.
         sizes: Page sizes in bytes.
-        pages: Pages of one job.
-        rounds: Rounds for each size.
-        is_guarded: Whether the guard is in front, as in every bridge.
+        pages: Number of pages of one job.
+        rounds: Number of rounds for each size.
+        is_guarded: Whether the guard is in front of the store, as in every bridge.
 
     Raises:
         ConfigError: A number is not positive, or a job does not end.
@@ -163,6 +163,6 @@ def _looked_up(store: TierStore, keys: list[bytes]) -> float:
     began = time.perf_counter()
     while None in store.lookup(keys):
         if time.perf_counter() - began > _SECONDS:
-            raise ConfigError(f"the store did not answer a lookup within {_SECONDS:.0f} s")
+            raise ConfigError(f"the store did not complete a lookup within {_SECONDS:.0f} s")
         time.sleep(0.0001)
     return time.perf_counter() - began

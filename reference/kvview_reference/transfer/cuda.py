@@ -24,7 +24,7 @@ class Driver(Protocol):
     """Streams, events and copies of one device; all calls return at once, except ``wait``."""
 
     def pin(self, host: npt.NDArray[np.uint8]) -> None:
-        """Lock host memory, so that the device can copy from and to it by itself."""
+        """Pin host memory, so that the device can copy from and to this memory by itself."""
 
     def unpin(self, host: npt.NDArray[np.uint8]) -> None:
         """Undo ``pin``."""
@@ -33,7 +33,7 @@ class Driver(Protocol):
         """Make a stream, whose work runs in order and concurrently with other streams."""
 
     def compute_stream(self) -> Any:
-        """The stream on which the caller computes just now."""
+        """Return the stream on which the caller currently computes."""
 
     def record(self, stream: Any) -> Any:
         """Record an event on a stream."""
@@ -58,7 +58,7 @@ class Driver(Protocol):
         """Block until an event has happened."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Time between two events that have happened."""
+        """Return the time between two events that have happened."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +86,7 @@ class StreamCopier:
 
     Args:
         driver: The device.
-        host: The host tier, shape ``(rows, row_bytes)``; pinned here.
+        host: The host tier, of shape ``(rows, row_bytes)``; this object pins it.
         num_gpu_blocks: Number of blocks of the KV cache; all block ids are smaller.
         compute_stream: Stream after whose work jobs run; None for the caller's current stream.
 
@@ -159,12 +159,12 @@ class StreamCopier:
         return results
 
     def wait(self, job_id: int) -> None:
-        """Block until a job has ended; returns at once for a job it does not know."""
+        """Block until a job has ended; returns at once for an unknown job."""
         if job_id in self._numbers:
             self._driver.wait(self._launched[self._numbers[job_id]].end)
 
     def close(self) -> None:
-        """Finish every job and release threads and pinned memory."""
+        """Finish every job, and release threads and pinned memory."""
         try:
             for launched in self._launched.values():
                 self._driver.wait(launched.end)

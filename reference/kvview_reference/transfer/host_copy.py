@@ -1,4 +1,4 @@
-"""Copies between pages in CPU memory, many to a call, without the interpreter lock.
+"""Copies between pages in CPU memory, many pages per call, without the interpreter lock.
 
 Shares of one ``copy_`` of the same bytes, CPU time of one thread, scattered pages, KV-cache
 tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
@@ -10,10 +10,11 @@ tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
     1 MiB      0.98   0.97         0.76   0.76       0.48   0.43     0.70   0.67      0.06   0.07
 
 So small pages are gathered and set by numpy, through a buffer that stays in the cache. Larger pages
-are copied one per call while no other thread needs the interpreter lock. A thread that computes in
+are copied with one call per page while no other thread needs the interpreter lock. A thread that
+computes in
 Python releases the lock only every 5 ms, and each page would wait for that; then the kernel copies
 many pages per call, if it allows a process to access itself so (Linux). It pins the memory of one
-side, which is always the host's, because that is in huge pages and there is less to pin.
+side, which is always the host's memory, because it is in huge pages, so fewer pages must be pinned.
 
 Torch is not used, because its copies share a pool that spins at barriers, which costs milliseconds
 per page as soon as another process needs one of the cores.
@@ -56,13 +57,13 @@ def copy_pages(dst: Pages, src: Pages, dst_ids: Ids, src_ids: Ids) -> None:
 
 
 def memmove_each(dst: Iterable[int], src: Iterable[int], sizes: Iterable[int]) -> None:
-    """Copy with one call each."""
+    """Copy pages with one call for each page."""
     for _ in map(ctypes.memmove, dst, src, sizes):
         pass
 
 
 def memmove_all(dst: Ids, src: Ids, sizes: Ids) -> None:
-    """Copy with one call each, from arrays."""
+    """Copy pages with one call for each page, from arrays."""
     memmove_each(dst.tolist(), src.tolist(), sizes.tolist())
 
 

@@ -51,12 +51,12 @@ class Group:
 
     Args:
         tensors: The tensors that the group refers to, each once.
-        addresses: Where each tensor starts, in bytes.
+        addresses: Address of the start of each tensor, in bytes.
         strides: Bytes from one block of a tensor to the next.
         columns: Offset of each tensor's page in a host row, in bytes.
         widths: Bytes moved a page.
-        num_blocks: Blocks that every one of the tensors has; of all tensors, if it
-            refers to none.
+        num_blocks: Number of blocks that all tensors of the group have; if the group has no tensor,
+            that all tensors of the cache have.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -79,12 +79,12 @@ class Group:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Job:
-    """One accepted transfer, as rows; nothing in it refers to the caller's spec.
+    """One accepted transfer, as rows; no part of it refers to the caller's spec.
 
     Args:
-        job_id: As given by the caller.
+        job_id: Id of the job, as given by the caller.
         to_host: True for a store.
-        moves: For each group that moves: the group, its GPU blocks, its host rows.
+        moves: For each group that moves pages: the group, its GPU blocks and its host rows.
         host: The host tier, shape ``(rows, row_bytes)``, uint8.
         num_bytes: Bytes to move.
     """
@@ -104,8 +104,8 @@ class Job:
         """Return the copies of the job.
 
         Returns:
-            Destination addresses, source addresses and sizes in bytes. They are
-            valid while the job and its tensors live.
+            Destination addresses, source addresses and sizes in bytes. The addresses are valid
+            while the job and its tensors exist.
 
         Raises:
             RuntimeError: A tensor was freed or moved since the worker was made.
@@ -207,10 +207,11 @@ def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> tor
     """Check types, shapes, strides and devices of all KV-cache tensors.
 
     Returns:
-        The device that they share.
+        The device that all tensors share.
 
     Raises:
-        ConfigError: Names the tensor, and the expected form.
+        ConfigError: The tensors do not have the expected form; the message names the tensor and the
+            form.
     """
     if not caches:
         raise ConfigError("tensors is empty: a worker needs at least one KV-cache tensor")
@@ -230,8 +231,8 @@ def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> tor
             )
         if tensor.device != device or device.type not in ("cpu", "cuda"):
             raise ConfigError(
-                f"tensor {index} is on {tensor.device}, tensor 0 on {device}: all must be on "
-                "one CUDA or CPU device"
+                f"tensor {index} is on {tensor.device}, and tensor 0 is on {device}; all tensors "
+                "must be on one CUDA or CPU device"
             )
     return device
 
@@ -285,17 +286,17 @@ def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
     Args:
         asked: Bytes of the tier.
         limit: Limit in bytes that the user set, or None.
-        what: The tier in words, for the message.
+        what: Description of the tier, for the message.
 
     Raises:
-        ConfigError: Names the requested and the available bytes.
+        ConfigError: The tier does not fit; the message has the requested and the available bytes.
     """
     if limit is not None and asked > limit:
-        raise ConfigError(f"{what} are {asked} bytes, more than max_host_bytes ({limit})")
+        raise ConfigError(f"{what} need {asked} bytes, more than max_host_bytes ({limit})")
     available = available_host_bytes()
     if available is not None and asked > available:
         raise ConfigError(
-            f"{what} are {asked} bytes, but only {available} bytes of host memory are available"
+            f"{what} need {asked} bytes, but only {available} bytes of host memory are available"
         )
 
 

@@ -59,7 +59,7 @@ SHARED_BYTES = 1 << 20
 
 
 class Copier(Protocol):
-    """Runs jobs; jobs that touch the same page run in the order of submission."""
+    """An object that runs jobs; jobs that touch the same page run in the order of submission."""
 
     def submit(self, job: Job) -> None:
         """Start a job; an error becomes a failed result."""
@@ -68,21 +68,21 @@ class Copier(Protocol):
         """Return the results since the last call, in order of completion, without blocking."""
 
     def wait(self, job_id: int) -> None:
-        """Block until a job has ended; returns at once for a job it does not know."""
+        """Block until a job has ended; returns at once for an unknown job."""
 
     def close(self) -> None:
-        """Finish every job and release threads and pinned memory."""
+        """Finish every job, and release threads and pinned memory."""
 
 
 class ThreadCopier:
-    """Copies in CPU memory, on its own thread, one job after the other.
+    """Copies pages in CPU memory, on a separate thread, one job after the other.
 
     1. A job of up to ``inline_bytes`` is copied at once if no job is in flight and compute has
        ended, because passing it to a thread would take longer than copying it.
     2. Threads start with the first job that needs one, and end with the engine.
     3. The thread waits for compute, and the caller never does (XFER-6). Events of one stream happen
        in the order in which they were recorded, so the jobs keep their order.
-    4. If a store fails, the groups that can be moved are moved (XFER-4).
+    4. If a store fails, all groups that can be moved are moved nevertheless (XFER-4).
 
     Args:
         num_threads: Threads that share one large job.
@@ -128,13 +128,13 @@ class ThreadCopier:
         return results
 
     def wait(self, job_id: int) -> None:
-        """Block until a job has ended; returns at once for a job it does not know."""
+        """Block until a job has ended; returns at once for an unknown job."""
         future = self._futures.get(job_id)
         if future is not None:
             future.result()
 
     def close(self) -> None:
-        """Finish every job and release threads and pinned memory."""
+        """Finish every job, and release threads and pinned memory."""
         self._lane.shutdown()
         self._helpers.shutdown()
 
@@ -201,24 +201,24 @@ class CPUGPUTransferWorker:
     2. A spec is checked whole before anything starts (XFER-1).
     3. The cost of a job grows with the pages it names, not with the number of
        groups: a group of size 0 costs one comparison.
-    4. One thread calls a worker. A job id is in flight until it was reported.
+    4. One thread calls a worker. A job id is in flight until the job was reported.
     5. After ``shutdown`` no job is accepted; results of earlier jobs can still be
        fetched.
 
     Args:
         kv_caches: All tensors on one device, CUDA or CPU. They are read and written
-            in place and must outlive the worker. The compute stream of CUDA tensors is
-            one of torch's.
+            in place and must outlive the worker. The compute stream of CUDA tensors is a stream of
+            torch.
         num_cpu_blocks: Host blocks of the tier, numbered from 0.
-        blocks_per_chunk: k, the GPU blocks that one host block holds.
-        max_host_bytes: Upper bound of the host tier; None for the memory of the machine.
-        num_threads: Threads that share one large copy in CPU memory; None for
-            torch's number, at most 8.
-        inline_bytes: Up to here a job in CPU memory is copied on the caller's
-            thread when nothing is in flight and compute has ended; 0 to never do so.
+        blocks_per_chunk: Number k of GPU blocks that one host block holds.
+        max_host_bytes: Upper bound of the host tier in bytes; None for the memory of the machine.
+        num_threads: Threads that share one large copy in CPU memory; None for torch's number of
+            threads, at most 8.
+        inline_bytes: Up to this size a job in CPU memory is copied on the caller's thread if no job
+            is in flight and compute has ended; 0 for never.
 
     Raises:
-        ConfigError: The tensors or references do not fit each other, a number is
+        ConfigError: The tensors and the references do not match, a number is
             not positive, or the host tier does not fit; nothing was allocated.
     """
 
@@ -298,7 +298,7 @@ class CPUGPUTransferWorker:
             raise TransferSpecError(f"XFER-5: job_id must be an int, got {job_id!r}")
         if job_id in self._in_flight:
             raise TransferSpecError(
-                f"XFER-5: job_id {job_id} is in flight: take its result with get_finished() first"
+                f"XFER-5: job_id {job_id} is in flight; take its result with get_finished() first"
             )
         gpu, cpu, to_host = _sides(spec)
         moves = self._pair(gpu, cpu, to_host)
@@ -346,9 +346,10 @@ class CPUGPUTransferWorker:
             host_at, host_end = host_end, host_end - (-(skip + size) // k)
             if host_end > len(host_ids):
                 raise TransferSpecError(
-                    f"XFER-1: group {index} needs {host_end - host_at} host blocks for {size} "
-                    f"GPU blocks after {skip} skipped ones, with {k} per host block, but the CPU "
-                    f"spec has {len(host_ids) - host_at} of {len(host_ids)} left"
+                    f"XFER-1: group {index} needs {host_end - host_at} host blocks for {size} GPU "
+                    f"blocks after {skip} skipped blocks ({k} GPU blocks per host block), but the "
+                    f"CPU spec has only {len(host_ids) - host_at} of its {len(host_ids)} host "
+                    "blocks left"
                 )
             named.append((index, skip, gpu_ids[gpu_at:gpu_end], host_ids[host_at:host_end]))
         if (gpu_end, host_end) != (len(gpu_ids), len(host_ids)):
@@ -444,12 +445,13 @@ def _check_range(medium: str, group: int, ids: Ids, bound: int) -> None:
 
 
 def _duplicate(ids: Ids, seen: Ids) -> int | None:
-    """An id that occurs twice, or None.
+    """Return an id that occurs twice, or None.
 
     Args:
-        ids: Ids, each an index into ``seen``.
-        seen: Scratch; every id keeps the last position that wrote to it, so an
-            earlier one no longer finds its own. Needs no sort and no clearing.
+        ids: Ids, each of which is an index into ``seen``.
+        seen: Scratch array, in which each id keeps the last position at which it occurs, so an
+            earlier position of the same id is not found. The search needs no sort, and the array is
+            never cleared.
     """
     order = np.arange(len(ids))
     seen[ids] = order

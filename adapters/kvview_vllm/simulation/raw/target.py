@@ -59,11 +59,13 @@ def _children(config: Mapping[str, Any]) -> Iterator[type]:
         raise ConfigError(f"connectors must be a JSON list of objects, got {children!r}")
     for child in children:
         if not isinstance(child, Mapping):
-            raise ConfigError(f"a connector of connectors must be a JSON object, got {child!r}")
+            raise ConfigError(f"each entry of connectors must be a JSON object, got {child!r}")
         try:
             kind = _factory().get_connector_class(vllm("config").KVTransferConfig(**child))
         except Exception as error:
-            raise ConfigError(f"vLLM refuses {child!r} of connectors: {line_of(error)}") from error
+            raise ConfigError(
+                f"vLLM refuses entry {child!r} of connectors: {line_of(error)}"
+            ) from error
         yield from classes_of(kind, {"kv_connector_extra_config": {}} | dict(child))
 
 
