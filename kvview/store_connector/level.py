@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvview.events import OffloadingEvent
 from kvview.keys import OffloadKey
@@ -19,7 +19,7 @@ class Level:
         medium: Name of the level in events.
         policy: Order of eviction.
         budget: Budget of all keys together, in blocks or bytes.
-        size: Returns the maximum of blocks or bytes that the page of a key takes.
+        sizes: Returns the maximum of blocks or bytes that the page of each key takes.
         pins: Keys of the pages that are being loaded.
         records: Whether events are recorded. False if the engine does not call ``take_events``.
     """
@@ -29,7 +29,7 @@ class Level:
         medium: str,
         policy: Policy,
         budget: int,
-        size: Callable[[OffloadKey], int],
+        sizes: Callable[[Sequence[OffloadKey]], list[int]],
         pins: Container[OffloadKey],
         *,
         records: bool,
@@ -37,12 +37,13 @@ class Level:
         self.policy = policy
         self._medium = medium
         self._budget = budget
-        self._size = size
+        self._sizes = sizes
         self._pins = pins
         self._records = records
         self.held: dict[OffloadKey, int] = {}
         """The size of each key that is held."""
-        self._reserved: dict[OffloadKey, int] = {}
+        self.reserved: dict[OffloadKey, int] = {}
+        """The size of each key whose page is being written."""
         self._used = 0
         self._events: list[OffloadingEvent] = []
 
@@ -52,27 +53,21 @@ class Level:
         Returns:
             The first keys, as many as there is room for, and the evicted keys.
         """
-        free, evictable = self._budget - self._used, self._evictable()
-        evicted: list[OffloadKey] = []
-        for number, key in enumerate(keys):
-            size = self._size(key)
-            while free < size and (victim := next(evictable, None)) is not None:
-                evicted.append(victim)
-                free += self.held[victim]
-            if free < size:
-                keys = keys[:number]
-                break
-            free -= size
-            self._reserved[key] = size
-            self._used += size
+        sizes, held, pins = self._sizes(keys), self.held, self._pins
+        lacking = self._used + sum(sizes) - self._budget
+        evicted: dict[OffloadKey, None] = {}
+        for key in self.policy.victims() if lacking > 0 else ():
+            if key in held and key not in pins and key not in evicted:
+                evicted[key] = None
+                lacking -= held[key]
+                if lacking <= 0:
+                    break
+        while lacking > 0 and sizes:
+            lacking -= sizes.pop()
+        keys = keys[: len(sizes)]
+        self.reserved.update(zip(keys, sizes, strict=True))
+        self._used += sum(sizes)
         return keys, self.remove(evicted)
-
-    def _evictable(self) -> Iterator[OffloadKey]:
-        seen: set[OffloadKey] = set()
-        for key in self.policy.victims():
-            if key in self.held and key not in seen and key not in self._pins:
-                seen.add(key)
-                yield key
 
     def commit(self, keys: Sequence[OffloadKey], share: float = 1.0) -> None:
         """Hold reserved keys whose pages were written.
@@ -81,21 +76,16 @@ class Level:
             keys: The last one is the most recently used.
             share: Fraction of the reserved size that the pages take.
         """
-        for key in keys:
-            reserved = self._reserved.pop(key)
-            self.held[key] = size = int(reserved * share)
-            self._used += size - reserved
+        reserved = list(map(self.reserved.pop, keys))
+        sizes = reserved if share == 1.0 else [int(size * share) for size in reserved]
+        self.held.update(zip(keys, sizes, strict=True))
+        self._used += sum(sizes) - sum(reserved)
         self.policy.added(keys)
         self._record(keys, removed=False)
 
-    def reserved(self, keys: Iterable[OffloadKey]) -> int:
-        """Return the size that is reserved for keys."""
-        return sum(self._reserved[key] for key in keys)
-
     def cancel(self, keys: Iterable[OffloadKey]) -> None:
         """Release the room of reserved keys whose pages were not written."""
-        for key in keys:
-            self._used -= self._reserved.pop(key)
+        self._used -= sum(map(self.reserved.pop, keys))
 
     def use(self, keys: Iterable[OffloadKey]) -> None:
         """Count a use of the keys; keys that are not held are ignored."""
@@ -106,8 +96,7 @@ class Level:
     def remove(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Forget keys, and return the keys that were held."""
         gone = [key for key in keys if key in self.held]
-        for key in gone:
-            self._used -= self.held.pop(key)
+        self._used -= sum(map(self.held.pop, gone))
         self.policy.removed(gone)
         self._record(gone, removed=True)
         return gone

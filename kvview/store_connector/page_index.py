@@ -86,11 +86,11 @@ class PageIndex:
         self._epoch = os.urandom(EPOCH_BYTES)
         self._pins: Counter[OffloadKey] = Counter()
         level = partial(Level, pins=self._pins, records=behaviour.events)
-        in_memory = self._bytes_of if behaviour.is_in_bytes else _one_block
+        in_memory = self._bytes_of if behaviour.is_in_bytes else _one_block_each
         self.memory = level(MEDIUM_CPU, behaviour.policy(), behaviour.memory, in_memory)
-        self.store = level(MEDIUM_STORAGE, behaviour.policy(), behaviour.store, _one_block)
+        self.store = level(MEDIUM_STORAGE, behaviour.policy(), behaviour.store, _one_block_each)
         self._in_memory, self._in_store = self.memory.held, self.store.held
-        self._storing: set[OffloadKey] = set()
+        self._storing = (self.memory if self._targets[0] else self.store).reserved
         self._failed: dict[OffloadKey, None] = {}
         self._moved: dict[OffloadKey, None] = {}
         self._places: list[PagePlace] = []
@@ -111,22 +111,29 @@ class PageIndex:
         epoch = self._epoch
         return [key + epoch for key in keys]
 
-    def _bytes_of(self, key: OffloadKey) -> int:
-        return self._behaviour.max_bytes(self._page_bytes[get_offload_group_idx(key)])
+    def _bytes_of(self, keys: Sequence[OffloadKey]) -> list[int]:
+        most = list(map(self._behaviour.max_bytes, self._page_bytes))
+        return [most[get_offload_group_idx(key)] for key in keys]
 
     # --- lookups ---
 
     def __contains__(self, key: object) -> bool:
         return key in self._in_memory or key in self._in_store
 
-    def is_new(self, key: OffloadKey) -> bool:
-        """Whether a key may be stored: no level holds it, and no job stores or loads it."""
-        return not (
-            key in self._in_memory
-            or key in self._in_store
-            or key in self._storing
-            or (key in self._failed and key in self._pins)
-        )
+    def new(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that may be stored: no level holds them, and no job stores or loads them.
+
+        A key occurs once in the result.
+        """
+        in_memory, in_store, storing = self._in_memory, self._in_store, self._storing
+        new = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in in_memory and key not in in_store and key not in storing
+        ]
+        if self._failed:
+            new = [key for key in new if not (key in self._failed and key in self._pins)]
+        return new
 
     def look_up(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         """Look keys up in a shared store; returns the keys whose results are still unknown."""
@@ -143,7 +150,7 @@ class PageIndex:
             flags = shared.lookup(names)
         found = list(zip(asked, flags, strict=True))
         self.store.remove(key for key, flag in found if flag is False and key not in self._pins)
-        self._commit_in_store([key for key, flag in found if flag and self.is_new(key)])
+        self._commit_in_store(self.new(key for key, flag in found if flag))
         return {key for key, flag in found if flag is None}
 
     # --- pages that requests use ---
@@ -209,7 +216,6 @@ class PageIndex:
             keys, fitting = fitting, self._reserve_in_store(fitting)
             if in_memory:
                 self.memory.cancel(keys[len(fitting) :])
-        self._storing.update(fitting)
         return fitting
 
     def end_store(
@@ -222,8 +228,7 @@ class PageIndex:
             lost: The keys whose pages were not written.
             num_bytes: Bytes of the stored pages in memory, or None if unknown.
         """
-        kept = [key for key in reversed(keys) if key not in lost]
-        self._storing.difference_update(keys)
+        kept = [key for key in keys[::-1] if key not in lost] if lost else keys[::-1]
         self._moved.update(dict.fromkeys(lost))
         if self._behaviour.shared is not None:
             self._fail(lost)
@@ -231,7 +236,7 @@ class PageIndex:
         if in_memory:
             share = 1.0
             if self._behaviour.is_in_bytes and num_bytes is not None and kept:
-                share = num_bytes / self.memory.reserved(kept)
+                share = num_bytes / sum(map(self.memory.reserved.__getitem__, kept))
             self.memory.commit(kept, share)
             self.memory.cancel(lost)
         if in_store:
@@ -296,5 +301,5 @@ class PageIndex:
             self._behaviour.shared.close()
 
 
-def _one_block(key: OffloadKey) -> int:
-    return 1
+def _one_block_each(keys: Sequence[OffloadKey]) -> list[int]:
+    return [1] * len(keys)

@@ -223,23 +223,22 @@ class StoreScheduler(SchedulerConnector):
     def _store(self, blocks: Iterable[FullBlock]) -> None:
         """Hold blocks and plan their store, as many as there is room for."""
         index, gpu = self._index, self._gpu
-        new = {block.key: block for block in blocks if index.is_new(block.key)}
+        by_key = {block.key: block for block in blocks}
+        new = index.new(by_key)
         if not new or gpu is None:
             return
-        chosen = [new[key] for key in index.reserve([*new][: max(0, gpu.room())])]
+        chosen = [by_key[key] for key in index.reserve(new[: max(0, gpu.room())])]
         self.num_skipped_blocks += len(new) - len(chosen)
         if not chosen:
             return
         groups = range(len(self._geometry.groups))
         if len(groups) > 1:
             chosen.sort(key=lambda block: block.group_idx)
-        block_ids = [block.block_id for block in chosen]
-        keys = [block.key for block in chosen]
+        group_of, _, block_ids, keys = zip(*chosen, strict=True)
         gpu.hold(block_ids)
-        sizes = Counter([block.group_idx for block in chosen])
         job = TransferJob(
             next(self._job_ids),
-            GPULoadStoreSpec(block_ids, [sizes[group] for group in groups], [0] * len(groups)),
+            GPULoadStoreSpec(block_ids, list(map(group_of.count, groups)), [0] * len(groups)),
             StoreSpec(index.names(keys), *self._behaviour.targets),
         )
         self._stores[job.job_id] = _Store(keys, block_ids)

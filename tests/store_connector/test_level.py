@@ -12,7 +12,7 @@ A, B, C, D = (make_offload_key(name, 0) for name in (b"a", b"b", b"c", b"d"))
 
 
 def make_level(budget: int, pins: Counter[OffloadKey], *, size: int = 1) -> Level:
-    return Level("CPU", Policy(), budget, lambda key: size, pins, records=True)
+    return Level("CPU", Policy(), budget, lambda keys: [size] * len(keys), pins, records=True)
 
 
 def store(level: Level, key: OffloadKey) -> list[OffloadKey] | None:
