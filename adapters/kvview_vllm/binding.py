@@ -1,10 +1,10 @@
 """The binding of a connector to the pool view, with the hook of the installed vLLM.
 
-- BIND-1 A connector only overrides ``bind_gpu_block_pool_view``.
+- BIND-1 To receive the view, a connector only overrides ``bind_gpu_block_pool_view``.
 - BIND-2 Binding the same pool again **must** change nothing; another pool closes
   the view of the first one (POOL-10).
-- BIND-3 A connector that needs the view and has none **must** report it at its first
-  scheduler step, with the flag that is missing.
+- BIND-3 A connector that needs the view and has no view **must** report this at its first scheduler
+  step, with the missing flag.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``, 0.19.0 (a hook
 under ``hasattr``), 0.22.0 (a base method), 0.30.0 (``bind_kv_cache_manager``).
@@ -26,7 +26,7 @@ _FIRST_CALLS_OF_A_STEP = ("get_num_new_matched_tokens", "build_connector_meta")
 
 
 class BlockPoolViewMixin:
-    """Adds the view to a ``KVConnectorBase_V1`` subclass; list it before that base.
+    """Adds the view to a ``KVConnectorBase_V1`` subclass; list it before the base class.
 
     1. ``bind_gpu_block_pool_view`` is called once for each pool, on the scheduler's
        side only, before the first request.
@@ -104,11 +104,11 @@ class BlockPoolViewMixin:
         return leak
 
     def _late_work(self, seconds: float) -> list[str]:
-        """Return log lines about other work that has taken at least this many seconds."""
+        """Return log lines about other work that has taken at least this number of seconds."""
         return []
 
     def close_block_pool_view(self) -> None:
-        """Close the view, if there is one; the blocks that it still held are logged."""
+        """Close the view, if it exists; blocks that it still holds are logged."""
         view = self._bound_view
         if view is not None:
             vars(self).pop("_bound_pool", None)
@@ -119,7 +119,7 @@ class BlockPoolViewMixin:
     # --- for the engine: whichever of these the release calls ---
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Hook of 0.19.0 and later, and of ``ViewScheduler`` (BIND-2)."""
+        """Bind the pool: the hook of 0.19.0 and later, and of ``ViewScheduler`` (BIND-2)."""
         if gpu_block_pool is self._bound_pool:
             return
         bound = guarded_view(
@@ -134,7 +134,7 @@ class BlockPoolViewMixin:
         self.bind_gpu_block_pool_view(bound)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Hook of 0.30.0 and later, whose base calls :meth:`bind_gpu_block_pool`."""
+        """Hook of 0.30.0 and later; the base method calls :meth:`bind_gpu_block_pool`."""
         if installed().binding.manager_hook:
             super().bind_kv_cache_manager(kv_cache_manager)  # type: ignore[misc]
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)

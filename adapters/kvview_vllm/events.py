@@ -6,8 +6,8 @@
 2. The content of a block is remembered from its request, for as many blocks as the pool has. For an
    older block, or with ``location_only``, an event only has the location, because the content is
    never guessed.
-3. The block size is that of the key's group, never 0, and hashes take the form that the
-   GPU's own events have. The medium is published under the connector's name for it.
+3. The block size is the block size of the key's group, never 0, and hashes have the same form as in
+   the GPU's own events. The medium is published under the connector's name for it.
 
 Source: vllm/distributed/kv_events.py, vllm/v1/core/block_pool.py.
 """
@@ -99,7 +99,7 @@ class BlockDescriptions:
             self._forget(oldest)
 
     def places(self) -> Mapping[OffloadKey, _Place]:
-        """The place of each remembered key in its request."""
+        """Return the position of each remembered key in its request."""
         for chain in (*self._unwritten.values(), *self._living.values()):
             self._learn(chain)
         self._unwritten.clear()
@@ -131,7 +131,7 @@ def _kept(extra_keys: list[Any]) -> Sequence[Any]:
 
 
 class _Nothing(Sequence[Any]):
-    """One None per block, as a single shared object."""
+    """Return one None per block, as a single shared object."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -156,7 +156,8 @@ def to_vllm_events(
         events: The events, in order.
         geometry: Geometry of the engine, for the block size of each group.
         descriptions: The content of blocks; None for locations only.
-        group_kinds: The release's event fields for each group besides its number.
+        group_kinds: The release's event fields for each group, in addition to the number of the
+            group.
 
     Yields:
         ``BlockStored`` and ``BlockRemoved`` of the installed vLLM.
@@ -182,7 +183,7 @@ def to_vllm_events(
 def _runs(
     event: OffloadingEvent, places: Mapping[OffloadKey, _Place]
 ) -> Iterator[list[OffloadKey]]:
-    """The keys of one event, in runs of consecutive blocks of one group's prefix."""
+    """Yield the keys of one event, in runs of consecutive blocks of one group's prefix."""
     runs: dict[int, list[OffloadKey]] = {}  # keys without a known place, by group
     run: list[OffloadKey] = []
     for key in event.keys:

@@ -40,7 +40,7 @@ _KNOWN = (*_FULL, *_WINDOW, *_CHUNKED, *_MAMBA, _UNIFORM)
 
 
 def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometry:
-    """Block sizes and groups of the engine.
+    """Read the block sizes and groups of the engine.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -48,8 +48,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
             group whenever a connector is used.
 
     Raises:
-        UnsupportedEngineError: A group or a setting that cannot be expressed.
-        GeometryError: Sizes that do not match each other (GEO-2).
+        UnsupportedEngineError: A group or a setting cannot be expressed.
+        GeometryError: Sizes do not match each other (GEO-2).
     """
     release = installed().geometry
     for name, size in context_parallel_sizes(vllm_config.parallel_config, release).items():
@@ -81,7 +81,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
 def read_facts(
     vllm_config: Any, kv_cache_config: Any | None, geometry: CacheGeometry, num_gpu_blocks: int
 ) -> EngineFacts:
-    """Facts of the started engine.
+    """Read the facts of the started engine.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -114,7 +114,7 @@ def read_group(index: int, spec: Any) -> CacheGroup:
     """Convert one KV-cache group.
 
     Raises:
-        UnsupportedEngineError: A group that cannot be expressed (VGEO-2).
+        UnsupportedEngineError: The group cannot be expressed (VGEO-2).
     """
     return _group(index, spec, installed().geometry)
 

@@ -37,7 +37,7 @@ def guarded_view(
 
 
 def close_view(guard: GuardedView) -> None:
-    """Close the view; the blocks that it still held are logged."""
+    """Close the view; blocks that it still holds are logged."""
     _log("at close", guard.leaks())
     guard.close()
 
@@ -53,7 +53,8 @@ class LeakReporter:
         guard: The view of the connector.
         report_after: Age of a hold that is reported, in seconds; None for no reports.
         describe: Adds the engine's facts to a leak before it is logged.
-        late_work: Returns log lines about other work that has taken at least so many seconds.
+        late_work: Returns log lines about other work that has taken at least the given number of
+            seconds.
     """
 
     def __init__(

@@ -6,11 +6,13 @@ Changes are sent to the front end with the step's output. The front end adds the
 
 - METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (empty
   except for the children of a connector of several).
-- METRIC-2 The last values of an engine **must** stay true while it is idle, because it sends no
-  values then. So the age of a hold is exported as the time at which it started, and values
+- METRIC-2 The last values of an engine **must** stay true while the engine is idle, because an idle
+  engine sends no values. So the age of a hold is exported as the time at which it started, and
+  values
   that are sent once a second are sent at every step when no request is left.
-- METRIC-3 A series **must** have a sample before its first event, or an alert on its increase
-  would miss that event. The series that the configuration names start with the front end; the
+- METRIC-3 A series **must** have a sample before its first event, because otherwise an alert on its
+  increase would miss this event. The series that the configuration names start with the front end;
+  the
   series of any other child start at the first step.
 
 ``docs/metrics.md`` lists the names and the questions for which they are useful.
@@ -73,7 +75,7 @@ class Meter:
     """Counts the outcomes of jobs, by child.
 
     Args:
-        num_workers: Number of workers, each of which moves the pages of a job.
+        num_workers: Number of workers, each of which moves pages of every job.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -140,7 +142,7 @@ class Meter:
 
 
 class Reporter:
-    """Finds the changes since its last update.
+    """Finds the changes of the metrics since the last update.
 
     Args:
         owner: Id of the scheduler half.
@@ -189,7 +191,7 @@ def merge(before: MetricUpdate, after: MetricUpdate) -> MetricUpdate:
 
 
 def as_log_line(update: MetricUpdate) -> dict[str, float]:
-    """The values for the stats log that are not zero, by connector, child and name."""
+    """Return the nonzero values for the stats log, by connector, child and name."""
     line: dict[str, float] = {}
     for one in update.values():
         for child, values in one["children"].items():
@@ -204,7 +206,7 @@ def as_log_line(update: MetricUpdate) -> dict[str, float]:
 
 
 def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values of the label ``child``, for a connector with the option ``connectors``.
+    """Return the values of the label ``child``, for a connector with the option ``connectors``.
 
     Args:
         extra: ``kv_connector_extra_config`` of any form, because the engine reports a wrong one.
@@ -225,7 +227,7 @@ class PromMetrics:
     Args:
         metric_types: vLLM's classes for ``prometheus_client``'s Gauge and Counter.
         labelnames: vLLM's labels of every series.
-        per_engine_labelvalues: Values of these labels, per engine.
+        per_engine_labelvalues: Values of these labels for each engine.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ class KVViewOffloadingSpec(_Spec):
             ``OffloadingConfig`` from 0.26.
 
     Raises:
-        ConfigError: The key ``kvview`` is missing, has an unknown key, or names a
-            target that does not import or refuses its options; or the manager names
+        ConfigError: The key ``kvview`` is missing, has an unknown key, or names a target that
+            cannot be imported or refuses its options; or the manager names
             a medium that vLLM does not know (VOFF-6).
     """
 
@@ -121,7 +121,7 @@ class KVViewOffloadingSpec(_Spec):
         self._manager: ManagerForVLLM | None = None
 
     def get_manager(self) -> ManagerForVLLM:
-        """The manager of the scheduler's side, the same for all calls."""
+        """Return the manager of the scheduler's side, the same object for all calls."""
         if self._manager is None:
             options = self._options
             make = load_target(options.manager)
@@ -135,7 +135,7 @@ class KVViewOffloadingSpec(_Spec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> WorkerForVLLM:
-        """The worker of the worker's side, from 0.25 on."""
+        """Return the worker of the worker's side, from 0.25 on."""
         check_whole_blocks(self, kv_caches)
         options, num_blocks = self._options, blocks_per_chunk(self)
         make = load_target(options.worker)
@@ -157,7 +157,7 @@ class KVViewOffloadingSpec(_Spec):
     def get_handlers(
         self, kv_caches: Any, attn_backends: Any = None
     ) -> Iterator[tuple[Any, Any, WorkerForVLLM]]:
-        """The handlers of the worker's side up to 0.24: one handler for both directions."""
+        """Yield the handlers of the worker's side up to 0.24: one handler for both directions."""
         if isinstance(kv_caches, dict):  # tensors by layer, up to 0.18
             kv_caches = canonical_kv_caches(kv_caches, cache_config_of(self))
         worker = self.get_worker(kv_caches)
@@ -184,7 +184,7 @@ class WorkerForVLLM(_Worker):
     def submit_load(
         self, job_id: int, src_spec: PagesSpec, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Start a load; a load only waits for earlier jobs on its own pages."""
+        """Start a load, which only waits for earlier jobs on the same pages."""
         return self.worker.transfer_async(job_id, (src_spec.spec, self._blocks(dst_spec)))
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
@@ -230,7 +230,7 @@ class WorkerForVLLM(_Worker):
 
 
 def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
-    """Return the fields that kvview's class has."""
+    """Convert vLLM's caches, with only the fields that kvview's class has."""
     return CanonicalKVCaches(
         [CanonicalKVCacheTensor(one.tensor, one.page_size_bytes) for one in kv_caches.tensors],
         [
@@ -245,7 +245,7 @@ def check_spec() -> None:
     """Call a manager and a worker as vLLM does, once per process.
 
     Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
+        UnsupportedEngineError: A result differs from the result of the tested releases.
     """
     seam = OffloadingSeam.seam
     check_our_managers()

@@ -6,8 +6,8 @@ The view satisfies the laws of :mod:`kvview.pool` over a pool without checks as 
    references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` is passed
    to nothing else and is never written (POOL-3, POOL-4).
 2. The null block is never passed on, because older releases count references to it.
-3. A block that leaves the free queue loses its links, so a walk reads some blocks
-   ahead and checks each again when it yields it (:mod:`kvview_vllm.walks`).
+3. A block that leaves the free queue loses its links, so a walk reads some blocks ahead and checks
+   each block again when it is yielded (:mod:`kvview_vllm.walks`).
 
 Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
 ``vllm/v1/core/kv_cache_utils.py``; :mod:`kvview_vllm.releases` lists the differences.
@@ -71,12 +71,12 @@ class VLLMBlockPoolView(LedgerView):
 
     1. It satisfies every law of :mod:`kvview.pool` and has every optional query that all
        releases support; each subclass adds one.
-    2. Views of several owners may be open at once; each counts its own.
+    2. Views of several owners may be open at once; each view counts its own references.
     3. Use it on the scheduler's thread only.
 
     Args:
         block_pool: The pool, recognised by :func:`probe_pool`.
-        release: The result of :func:`probe_pool` for it.
+        release: The result of :func:`probe_pool` for the pool.
         owner: Name of the owner in errors and reports.
     """
 
@@ -103,10 +103,9 @@ class VLLMBlockPoolView(LedgerView):
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks that still hold reusable KV, next victim first.
 
-        Unhashed blocks in front of a hashed one are skipped, so the cost of the first
-        item depends on them. A block that the engine itself takes *and* frees between two
-        items looks like a block that stayed: it may still be yielded, if its item is true
-        then.
+        Unhashed blocks in front of a hashed one are skipped, so the cost of the first item depends
+        on their number. A block that the engine itself takes *and* frees between two
+        items looks like a block that stayed: it may still be yielded, if its item is still true.
         """
         with self._walking(hashed_only=True) as walk:
             for block in walk.blocks():
@@ -204,12 +203,12 @@ class VLLMBlockPoolView(LedgerView):
 class PrependingBlockPoolView(VLLMBlockPoolView):
     """The view of 0.23.0, the only release that can free to the head (PR #42656).
 
-    Older releases free every block to the tail, later ones every hashed block: only blocks
-    without KV go to the head.
+    Older releases free every block to the tail; later releases free only blocks without KV to the
+    head.
     """
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release blocks as ``free_blocks`` does, to the head of the queue (POOL-12)."""
+        """Release blocks like ``free_blocks``, but to the head of the queue (POOL-12)."""
         block_ids = list(block_ids)
         self.free_with(
             lambda blocks: self._open_pool().free_blocks(blocks, prepend=True), block_ids
@@ -229,7 +228,7 @@ class NotifyingBlockPoolView(VLLMBlockPoolView):
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Release as ``free_blocks`` does, with one notification for each block (POOL-14)."""
+        """Release blocks like ``free_blocks``, with one notification for each (POOL-14)."""
         block_ids = list(block_ids)
         self.free_with(self._unpin, block_ids)
         self._watched.update((b, on_reuse) for b in block_ids if b != NULL_BLOCK_ID)

@@ -24,7 +24,7 @@ def check_pool(make_view: Callable[..., object]) -> None:
         make_view: Called with a pool of the installed vLLM.
 
     Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
+        UnsupportedEngineError: A result differs from the result of the tested releases.
     """
     with reading(_SEAM, "a pool, used dry"):
         pool = make_block_pool(8)

@@ -4,8 +4,8 @@ r"""A secondary tier of vLLM with the interface of a store, so that the kit can 
       --option root_dir={tmp}
 
 1. The tier receives the arguments that vLLM would pass: a spec, rows of the host's memory, and keys
-   made of a hash and a group. All rows of a tier have one size. So there is one tier for each size
-   of pages,
+   made of a hash and a group. All rows of a tier have one size. So each size of pages has its own
+   tier,
    and a job is split by size. The length of a page follows its bytes.
 2. No result of the tier is cached: each lookup queries the tier again.
 
@@ -67,7 +67,8 @@ class SecondaryTierStore(Polled):
     """A :class:`~kvview.tier.TierStore` over a tier that comes with vLLM.
 
     Args:
-        namespace: vLLM passes its model, dtype, ranks and block size to a tier.
+        namespace: Namespace of the store; vLLM passes its model, dtype, ranks and block size to a
+            tier.
         type: Type of the tier in ``secondary_tiers``; ``"fs"`` or ``"example"``.
         options: Options of the tier.
 

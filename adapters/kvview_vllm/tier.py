@@ -84,8 +84,8 @@ class KVViewTier(_Tier):
         given: The rest of the entry, and the arguments that the release adds.
 
     Raises:
-        ConfigError: An option that cannot be used, or unknown weights or hashes (VTIER-1).
-        NamespaceMismatchError: The store has entries of other weights or another layout.
+        ConfigError: An option cannot be used, or the weights or hashes are unknown (VTIER-1).
+        NamespaceMismatchError: The store already holds pages of other weights or another layout.
     """
 
     medium = storage_medium()
@@ -135,7 +135,7 @@ class KVViewTier(_Tier):
         self._submit(self.guard.get, job_metadata, is_get=True)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that have ended since the last call."""
         results = []
         evicted = self.guard.take_evicted()  # before the stores are reported
         for job_id, flags in self.guard.poll():
@@ -150,11 +150,11 @@ class KVViewTier(_Tier):
         return results
 
     def get_finished(self) -> Iterable[Any]:
-        """Jobs that ended since the last call, for 0.22."""
+        """Return the jobs that have ended since the last call, for 0.22."""
         return self.get_finished_jobs()
 
     def take_events(self) -> Iterable[Any]:
-        """The keys that the tier stored, and those that it can no longer load (VTIER-3)."""
+        """Return the keys that the tier stored, and the keys that it has lost (VTIER-3)."""
         events = () if self._events is None else self._events.take()
         return [tier_event(event, self.tier_type) for event in events]
 
@@ -218,7 +218,7 @@ class KVViewTieringSpec(_Spec):
     _with_events: Any = None
 
     def create_worker(self, kv_caches: Any) -> Any:
-        """The worker's side from 0.25 on."""
+        """Return the worker's side, from 0.25 on."""
         check_whole_blocks(self, kv_caches)
         return super().create_worker(kv_caches)
 

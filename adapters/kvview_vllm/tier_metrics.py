@@ -1,7 +1,7 @@
-"""The metrics of a tier: series in vLLM's ``/metrics``, or a line in its log.
+"""The metrics of a tier: series in vLLM's ``/metrics``, or lines in vLLM's log.
 
-From 0.25 on vLLM reads the metrics of its tiers. Before, changes are logged by a child of
-vLLM's own logger, every ten seconds at most.
+From 0.25 on vLLM reads the metrics of its tiers. In older releases, changes are logged by a child
+of vLLM's own logger, at most every ten seconds.
 
 ``docs/metrics.md`` lists the names.
 """
@@ -25,7 +25,7 @@ _log = logging.getLogger("vllm.kvview_tier")  # because vLLM configures no other
 
 
 def definitions() -> dict[str, Any]:
-    """Return the series in the form in which vLLM declares those of a tier."""
+    """Return the series in the form in which vLLM declares the series of a tier."""
     counters = {PREFIX + name: text for name, text in TIER_COUNTERS.items()}
     gauges = {PREFIX + name: text for name, text in GAUGES.items()}
     return metric_definitions(counters, gauges, LABELS)

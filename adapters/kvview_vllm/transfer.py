@@ -1,7 +1,7 @@
 """The KV-cache tensors of a vLLM worker, seen as pages (XFER).
 
 - PAGE-1 A page **must** be one run of bytes. A block of several runs, for example one for each
-  head, has a page in as many tensors. A block whose elements do not touch is refused with
+  head, has a page in as many tensors. A block whose elements are not adjacent is refused with
   :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
 - PAGE-3 Pages that vLLM passes to an offloading spec **must** hold all bytes of a block and no
@@ -9,7 +9,7 @@
   Mamba states at wrong places in layouts that start with blocks; both are refused.
 
 ``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread
-and under the current stream of the forward, so a worker orders its copies after that stream
+and under the current stream of the forward pass, so a worker orders its copies after that stream
 (XFER-6).
 
 Shapes of a layer: blocks first (CPU and FlashAttention of late releases), keys and
@@ -39,7 +39,7 @@ from kvview_vllm.releases.calls import offloaded_block_bytes
 def canonical_kv_caches(
     kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], kv_cache_config: Any | None
 ) -> CanonicalKVCaches[torch.Tensor]:
-    """View the tensors of all layers as pages, group by group.
+    """Convert the tensors of all layers to pages, group by group.
 
     Args:
         kv_caches: Tensors by layer name, as vLLM registers them.
@@ -80,7 +80,8 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
         kv_caches: vLLM's ``CanonicalKVCaches``.
 
     Raises:
-        UnsupportedEngineError: The caches have fewer bytes, or two pages share bytes.
+        UnsupportedEngineError: The caches do not hold all bytes of a block, or two pages share
+            bytes.
     """
     tensors = sorted((one.tensor for one in kv_caches.tensors), key=torch.Tensor.data_ptr)
     if any(_share_bytes(*pair) for pair in combinations(tensors, 2)):
@@ -103,7 +104,7 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
 
 
 def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether a page of one tensor holds bytes of another block of the second, at a higher address.
+    """Whether a page of one tensor holds bytes of another block of a second, higher tensor.
 
     Layers of several groups may share their pages: block by block, at the same address.
     """

@@ -1,8 +1,8 @@
 """Walks over the free queue of a real vLLM pool, either within one step or resumed in later steps.
 
 A block that leaves the real queue loses its links, and a block that joins it is linked at the
-front or the back; a view only sees its own touches. Both kinds of walk move to a safe place before
-the view touches blocks. When they resume, they compare their place with the blocks that they have
+front or the back; a view only sees its own touches. Both kinds of walk move to a safe block before
+the view touches blocks. When a walk resumes, it compares its place with the blocks that it has
 seen.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py``.
@@ -21,14 +21,15 @@ _LARGEST_CHUNK = 1024
 
 
 def is_queued(block: Any) -> bool:
-    """Whether a block is in the free queue, because only there it has links."""
+    """Whether a block is in the free queue; a block outside the queue has no links."""
     return bool(block.next_free_block is not None)
 
 
 class Walk:
     """One walk over the real free queue, in chunks read ahead.
 
-    1. Each chunk has twice the size of the last one, so taking k blocks reads at most about 2k.
+    1. Each chunk has twice the size of the previous chunk, so taking k blocks reads at most about
+       2k.
     2. A block that leaves the queue loses its links, and a block that joins it is in front of
        the cursor or behind ``_last``; both move out of the way of the view's own
        touches (:meth:`before_touch`).
@@ -51,7 +52,7 @@ class Walk:
         self._rescanned = False
 
     def blocks(self) -> Iterator[Any]:
-        """Blocks that are free when they are yielded, next victim first."""
+        """Yield blocks that are free when they are yielded, next victim first."""
         size, gone = _FIRST_CHUNK, self._gone
         while chunk := self._read(size):
             for block in chunk:
@@ -64,7 +65,7 @@ class Walk:
         return is_queued(block) and block.block_id not in self._gone
 
     def before_touch(self, blocks: Iterable[Any]) -> None:
-        """Move to a safe place before the view takes these blocks out of the queue."""
+        """Move to a safe block before the view takes these blocks out of the queue."""
         leaving = {block.block_id for block in blocks if is_queued(block)}
         while self._cursor.block_id in leaving:
             self._cursor = self._cursor.next_free_block
@@ -131,11 +132,12 @@ class ResumedWalk:
     """A :class:`~kvview.FreeBlockWalk` over the real free queue (POOL-13).
 
     Args:
-        open_pool: Returns the pool, or raises if the view was closed.
+        open_pool: Returns the pool, or raises an exception if the view was closed.
         more_keys: Keys of a block besides its primary one.
         has_more_keys: Whether any block has more keys.
         num_blocks: Blocks in the pool.
-        before_touch: Callbacks that the view calls before it touches; an open walk adds one.
+        before_touch: Callbacks that the view calls before it touches blocks; an open walk adds a
+            callback.
     """
 
     _is_closed = True  # until it was opened
@@ -250,7 +252,7 @@ class Place:
             self._before = before
 
     def before_touch(self, blocks: list[Any]) -> None:
-        """Move to a safe place before the view takes these blocks out of the queue."""
+        """Move to a safe block before the view takes these blocks out of the queue."""
         seen = self._seen
         block_ids = [block.block_id for block in blocks]
         for block_id in block_ids:
@@ -261,7 +263,7 @@ class Place:
                 self._before = self._before.prev_free_block
 
     def pass_over(self, blocks: Iterable[Any]) -> None:
-        """Skip blocks that joined at the front: this release frees to the head."""
+        """Skip blocks that joined at the front, because this release frees to the head."""
         if not self._has_passed:
             return
         for block in blocks:

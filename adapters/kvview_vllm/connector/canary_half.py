@@ -56,7 +56,7 @@ class CanaryConnector(Connector):
 
 
 class CanaryHalf(SchedulerConnector):
-    """Compares each call with that of every tested release.
+    """Compares each call with the calls that every tested release makes.
 
     A block is named after the request for which it was allocated, its group and its place:
     ``b1.2`` is the third block of request ``b`` in the second group, ``-`` the null block.
@@ -83,7 +83,7 @@ class CanaryHalf(SchedulerConnector):
         self._held: list[int] = []
 
     def _story(self, loaded_b: int, loaded_c: int) -> dict[str, list[str]]:
-        """The expected calls of each request, as text."""
+        """Return the expected calls of each request, as text."""
         start_b, start_c = 32 + loaded_b, 0 if self.failing else loaded_c
         table = self._table
         return {
@@ -300,7 +300,7 @@ def _hex(keys: dict[int, OffloadKey]) -> dict[int, str]:
 
 
 def _text(names: list[list[str]], num_computed_tokens: int) -> str:
-    """Format a block table; blocks that the window has left are null in some releases only."""
+    """Format a block table, in which blocks behind the window are null in some releases only."""
     left = max(0, num_computed_tokens - WINDOW + 1) // BLOCK_SIZE
     for group in names[1:]:
         group[:left] = ["-"] * left

@@ -7,7 +7,7 @@
 
 - LOAD-1 Loads are asynchronous in releases in which an aborted request keeps its blocks until its
   load has ended (0.16.0) and several KV-cache groups may load asynchronously (0.18.0). So from
-  0.18.0 on loads are asynchronous. Before, a step waits for its loads.
+  0.18.0 on loads are asynchronous. In older releases, a step waits for its loads.
 - LOAD-2 vLLM's setting ``kv_load_failure_policy`` decides the outcome of a request whose load
   failed; ``recompute`` computes the prefix instead.
 
@@ -111,7 +111,7 @@ class KVViewOptions(BaseModel):
     Args:
         connector: Target of the connector, ``file.py:Class`` or ``pkg.mod:Class``.
         options: Options of the connector.
-        pin_budget: Largest share of the pool's blocks that it may hold, 0 to 1.
+        pin_budget: Largest share of the pool's blocks that the connector may hold, 0 to 1.
         trace_holds: Whether leak reports name the line that took each hold (slow).
         leak_report_seconds: Age at which the log reports a hold or a job; None: never.
         events: "self_describing", or "location_only": without tokens, parent, LoRA and
@@ -272,7 +272,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False, because a lost store costs a hit but no answer (0.27.0)."""
+        """Return False, because a lost store only costs a hit (0.27.0)."""
         return False
 
     def get_num_new_matched_tokens(
@@ -335,7 +335,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_pending_work()
 
     def reset_cache(self) -> bool:
-        """Forget every offloaded block (0.13.0)."""
+        """Drop every offloaded block (0.13.0)."""
         return self._scheduler.reset_cache()
 
     # --- worker ---
@@ -345,7 +345,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start the plan of this step, before its forward or (since 0.29) after its launch."""
+        """Start the plan of this step, before its forward pass or (since 0.29) after its launch."""
         self._worker.start(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -384,8 +384,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVViewStats | None:
         """Return metrics for operators, and up to 0.17 the reports of jobs.
 
-        They include those of sibling connectors, because ``MultiConnector`` has one place for all
-        children of a class, and only the result of the last child arrives.
+        The stats include the stats of sibling connectors, because ``MultiConnector`` has one entry
+        for all children of a class, and only the result of the last child arrives.
         """
         if self._worker_side is None:
             if self._release.asked_for_stats and not self._scheduler.is_stats_due():
@@ -403,7 +403,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return None
 
     def _siblings(self) -> list[KVViewConnector]:
-        """Return the children of this ``MultiConnector`` on this side, or only this connector."""
+        """Return all children of the ``MultiConnector`` on this side, or only this connector."""
         engine, is_worker = self._kvview_config[0].cache_config, self._worker_side is not None
         return [
             each

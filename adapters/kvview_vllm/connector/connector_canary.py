@@ -2,7 +2,7 @@
 
 Reports of workers, events and the layout of a KV cache are built and read here before the
 first request. An unknown shape is refused when a connector is built, and by ``kvview doctor``.
-:mod:`.scheduler_canary` plays the calls of a scheduler.
+:mod:`.scheduler_canary` makes the calls of a scheduler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_connector() -> None:
     """Run the canary once per process.
 
     Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
+        UnsupportedEngineError: A result differs from the result of the tested releases.
     """
     _play_reports()
     _play_events()

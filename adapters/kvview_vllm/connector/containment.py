@@ -1,4 +1,4 @@
-"""Containment of faults in a connector's own code: one log line, and then the failure policy.
+"""Containment of faults in a connector's own code: one log line, followed by the failure policy.
 
 - FAULT-1 The first line about a fault **must** be kvview's, and name the target, the file and
   the hook; vLLM's output about it follows.
@@ -37,7 +37,7 @@ class Faults:
     Args:
         target: Target of the connector.
         half: "scheduler" or "worker".
-        resumes: Whether the engine continues without it.
+        resumes: Whether the engine continues without the connector.
     """
 
     def __init__(self, target: str, half: str, *, resumes: bool) -> None:
@@ -53,10 +53,10 @@ class Faults:
 
         Args:
             error: The error, which names the line and the hook.
-            must_end: Reason why the engine must end under any policy; empty if it need not.
+            must_end: Reason why the engine must end under any policy; empty if the policy decides.
 
         Raises:
-            ConnectorError: The engine has to end.
+            ConnectorError: The engine must end.
         """
         self.num_faults += 1
         self.is_out = True
@@ -80,7 +80,7 @@ class Faults:
         """Raise the fatal fault again, because vLLM may have passed it to the caller of a reset.
 
         Raises:
-            ConnectorError: The engine has to end.
+            ConnectorError: The engine must end.
         """
         if self._ends_with is not None:
             raise self._ends_with

@@ -1,8 +1,9 @@
 """Handoffs in ``KVViewConnector``: the setting, and vLLM's parameters of disaggregation.
 
-A router sends ``{"do_remote_decode": true}`` with a prompt to the producer. It copies the
-``kv_transfer_params`` of the answer, in which ``do_remote_prefill`` is true, into the request for
-the consumer. These are the two names that vLLM's own connectors use, so their routers work.
+A router sends ``{"do_remote_decode": true}`` with a prompt to the producer. The router copies the
+``kv_transfer_params`` of the response, in which ``do_remote_prefill`` is true, into the request for
+the consumer. These are the two names that vLLM's own connectors use, so routers for these
+connectors work.
 
 Source: ``kv_transfer_params`` in vllm/distributed/kv_transfer/kv_connector/v1/nixl, 0.11.0 to
 0.33.0.
@@ -29,7 +30,7 @@ class HandoffOptions(BaseModel):
     Args:
         wire: Target of the wire's class, which is called with the address.
         address: Address at which this engine receives messages, as its peers reach it.
-        lease_seconds: Time that an offer waits for its consumer.
+        lease_seconds: Seconds for which an offer waits for its consumer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -62,15 +63,15 @@ def require_handoffs(
         half: One half of the connector.
         target: Target of the connector.
         options: The setting.
-        num_workers: Workers of the engine.
-        num_groups: KV-cache groups of the engine.
+        num_workers: Number of workers of the engine.
+        num_groups: Number of KV-cache groups of the engine.
         release: Whether requests wait for their loads between steps, and which loads may fail.
 
     Returns:
         The setting; None for a connector without the hooks for handoffs.
 
     Raises:
-        ConfigError: The setting is missing or useless, or there are several workers.
+        ConfigError: The setting is missing or has no effect, or the engine has several workers.
         UnsupportedEngineError: A step waits for its loads, so it would wait for another engine; or
             the engine could not continue after a failed handoff (WORK-2).
     """

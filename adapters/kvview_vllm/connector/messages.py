@@ -7,7 +7,7 @@ completely and aggregates over workers.
 
 - MSG-1 A report **must** be sent again until it is acknowledged: 0.11.0 drops the
   output of a step that computes nothing.
-- MSG-2 Each report **must** be read once; owner, job and worker rank identify it.
+- MSG-2 Each report **must** be read once; owner, job and worker rank identify a report.
 
 Source: ``KVConnectorOutput``, vllm/v1/outputs.py; ``KVConnectorWorkerMetadata``
 (0.18.0), ``KVConnectorStats`` (0.11.0).
@@ -93,7 +93,7 @@ class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KVViewStats(KVConnectorStats):
-    """Metrics for the front end, and up to 0.17 reports, which are removed before that."""
+    """Metrics for the front end, and up to 0.17 reports, which are removed before the front end."""
 
     def reset(self) -> None:
         """Remove all values."""
@@ -126,8 +126,8 @@ def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list
     """Take the reports for one owner out of a ``KVConnectorOutput``.
 
     Args:
-        connector_output: The argument of ``update_connector_output``. Reports are removed from
-            its stats, because the front end does not need them.
+        connector_output: The argument of ``update_connector_output``. Reports are removed from the
+            stats of this output, because the front end does not need them.
         owner: Owner of the reports.
         from_stats: Whether this release can only send reports in the stats.
     """

@@ -3,27 +3,28 @@
 - SCHED-1 Block tables **must** only name blocks that the request still has. Blocks that a window
   has left behind, and blocks that another request took after a preemption, are replaced by the null
   block.
-- SCHED-2 A load that failed **must not** be tried again for the same request, not even by a
-  sibling. Its prefix is computed instead. If a load were tried again without free blocks, 0.33.0
-  would not serve the requests behind it, which hold the blocks.
-- SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets
-  a request hit blocks that another one computes in the same step.
+- SCHED-2 A load that failed **must not** be repeated for the same request, not even by a sibling
+  connector. The prefix is computed instead. If a load were repeated without free blocks, 0.33.0
+  would not serve the requests behind this request, which hold the blocks.
+- SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets a request
+  hit blocks that another request computes in the same step.
 - SCHED-4 The jobs of a promise **must** be in the plan of the step in which its blocks were
   allocated; a broken promise raises :class:`~kvview.ConnectorError`, instead of letting the request
   wait forever.
 - SCHED-5 A load that the release handles wrongly **must not** be requested. These are loads of
   blocks that a window skips, which releases up to 0.13 cache nevertheless; loads within a step for
   a request that was preempted, whose failure vLLM does not notice; and loads after a GPU hit with
-  several groups, in which one block may get into two groups (0.14 to 0.23, vLLM PR 44409).
+  several groups, in which one block may be used by two groups (0.14 to 0.23, vLLM PR 44409).
 - SCHED-6 Blocks that a load within a step left unfilled, and blocks computed after them in that
-  step, **must not** be hit. Up to 0.17 vLLM keeps them in its prefix cache until a request computes
-  them, and that request may be aborted or preempted before.
-- SCHED-7 If other calls come between a promise and its blocks, the connector **must** only get
-  the blocks if it promises as much again (CONN-2); otherwise the load has failed (HiSparse of
+  step, **must not** be hit. Up to 0.17 vLLM keeps these blocks in its prefix cache until a request
+  computes them, and this request may be aborted or preempted first.
+- SCHED-7 If other calls come between a promise and its blocks, the connector **must** only receive
+  the blocks if it promises as many tokens again (CONN-2); otherwise the load has failed (HiSparse
+  of
   0.33.0).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
-``_handle_invalid_blocks`` there, which only evicts them if the request is to fail.
+``_handle_invalid_blocks`` in this file, which only evicts the blocks if the request is to fail.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _NULL_BLOCK_ID = 0  # the first block that every release takes from its pool
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request that vLLM has queried and not finished."""
+    """A request for which vLLM has queried the connector, and which has not finished."""
 
     request: Any
     content: RequestContent
@@ -86,7 +87,7 @@ class _Tracked:
     load_failed: bool = False
 
     def table(self) -> Sequence[Sequence[int]]:
-        """Its blocks so far, per group; empty without blocks."""
+        """The blocks of the request so far, per group; empty without blocks."""
         if len(self.chunks) > 1:
             groups = zip(*self.chunks, strict=True)
             self.chunks = [[list(chain.from_iterable(parts)) for parts in groups]]
@@ -108,9 +109,9 @@ class SchedulerSide:
     Args:
         half: The connector's scheduler half; faults of watched hooks are contained.
         geometry: Geometry of the engine.
-        num_workers: Workers that report each job.
-        release: Whether requests wait for their loads between steps (LOAD-1), and the fields
-            of its scheduler's output.
+        num_workers: Number of workers that report each job.
+        release: Flags of the release: whether requests wait for their loads between steps (LOAD-1),
+            and the fields of the scheduler's output.
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
         faults: Policy for a half that fails.
@@ -221,7 +222,7 @@ class SchedulerSide:
             self.half.accept_params(request_info(request, content), params)
 
     def on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Receive allocated blocks; called again when an asynchronous load ended."""
+        """Receive allocated blocks; called again when an asynchronous load has ended."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.queried_at is None:
             return  # the second call, after which no load is left
@@ -311,7 +312,7 @@ class SchedulerSide:
         return StepPlan()
 
     def _lose(self) -> tuple[TransferJob, ...]:
-        """Make loads that fail at once, which vLLM can handle and the connector never receives."""
+        """Make loads that fail at once, without the connector; vLLM can handle such failures."""
         lost = tuple(
             TransferJob(next(self._lost_ids), blocks, blocks, request_id)
             for request_id, blocks in self._lost_blocks.items()
@@ -367,7 +368,7 @@ class SchedulerSide:
         self.half.on_request_preempted(info, table)
 
     def _last_launch(self, request_id: str) -> tuple[int, int]:
-        """Return a running request's tokens before and after its last step; 0 for an old step."""
+        """Count a running request's tokens before and after its last step; 0 for an old step."""
         for step in reversed(self._recent):
             if (length := step.lengths.get(request_id)) is not None:
                 start = step.started.get(request_id)
@@ -443,20 +444,20 @@ class SchedulerSide:
         return steps
 
     def _request_steps(self, output: Any) -> list[RequestStep]:
-        """All requests of a step."""
+        """Yield all requests of a step."""
         cached = output.scheduled_cached_reqs
         starts = _starts(output)
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return self._steps_of(output, {name: starts[name] for name in output.num_scheduled_tokens})
 
     def _begun(self, output: Any) -> set[str]:
-        """The requests of a step that start, or start again."""
+        """Yield the requests of a step that start, or start again."""
         begun = {new.req_id for new in output.scheduled_new_reqs}
         begun.update(resumed_request_ids(output.scheduled_cached_reqs, self._release))
         return begun
 
     def _steps_of(self, output: Any, starts: dict[str, int]) -> list[RequestStep]:
-        """The requests of a step that are in ``starts``, with their tokens before the step."""
+        """Yield the requests of a step that are in ``starts``, with their earlier tokens."""
         lengths = output.num_scheduled_tokens
         tracked_requests = {
             request_id: tracked
@@ -490,7 +491,7 @@ class SchedulerSide:
         starts: Mapping[str, int],
         lengths: Mapping[str, int],
     ) -> set[int]:
-        """Blocks that a request may hit and whose KV is loaded or computed in this step."""
+        """Return blocks that a request may hit and whose KV is loaded or computed in this step."""
         written: set[int] = set()
         hash_size = self.geometry.hash_block_size
         for request_id, tracked in tracked_requests.items():
@@ -504,7 +505,7 @@ class SchedulerSide:
         return written
 
     def _existing(self, table: Sequence[Sequence[int]], num_tokens: int, written: set[int]) -> int:
-        """The hit tokens of a request before the first block that is written in this step."""
+        """Count the hit tokens of a request before the first block that is written in this step."""
         for group, block_ids in zip(self.geometry.groups, table, strict=True):
             hit = block_ids[: num_tokens // group.block_size]
             if not written.isdisjoint(hit):
@@ -551,7 +552,7 @@ class SchedulerSide:
             self.half.on_transfers_finished(results)
 
     def is_stats_due(self) -> bool:
-        """Whether to send metrics: once a second, and whenever no request is left (METRIC-2)."""
+        """Whether metrics are due: once a second, and whenever no request is left (METRIC-2)."""
         now = time.monotonic()
         if self._tracked and now < self._next_stats:
             return False
@@ -559,7 +560,7 @@ class SchedulerSide:
         return True
 
     def late_jobs(self, seconds: float) -> Iterator[tuple[TransferJob, float]]:
-        """Return jobs that have been in flight for this long, with their ages, oldest first."""
+        """Return jobs that have been in flight for this time, with their ages, oldest job first."""
         now = time.monotonic()
         for job in self._jobs.jobs():
             age = now - self.meter.begun[job.job_id]
@@ -568,7 +569,7 @@ class SchedulerSide:
             yield job, age
 
     def jobs_of(self, block_ids: Collection[int]) -> list[int]:
-        """The jobs in flight that read or write one of some GPU blocks."""
+        """Return the jobs in flight that read or write any of some GPU blocks."""
         return [
             job.job_id
             for job in self._jobs.jobs()
@@ -633,11 +634,11 @@ class SchedulerSide:
         return bool(self._jobs) or self.half.has_pending_work()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """The connector's events since the last call."""
+        """Return the connector's events since the last call."""
         return self.half.take_events()
 
     def reset_cache(self) -> bool:
-        """Forget every offloaded block."""
+        """Drop every offloaded block."""
         self._attribute_to(None)
         return self.half.reset_cache()
 
@@ -647,7 +648,7 @@ class SchedulerSide:
 
 
 def _starts(output: Any) -> dict[str, int]:
-    """Return the tokens that the new requests of a step have before it."""
+    """Return the number of tokens that each new request of a step has before the step."""
     return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
 
 

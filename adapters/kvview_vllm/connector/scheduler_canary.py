@@ -1,16 +1,16 @@
 """A canary for the scheduler's side, in which the installed vLLM's scheduler serves a few requests.
 
 A real ``Scheduler`` with two KV-cache groups and its own pool serves four requests, and
-:class:`~kvview_vllm.connector.KVViewConnector` runs a connector that compares each hook call
-with that of every tested release: block ids, bytes of keys, units of matches and loads, new
+:class:`~kvview_vllm.connector.KVViewConnector` runs a connector that compares each hook call with
+the hook calls of every tested release: block ids, bytes of keys, units of matches and loads, new
 blocks of a step, and the order of finish and free.
 
 1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
 2. The trial run leaves nothing behind: no device, process, thread, file, event or log line, and
    the root of vLLM's block hashes is restored.
-3. If the scheduler cannot serve these requests even without a connector, it is not refused, because
-   a server may configure it in another way. The adapter then runs unchecked, with a warning. A
-   vLLM in which an object of the play cannot be made is refused.
+3. If the scheduler cannot serve these requests even without a connector, vLLM is not refused,
+   because a server may configure the scheduler in another way. The adapter then runs unchecked,
+   with a warning. A vLLM in which an object of the trial run cannot be made is refused.
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -63,7 +63,7 @@ def check_scheduler_steps(kind: type) -> str:
         Reason why the trial run was impossible; empty after a trial run.
 
     Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
+        UnsupportedEngineError: A result differs from the result of the tested releases.
     """
     try:
         with reading(_SEAM, "the steps of a scheduler"), _alone():
@@ -108,7 +108,7 @@ def _alone() -> Iterator[None]:
 
 
 class _Play:
-    """The scheduler, and the replacement of its workers.
+    """The scheduler, and a replacement for its workers.
 
     Args:
         kind: Class of the connector; None for no connector.

@@ -29,10 +29,10 @@ def resumed_request_ids(cached: Any, release: ConnectorSeam) -> Collection[str]:
 
 
 class LazySteps(Sequence[RequestStep]):
-    """The requests of a step. Most connectors do not read them, and a step may have hundreds.
+    """The requests of a step, built at the first access, which few connectors make.
 
     Args:
-        build: Makes them from the output, at the first access.
+        build: Makes the requests from the output, at the first access.
         output: vLLM's ``SchedulerOutput``.
     """
 
@@ -45,7 +45,7 @@ class LazySteps(Sequence[RequestStep]):
 
     @property
     def is_built(self) -> bool:
-        """Whether they were read."""
+        """Whether the requests were read."""
         return self._built is not None
 
     @overload

@@ -3,7 +3,8 @@
 - WORK-1 A request that loads **must** be reported to the engine once, when all its loads have
   ended, including failed ones.
 - WORK-2 A failed load **must** be reported to the engine in a form that it supports: block ids
-  with one KV-cache group, request ids with several (0.30 and later). If it supports neither,
+  with one KV-cache group, request ids with several (0.30 and later). If the engine supports neither
+  form,
   :class:`~kvview.ConnectorError` ends the worker, so that no step computes on bytes that were not
   loaded.
 """
@@ -43,7 +44,7 @@ class WorkerSide:
         half: The connector's worker half.
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Rank of this worker in its engine.
-        release: The way in which this vLLM is notified of a failed load.
+        release: Flags of the release, such as how vLLM is notified of a failed load.
         faults: Policy for a half that fails.
         wire: The wire of a half with the hooks for handoffs.
     """
@@ -157,7 +158,7 @@ class WorkerSide:
                 self._loaded.add(ended.job.request_id or "")
 
     def take_loaded(self) -> set[str]:
-        """Requests whose loads have all ended since the last call (WORK-1)."""
+        """Return the requests whose loads have all ended since the last call (WORK-1)."""
         loaded, self._loaded = self._loaded, set()
         return loaded
 
@@ -167,12 +168,12 @@ class WorkerSide:
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that were not loaded, for an engine that accepts blocks."""
+        """Return the blocks that were not loaded, for engines that accept blocks."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def reports(self) -> list[JobReport]:
-        """Reports that the scheduler's side has not acknowledged (MSG-1)."""
+        """Return the reports that the scheduler's side has not acknowledged (MSG-1)."""
         return list(self._unacknowledged.values())
 
     def is_stats_due(self) -> bool:

@@ -1,7 +1,7 @@
 """The results of ``kvview doctor``: the installed vLLM, and the seams that fit it.
 
 Every result comes from the installed vLLM itself, never from its version. The canaries are the same
-that run at every bind.
+ones that run whenever a connector is bound.
 """
 
 from __future__ import annotations

@@ -72,16 +72,16 @@ def prompt(number: int) -> list[int]:
 
 
 def _name(number: int) -> str:
-    """Name both requests of a prompt; a router of NixlPushConnector gives them one id."""
+    """Name both requests of a prompt; for NixlPushConnector, both requests have one id."""
     return f"prompt-{number}"
 
 
 class RealHandoffs:
-    """Plays all cases on two engines.
+    """Runs all cases on two engines.
 
     Args:
         model: Folder of the model.
-        config: ``kv_transfer_config`` of both.
+        config: ``kv_transfer_config`` of both engines.
         entries: Entries of the connector's parameters.
         folder: Folder for logs.
         on_progress: Called with the name of each case.
@@ -151,7 +151,7 @@ class RealHandoffs:
     # --- cases ---
 
     def right(self) -> tuple[str, bool]:
-        """Hand over three prompts."""
+        """Hand over the KV of three prompts."""
         for _ in range(3):
             number = self.new_prompt()
             outcome, is_right = self.decode(number, self.prefill(number), may_fail=False)
@@ -297,12 +297,12 @@ def play_handoffs(
     options: Mapping[str, Any],
     on_progress: Callable[[str], None],
 ) -> Iterator[RealCase]:
-    """Play all cases with a connector of vLLM or of kvview.
+    """Run all cases with a connector of vLLM or of kvview.
 
     Args:
         connector_class: The connector.
-        options: Its options; for a connector of vLLM ``kv_transfer_config`` is a whole
-            configuration.
+        options: Options of the connector; for a connector of vLLM, the option
+            ``kv_transfer_config`` is a whole configuration.
         on_progress: Called with the name of each case.
 
     Raises:

@@ -27,11 +27,11 @@ class RealEngine:
     """One engine in a separate process.
 
     Args:
-        name: Its name, which is its engine id.
+        name: Name of the engine, which is also its engine id.
         model: Folder of the model.
         config: ``kv_transfer_config``, without the engine id; ``{port}`` in it stands for a free
             port.
-        folder: Folder for its log.
+        folder: Folder for the log of the engine.
     """
 
     def __init__(self, name: str, model: Path, config: dict[str, Any], folder: Path) -> None:
@@ -60,10 +60,11 @@ class RealEngine:
         self._is_up = False
 
     def ask(self, **job: Any) -> dict[str, Any]:
-        """Do a job; see :func:`~kvview_vllm.handoff.pd_child.serve`.
+        """Run a job; see :func:`~kvview_vllm.handoff.pd_child.serve`.
 
         Returns:
-            Its result, or ``{"died": error}``; an engine that has died or hangs starts again.
+            Result of the job, or ``{"died": error}``; an engine that has died or hangs is started
+            again.
 
         Raises:
             ConfigError: The engine does not start.

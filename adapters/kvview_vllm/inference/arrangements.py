@@ -39,7 +39,7 @@ class Arrangement:
     Args:
         name: Name for people.
         kind: Kind of the model.
-        is_multi: Whether two instances of it run under ``MultiConnector``.
+        is_multi: Whether two instances of the connector run under ``MultiConnector``.
         more: Further arguments of ``vllm.LLM``.
     """
 
@@ -60,7 +60,7 @@ class Arrangement:
 
     @property
     def proof(self) -> tuple[str, str] | None:
-        """The event that must occur for the arrangement to count, and the message otherwise."""
+        """Return the event that must occur, and the message if it does not."""
         if self.is_ahead:
             return STEPS_AHEAD, "vLLM launched no step before the output of the last one"
         if "speculative_config" in self.more:
@@ -109,7 +109,7 @@ class Configured:
         self.resets = all("reset_cache" in overridden(kind) for kind in own)
 
     def config(self, arrangement: Arrangement, folder: Path) -> tuple[dict[str, Any], type]:
-        """The ``kv_transfer_config`` and the class that it names.
+        """Return the ``kv_transfer_config``, and the class that it names.
 
         Args:
             arrangement: The arrangement.
@@ -123,7 +123,7 @@ class Configured:
         return cpu_scheduler.multi_config(*children), multi
 
     def why_not(self, arrangement: Arrangement) -> str:
-        """The reason why the connector is not run in an arrangement; empty if it is run."""
+        """Return the reason why the connector is not run in an arrangement; empty if it is run."""
         if arrangement.is_multi and self.vllm_class.__name__ == "MultiConnector":
             return "it is a MultiConnector"
         if "tensor_parallel_size" in arrangement.more and copies_on_cuda(self.classes):
@@ -131,7 +131,7 @@ class Configured:
         return ""
 
     def more(self, arrangement: Arrangement) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM``."""
+        """Return the arguments of ``vllm.LLM``."""
         more = dict(arrangement.more)
         if self.is_own and arrangement.is_ahead:
             more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"

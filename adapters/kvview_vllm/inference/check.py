@@ -51,11 +51,11 @@ def check_tokens(
     on_progress: Callable[[str], None] = lambda text: None,
     arrangements: Sequence[Arrangement] = ARRANGEMENTS,
 ) -> TokenRuns:
-    """Serve with a connector and without it, and compare.
+    """Serve traffic with a connector and without it, and compare the tokens.
 
-    1. Every arrangement serves the same traffic; each engine is its own process.
-    2. A difference is reproduced without the connector in that arrangement, and with its loads
-       off, before the connector is blamed.
+    1. Every arrangement serves the same traffic, and each engine runs in a separate process.
+    2. Before a difference is attributed to the connector, the arrangement is run again with the
+       connector's loads off, and without the connector.
     3. After Ctrl-C the results so far are returned.
 
     Args:
@@ -228,7 +228,7 @@ class _Check:
         return None
 
     def _with_controls(self, broken: _Broken, arrangement: Arrangement) -> _Broken | None:
-        """A failure with the results of its controls; None if vLLM cannot run the arrangement."""
+        """Make a failure, with the results of its controls; None if vLLM cannot run."""
         jobs = [self._job(arrangement, "loads off")]
         if arrangement.more:
             jobs.append(self._job(arrangement, is_bare=True))

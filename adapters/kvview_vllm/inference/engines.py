@@ -92,7 +92,7 @@ def _start(job: JobT, serve: Callable[[JobT, Callable[[str], None]], Served], lo
 
 
 def _receive(engine: _Engine, silence: float) -> Served | None:
-    """The result of an engine, when it is done; None while it runs."""
+    """Return the result of an engine that has ended; None while it runs."""
     try:
         while engine.pipe.poll():
             message = engine.pipe.recv()

@@ -17,7 +17,7 @@ def make_corrupting(connector_class: type, watch: Watch, scheduler: Callable[[],
 
     Args:
         connector_class: The watched class that vLLM is to build.
-        watch: The watch of that class, which has the loads.
+        watch: The watch of this class, which has the loads.
         scheduler: Returns the engine's scheduler; the worker runs in the same process.
     """
     corrupted: dict[str, set[str]] = {}  # layers, by request

@@ -41,11 +41,11 @@ class ServeJob:
         seeds: Seeds of the traffic.
         config: ``kv_transfer_config``; None for no connector.
         connector_class: The class that the configuration names.
-        classes: That class, and the classes of its children.
-        is_own: Whether it is a kvview connector, whose pool needs no watch.
+        classes: The class of the connector, and the classes of its children.
+        is_own: Whether the connector is a kvview connector, whose pool needs no watch.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
-        control: "corrupted" injects the fault, "loads off" lets it load nothing.
+        control: "corrupted" injects the fault, and "loads off" makes the connector load nothing.
         more: Further arguments of ``vllm.LLM``.
         hook_seconds: CPU seconds that one call of a method may take.
     """
@@ -136,7 +136,7 @@ def _play(
 
 
 def _count_calls(server: Server, served: Served) -> None:
-    """Count preemptions, rejected drafts, and steps launched while an earlier one is in flight."""
+    """Count preemptions, rejected drafts, and steps launched while another step is in flight."""
     scheduler = server.scheduler
     preempt, schedule = scheduler._preempt_request, scheduler.schedule
     update = scheduler.update_from_output
@@ -163,7 +163,7 @@ def _count_calls(server: Server, served: Served) -> None:
 
 
 def _named(connector_class: type) -> dict[str, Any]:
-    """The configuration keys that name the class."""
+    """Return the configuration keys that name the class."""
     setattr(sys.modules[__name__], connector_class.__name__, connector_class)
     return {
         "kv_connector": connector_class.__name__,

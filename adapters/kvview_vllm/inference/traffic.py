@@ -30,7 +30,7 @@ class Served:
     Args:
         answers: Tokens of each answer, by its name in the traffic.
         coverage: Counts of events.
-        law: Number of the law that was broken, if the engine's own run broke one.
+        law: Number of the law that was broken, if the engine's own run broke a law.
         message: Description of the failure.
         left_out: Parts of the traffic that were not sent, each in a few words.
         lost: Names of requests that ended without an answer.
@@ -76,7 +76,7 @@ class Traffic:
         self.server.add(name, list(prompt), num_tokens)
 
     def step(self, count: int = 1) -> bool:
-        """Step the engine; return whether any request got a token."""
+        """Step the engine; return whether any request received a token."""
         has_output = False
         for _ in range(count):
             self._on_progress("a step")
@@ -88,7 +88,7 @@ class Traffic:
         return has_output
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Step until a condition is true; an engine that never reaches it has failed."""
+        """Step until a condition is true; if it never becomes true, the engine has failed."""
         last, num_steps = time.monotonic(), 0
         while not is_so():
             num_steps += 1
@@ -171,7 +171,7 @@ class SeededTraffic(Traffic):
         self._draw = random.Random(seed)
 
     def play(self) -> None:
-        """Play every part; later parts continue the conversations of earlier ones."""
+        """Send every part; later parts continue the conversations of earlier parts."""
         system = self._tokens(self._draw.choice((64, 70, 96)))
         talks = []
         for number in range(4):
@@ -222,7 +222,7 @@ class SeededTraffic(Traffic):
         return self._name("dropped" if self._reuses_ids and number < 4 else f"dropped {number}")
 
     def _pressure(self) -> None:
-        """Send more requests than fit, twice, to cause preemptions, and evictions in both tiers."""
+        """Send more requests than fit, twice, to cause preemptions and to evict from both tiers."""
         prompts = [self._tokens(self._length(180, 140)) for _ in range(6)]
         for part in range(2):
             for number, prompt in enumerate(prompts):
@@ -239,7 +239,7 @@ class SeededTraffic(Traffic):
             self.forget()
 
     def _weights(self, talks: Sequence[str]) -> None:
-        """Change the weights and change them back; KV of the one set is wrong for the other."""
+        """Change the weights, then restore them; KV of one set is wrong for the other set."""
         if not self._resets:
             return
         for shift in (1, -1):
@@ -275,7 +275,7 @@ class SeededTraffic(Traffic):
         return self._draw.choices(range(FIRST_TOKEN, VOCABULARY), k=number)
 
     def _length(self, most: int, fewest: int = 1) -> int:
-        """Draw a length; half of the lengths end the prompt or answer at or near a block's end."""
+        """Draw a length; half of the lengths end at or near the end of a block."""
         length = self._draw.randint(fewest, most)
         if self._draw.random() < 0.5:
             length -= (length + self._draw.choice((-1, 0, 1, NUM_TOKENS))) % BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""A kvview offloading manager with the interface of vLLM's, for its OffloadingConnector.
+"""A kvview offloading manager with the interface of vLLM's managers, for OffloadingConnector.
 
 - VOFF-3 The manager never receives a key twice in one call of ``touch`` or ``prepare_store``.
 - VOFF-4 In releases in which vLLM touches no keys (0.31 and later), a request's keys are touched
@@ -66,7 +66,7 @@ class ManagerForVLLM(_Manager):
 
     Args:
         manager: The kvview manager.
-        block_size: Tokens of an offloaded block, for events up to 0.19.
+        block_size: Number of tokens of an offloaded block, for events up to 0.19.
         media: A map from the manager's media to vLLM's names.
 
     Raises:
@@ -152,7 +152,7 @@ class ManagerForVLLM(_Manager):
         ]
 
     def reset_cache(self) -> None:
-        """Forget every key; vLLM no longer reports the jobs in flight (VOFF-5)."""
+        """Drop every key; vLLM no longer reports the jobs in flight (VOFF-5)."""
         self.manager.reset()
         stores, self._stores = self._stores, set()
         loads, self._loads = self._loads, Counter()

@@ -1,8 +1,8 @@
 """A manager's media, under the names of the installed vLLM.
 
 - VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
-  does not know is refused at start. A medium that it did not name is published as ``"CPU"`` and
-  logged once, because an event must never end the engine.
+  does not know is refused at start. A medium that the manager did not name is published as
+  ``"CPU"`` and logged once, because an event must never end the engine.
 
 Up to 0.26 any string is a medium; later ``Medium`` lists them.
 
@@ -34,7 +34,7 @@ class Media:
         names: A map from the manager's media to vLLM's, for the media that differ.
 
     Raises:
-        ConfigError: vLLM does not know a medium of ``names``, or one that the manager names.
+        ConfigError: vLLM does not know a medium of ``names``, or a medium that the manager names.
     """
 
     def __init__(self, manager: OffloadingManager, names: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ def check_keys() -> None:
     """Compare the bytes of an offloaded block's key, once per process.
 
     Raises:
-        UnsupportedEngineError: The bytes differ from those of the tested releases.
+        UnsupportedEngineError: The bytes differ from the bytes of the tested releases.
     """
     if not installed().offloading.prefix_lookup:  # in older releases keys are block hashes
         key = require_class("make_offload_key")(b"%032d" % 1, 1)
@@ -51,7 +51,7 @@ def check_vllm_managers() -> None:
     """Store, load and evict in a manager of vLLM, once per process.
 
     Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
+        UnsupportedEngineError: A result differs from the result of the tested releases.
     """
     check_keys()
     manager = TranslatedManager(make_cpu_manager(1, enable_events=True))
@@ -87,7 +87,7 @@ def check_our_managers() -> None:
     """Call a kvview manager as vLLM does, once per process.
 
     Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
+        UnsupportedEngineError: A result differs from the result of the tested releases.
     """
     # Imported here, because a wrapper of vLLM's managers does not need it.
     from kvview_vllm.offloading.for_vllm import ManagerForVLLM

@@ -1,8 +1,9 @@
-"""One vLLM offloading manager of any release, with the interface of kvview's.
+"""A vLLM offloading manager of any release, with the interface of kvview's managers.
 
 - VOFF-1 The manager's results are only translated, so if a release breaks a law, this class breaks
   it too.
-- VOFF-2 A spec that lists ``block_ids`` names host pages and becomes kvview's. Any other spec, with
+- VOFF-2 A spec that lists ``block_ids`` names host pages and is converted to a spec of kvview. Any
+   other spec, with
   keys or files for example, is passed on unmodified, because only the manager's own worker reads
   it.
 
@@ -117,12 +118,12 @@ class TranslatedManager:
         return events
 
     def reset(self) -> None:
-        """Forget every key, if the release can do that (0.22)."""
+        """Drop every key, if the release supports this (0.22)."""
         if self.release.cache_reset:
             self.manager.reset_cache()
 
     def shutdown(self) -> None:
-        """Release the manager's resources, if the release can do that (0.20)."""
+        """Release the manager's resources, if the release supports this (0.20)."""
         if self.release.manager_shutdown:
             self.manager.shutdown()
 

@@ -50,7 +50,7 @@ class PartitionRow:
             memory layout of both.
         outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused, failed or
             not checked; in a layout: exact, wrong, refused, failed or not checked.
-        detail: The evidence or the reason; may be empty.
+        detail: The evidence or the reason for the outcome; may be empty.
     """
 
     pair: str
@@ -79,7 +79,7 @@ class PartitionReport:
     schema_version: Literal[1] = 1
 
     def count(self, style: str) -> int:
-        """Return the number of rows with an outcome of this style."""
+        """Count the rows whose outcome has this style."""
         return sum(_STYLES.get(row.outcome) == style for row in (*self.rows, *self.layouts))
 
 

@@ -1,4 +1,4 @@
-"""The partition check: which pairs of requests share KV, and whether they may."""
+"""The partition check: pairs of requests that share KV, and whether they may share it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 
 class PairOutcome(StrEnum):
-    """The result for one pair; of a layout: exact, wrong, refused, failed or not checked.
+    """The result for one pair; for a layout: exact, wrong, refused, failed or not checked.
 
     ``REFUSED``: the connector raised an error with a message before the first request of an engine.
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
@@ -67,18 +67,19 @@ class Cell:
 def check_partition(
     connector_class: type, options: Mapping[str, Any], pairs: Sequence[Pair]
 ) -> Iterable[Cell]:
-    """Play every pair with its own connector and its own folder.
+    """Check every pair with its own connector and its own folder.
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.
-        options: Its ``kv_connector_extra_config``; the key ``kv_transfer_config`` has the other
+        options: The ``kv_connector_extra_config`` of the connector; the key ``kv_transfer_config``
+            has the other
             fields.
             ``{tmp}`` is a new folder for each pair; ``{model}``, ``{revision}`` and the other
             settings of :class:`EngineSettings` are filled in for each engine.
-        pairs: The pairs, each control before the pairs that it is for.
+        pairs: The pairs, with each control before the pairs for which it is the control.
 
     Yields:
-        One cell for each pair, in their order.
+        One cell for each pair, in the order of the pairs.
 
     Raises:
         MissingLibraryError: The connector needs a library that is not installed.

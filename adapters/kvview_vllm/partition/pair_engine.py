@@ -114,7 +114,7 @@ class PartitionEngine(RawHarness):
             kv_seed: Requests with equal tokens and equal seeds have equal KV.
 
         Returns:
-            Tokens that the connector loaded, or tried to load.
+            Number of tokens that the connector loaded, or tried to load.
 
         Raises:
             InvariantBroken: The request read KV of another request (``XFER-1``), or the
@@ -143,7 +143,7 @@ class PartitionEngine(RawHarness):
         time.sleep(_SECONDS_BETWEEN_STEPS)
 
     def forget_gpu(self) -> None:
-        """Drop all KV of the GPU, but not that of the connector.
+        """Drop all KV of the GPU, but not the KV of the connector.
 
         Raises:
             InvariantBroken: The connector holds blocks although every request has ended.

@@ -30,7 +30,7 @@ class EngineSettings:
         model: Name of the model.
         revision: Revision of the weights; vLLM does not pass weights to a connector.
         dtype: Dtype of the model, and by default of the KV cache.
-        cache_dtype: Dtype of the KV cache; ``"auto"`` is that of the model.
+        cache_dtype: Dtype of the KV cache; ``"auto"`` is the dtype of the model.
         block_size: Tokens.
         hash_algorithm: Name of vLLM's hash function.
         hash_seed: ``PYTHONHASHSEED``.
@@ -73,11 +73,12 @@ Arguments = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two requests: the KV of the first is stored, and the second asks for its own.
+    """Two requests: the KV of the first request is stored, and the second request needs its own KV.
 
     Args:
-        name: The property in which they differ.
-        num_same_tokens: First tokens for which the model computes the same KV in both.
+        name: The property in which the requests differ.
+        num_same_tokens: Number of first tokens for which the model computes the same KV in both
+            requests.
         first: The first request.
         second: The second request.
         first_engine: Settings of the engine that serves the first request.
@@ -98,7 +99,7 @@ class Pair:
         return self.first_engine.kind is not None
 
     def __str__(self) -> str:
-        """Return the two requests, each by its differences from the plain one."""
+        """Return the two requests, each as its differences from a plain request."""
         second = self.second_engine or self.first_engine
         texts = (
             _described(self.first(), self.first_engine),
@@ -150,7 +151,7 @@ def _embeds(value: float) -> Mapping[str, Any]:
 
 
 def _tokens(*changed: int) -> Mapping[str, Any]:
-    """The prompt with other tokens at some positions."""
+    """Return the prompt with other tokens at some positions."""
     return {"prompt_token_ids": [7 if i in changed else t for i, t in enumerate(PROMPT)]}
 
 
@@ -209,6 +210,6 @@ _PAIRS = (
 
 
 def all_pairs() -> list[Pair]:
-    """Return every pair that the installed release can play, in the order of the report."""
+    """Return every pair that the installed release supports, in the order of the report."""
     other_layout = EngineSettings(layout=layouts()[1])
     return [*_PAIRS, Pair("another memory layout", 0, second_engine=other_layout)]

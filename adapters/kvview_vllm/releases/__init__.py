@@ -6,7 +6,7 @@ the release into the list of tested ones, and runs the matrix. Three places must
 1. A member with another shape: a row in ``shapes.txt``.
 2. Another behaviour of the adapter: a row in ``differences.toml``, and a field of its seam in
    :mod:`.release`.
-3. Another way to call it: :mod:`.calls`.
+3. Another way to call a member: a function in :mod:`.calls`.
 """
 
 from kvview_vllm.releases.probes import (

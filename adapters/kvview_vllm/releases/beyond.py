@@ -18,11 +18,11 @@ class Beyond:
     """One feature.
 
     Args:
-        name: Its name in vLLM.
-        since: First release that has it.
+        name: Name of the feature in vLLM.
+        since: First release that has the feature.
         what: Its purpose.
-        met: Whether kvview supports it.
-        how: The way in which kvview supports it, or an alternative.
+        met: Whether kvview supports the feature.
+        how: The way in which kvview supports the feature, or an alternative.
     """
 
     name: str
@@ -44,7 +44,7 @@ KNOWN = _read()
 
 
 def beyond() -> tuple[Beyond, ...]:
-    """The features that the installed vLLM has."""
+    """Return the features that the installed vLLM has."""
     return tuple(each for each, member in KNOWN if _has(member))
 
 

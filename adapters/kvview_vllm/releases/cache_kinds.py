@@ -76,7 +76,7 @@ def _backends() -> Iterator[tuple[str, Any]]:
 
 
 def _dtypes(backend: Any) -> list[str]:
-    """The cache dtypes of a backend; ``auto`` stands for the dtypes of models."""
+    """Return the cache dtypes of a backend; ``auto`` stands for the dtypes of models."""
     names = list(backend.supported_kv_cache_dtypes)
     return [name for name in names if name not in _MODEL_DTYPES or "auto" not in names]
 
@@ -84,7 +84,7 @@ def _dtypes(backend: Any) -> list[str]:
 def _spec(
     backend: Any, dtype: str, *, head_size: int | None = None, window: int | None = None
 ) -> Any:
-    """Return the spec of a layer, which the layer and then the backend make."""
+    """Return the spec of a layer, which the layer makes and the backend then changes."""
     is_mla = backend.is_mla()
     torch_utils = vllm("utils.torch_utils")
     model = SimpleNamespace(dtype=torch_utils.torch.bfloat16)

@@ -1,7 +1,7 @@
 """Calls of vLLM that differ between releases, and queries of members that a release may lack.
 
-1. Constructors and functions receive only the arguments that they accept, by name. If one of them
-   requires another argument, the release is refused (:func:`make_known`).
+1. Constructors and functions receive only the arguments that they accept, by name. If such a
+   callable requires another argument, the release is refused (:func:`make_known`).
 2. Each query has one meaning in every release.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
@@ -35,7 +35,7 @@ _SCHEDULER = "v1.core.sched.scheduler"
 
 
 def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """The values for which a callable has a parameter."""
+    """Return the values for which a callable has a parameter."""
     parameters = _parameters(target)
     return {name: value for name, value in values.items() if name in parameters}
 
@@ -78,7 +78,7 @@ def make_known(target: Callable[..., Any], **values: Any) -> Any:
 
 
 def hash_getter(block_pool: Any) -> Callable[[Any], Any]:
-    """A function that reads the primary hash of a block.
+    """Return a function that reads the primary hash of a block.
 
     Since 0.24 ``block_hash`` is a property over a field, which costs a Python call per block.
     """
@@ -97,7 +97,7 @@ def uncache_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
 
 
 def reuse_watchers(block_pool: Any) -> dict[int, Any]:
-    """The callbacks for blocks that are allocated again, by block id (0.30)."""
+    """Return the callbacks for blocks that are allocated again, by block id (0.30)."""
     watchers: dict[int, Any] = block_pool._reuse_watchers
     return watchers
 
@@ -112,7 +112,7 @@ def make_block_pool(num_blocks: int) -> Any:
 
 
 def child_connectors(connector: Any) -> Sequence[Any]:
-    """The children of a ``MultiConnector``; empty for any other connector."""
+    """Return the children of a ``MultiConnector``; empty for any other connector."""
     children: Sequence[Any] = getattr(connector, "_connectors", ())
     return children
 
@@ -121,7 +121,7 @@ def child_connectors(connector: Any) -> Sequence[Any]:
 
 
 def context_parallel_sizes(parallel_config: Any, seam: GeometrySeam) -> dict[str, int]:
-    """The number of workers over which the tokens of a block are spread, by setting."""
+    """Return the numbers of workers over which the tokens of a block are spread, by setting."""
     names = ["decode_context_parallel_size"]
     if seam.prefill_context_parallel:
         names.append("prefill_context_parallel_size")
@@ -157,11 +157,11 @@ def extra_keys_of(request: Any, block_size: int) -> Sequence[Any]:
 
 
 def request_content(request: Any, hash_block_size: int) -> RequestContent:
-    """The input of a ``Request``; nothing is copied.
+    """Make the content of a ``Request``, without a copy.
 
     Args:
         request: A ``Request`` of vllm/v1/request.py.
-        hash_block_size: Tokens that one of its hashes covers.
+        hash_block_size: Number of tokens that one hash of the request covers.
     """
     lora = request.lora_request
     return RequestContent(
@@ -175,7 +175,7 @@ def request_content(request: Any, hash_block_size: int) -> RequestContent:
 
 
 def unfinished_statuses() -> frozenset[Any]:
-    """Statuses of requests that ended early (errors: 0.13.0)."""
+    """Return the statuses of requests that ended early (errors: 0.13.0)."""
     statuses = vllm("v1.request").RequestStatus
     names = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
     return frozenset(statuses[name] for name in names if name in statuses.__members__)
@@ -185,10 +185,10 @@ def unfinished_statuses() -> frozenset[Any]:
 
 
 def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) -> Any:
-    """``BlockStored`` or ``BlockRemoved`` of vllm/distributed/kv_events.py.
+    """Make a ``BlockStored`` or ``BlockRemoved`` of vllm/distributed/kv_events.py.
 
-    Their medium is any string in every release: only the events of offloading managers use
-    the enum of 0.27.
+    The medium of these events is any string in every release: only the events of offloading
+    managers use the enum of 0.27.
 
     Args:
         removed: Whether to make a ``BlockRemoved``.
@@ -205,14 +205,14 @@ def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) ->
 
 
 def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
-    """Convert extra keys to those of events, without the tags that hashes have from 0.31 on."""
+    """Convert the extra keys of hashes to those of events, without the tags of 0.31 and later."""
     convert = getattr(vllm(_UTILS), "to_event_extra_keys", list)
     converted: list[Any] = convert(extra_keys)
     return converted
 
 
 def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return the event fields of each group; an empty list up to 0.21, and without groups."""
+    """Return the event fields of each group; empty up to 0.21 and without groups (0.11.0)."""
     interface = vllm("v1.kv_cache_interface")
     if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
         return []
@@ -290,7 +290,7 @@ def medium_name(medium: Any) -> str:
 
 
 def blocks_per_chunk(spec: Any) -> int:
-    """GPU blocks of an offloaded block of an ``OffloadingSpec``."""
+    """Return the number of GPU blocks in an offloaded block of an ``OffloadingSpec``."""
     for name in ("blocks_per_chunk", "block_size_factor"):  # 0.26, 0.18
         if hasattr(spec, name):
             return int(getattr(spec, name))
@@ -298,18 +298,18 @@ def blocks_per_chunk(spec: Any) -> int:
 
 
 def tokens_per_chunk(spec: Any) -> int:
-    """The block size in events up to 0.19; 0 from 0.26 on, which do not need it."""
+    """Return the block size in events up to 0.19; 0 from 0.26 on, which does not need it."""
     sizes = getattr(spec, "gpu_block_size", 0)
     return int(sizes if isinstance(sizes, int) else sizes[0]) * blocks_per_chunk(spec)
 
 
 def cache_config_of(spec: Any) -> Any:
-    """The ``KVCacheConfig`` of an ``OffloadingSpec``, None up to 0.13."""
+    """Return the ``KVCacheConfig`` of an ``OffloadingSpec``; None up to 0.13."""
     return getattr(spec, "kv_cache_config", None)
 
 
 def recomputes_failed_loads(transfer_config: Any) -> bool:
-    """Whether a request whose load failed is computed instead of ended; up to 0.12 always."""
+    """Whether a request whose load failed is computed, not ended; always True up to 0.12."""
     return str(getattr(transfer_config, "kv_load_failure_policy", "recompute")) == "recompute"
 
 
@@ -330,7 +330,7 @@ def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
 
 
 def set_concurrent_batches(vllm_config: Any, number: int) -> None:
-    """Set the number of steps in flight that a scheduler expects, where it is configured (0.24).
+    """Set the number of steps in flight that a scheduler expects, if this is a setting (0.24).
 
     vLLM derives it from the sizes of a deployment; three are those of two pipeline stages.
     """
@@ -341,12 +341,12 @@ def set_concurrent_batches(vllm_config: Any, number: int) -> None:
 
 
 def blocks_freed_later(scheduler: Any) -> list[Any]:
-    """Return blocks of ended requests that a scheduler frees after the steps in flight (0.24)."""
+    """Return blocks of ended requests, which a scheduler frees after the steps in flight (0.24)."""
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
 def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
-    """Set the number of tokens that a hash covers, where it is configured (0.32)."""
+    """Set the number of tokens that a hash covers, if this is a setting (0.32)."""
     if hasattr(vllm_config.cache_config, "prefix_match_unit"):
         vllm_config.cache_config.prefix_match_unit = number
 
@@ -371,9 +371,9 @@ def states_take_loads() -> bool:
 
 
 def states_are_hit_with_the_rest() -> bool:
-    """Whether a hit ends where all groups have the prefix, with a connector and Mamba groups.
+    """Whether, with a connector and Mamba groups, a hit ends where all groups have the prefix.
 
-    0.24.0 to 0.26.0 take the longest hit of one group for all groups: wrong tokens.
+    0.24.0 to 0.26.0 take the longest hit of one group for all groups, so tokens are wrong.
     """
     return "max(per_group_hits)" not in inspect.getsource(vllm(_SCHEDULER))
 
@@ -391,7 +391,7 @@ def ended_requests_take_no_output() -> bool:
 def aborted_loads_keep_blocks() -> bool:
     """Whether an aborted request keeps its blocks until its load has ended.
 
-    Up to 0.15 they are allocated again while the connector writes (vLLM PR 32255).
+    Up to 0.15 the blocks are allocated again while the connector writes (vLLM PR 32255).
     """
     finish = vllm(_SCHEDULER).Scheduler.finish_requests
     return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(finish)
@@ -400,15 +400,15 @@ def aborted_loads_keep_blocks() -> bool:
 def idle_steps_report() -> bool:
     """Whether a worker's report counts in a step without compute.
 
-    0.11.0 drops it unless a request ended its transfers, so the adapter reports it again in the
-    next step with compute (MSG-1).
+    0.11.0 drops the report unless a request ended its transfers, so the adapter sends the report
+    again in the next step with compute (MSG-1).
     """
     mixin = vllm("v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
     return "not kv_connector_output.finished_sending" not in inspect.getsource(mixin)
 
 
 def num_preemptions(request: Any) -> int:
-    """Return how often a request was preempted; 0 in 0.11.0, which does not count it."""
+    """Return the number of preemptions of a request; 0 in 0.11.0, which does not count them."""
     number: int = getattr(request, "num_preemptions", 0)
     return number
 
@@ -450,7 +450,7 @@ def keep_async_scheduling() -> None:
 
 
 def offloaded_block_bytes(spec: Any) -> int:
-    """Bytes of a block that vLLM's ``OffloadingSpec`` states; 0 before 0.26."""
+    """Return the bytes of a block that vLLM's ``OffloadingSpec`` states; 0 before 0.26."""
     config = getattr(spec, "config", None)
     number: int = getattr(config, "worker_kv_bytes_per_block", 0)
     return number

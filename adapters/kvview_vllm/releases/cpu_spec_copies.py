@@ -2,8 +2,8 @@
 
 1. Since 0.25 vLLM's worker itself runs, and computes every address. Only CUDA is replaced
    (:mod:`kvview_vllm.releases.cuda_on_cpu`).
-2. Up to 0.24 a stand-in makes the copies, at the interface of the spec's handlers. Managers,
-   specs and the bookkeeping of jobs stay vLLM's.
+2. Up to 0.24 a stand-in makes the copies, at the interface of the spec's handlers. Managers, specs
+   and the bookkeeping of jobs are unmodified code of vLLM.
 
 Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec since 0.25, before that
 ``get_handlers``.
@@ -84,7 +84,7 @@ class LateWorker:
     Args:
         make_queue: Makes the queue of copies of one direction, which may be late.
         spec: vLLM's ``CPUOffloadingSpec``.
-        kv_caches: Canonical KV caches, vLLM's or kvview's.
+        kv_caches: Canonical KV caches of vLLM or of kvview.
     """
 
     def __init__(self, make_queue: MakeQueue, spec: Any, kv_caches: Any) -> None:
@@ -159,7 +159,7 @@ class LateWorker:
 
 
 def _shared_region(spec: Any, num_chunks: int) -> Any:
-    """The worker's side of the memory that vLLM shares with lower tiers; None without tiers."""
+    """Return the worker's side of the memory shared with lower tiers; None without tiers."""
     if not hasattr(spec, "secondary_tier_configs"):
         return None
     chunk_bytes = _first(spec, "kv_bytes_per_chunk", "kv_bytes_per_offloaded_block")

@@ -1,7 +1,7 @@
 """CUDA's own operations on a CPU: streams, events, and copies of bytes between addresses.
 
-They replace no part of a connector, because the connector computes each address and size, which are
-used unchanged.
+These operations replace no part of a connector, because the connector computes each address and
+size, which are used unchanged.
 Copies of one direction run in order and may be some steps late.
 
 Source: vllm/v1/kv_offload/cpu/gpu_worker.py, 0.25.0 to 0.33.0; ``swap_blocks_batch`` in

@@ -58,9 +58,9 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
 
 
 def end_engines() -> None:
-    """End the engines that LMCache keeps in a class, so that the next run finds no page of them.
+    """End the engines that LMCache keeps in a class, so that the next run finds no old page.
 
-    vLLM's connector does not end them at its shutdown, because its process ends then.
+    vLLM's connector does not end these engines at its shutdown, because its process then ends.
     """
     try:
         builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
@@ -75,7 +75,7 @@ def _on_cpu(note: Callable[[str], None]) -> Any:
     connector = module.VLLMPagedMemGPUConnectorV2
 
     def initialize_pointers(self: Any, kv_caches: list[torch.Tensor]) -> torch.Tensor:
-        """LMCache's method without its check that the device is CUDA."""
+        """Run LMCache's method without its check that the device is CUDA."""
         self.device = kv_caches[0].device
         self.engine_kv_format, caches = module.normalize_kv_and_discover_format(
             kv_caches, module.EngineType.VLLM, layout_hints=self.layout_hints
@@ -125,7 +125,7 @@ def _from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **kwargs: A
 
 
 def _pages(connector: Any) -> list[torch.Tensor]:
-    """One tensor per layer: blocks, tokens of a block, and the rest.
+    """Return one tensor per layer, with the dimensions blocks, tokens of a block, and the rest.
 
     LMCache sorts dimensions by their strides, so the heads come before or after the tokens.
     """

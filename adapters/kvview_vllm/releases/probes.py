@@ -1,4 +1,4 @@
-"""Recognition of vLLM objects: their shapes are checked once, and give the seam of the release.
+"""Recognition of vLLM objects: their shapes are checked once, and determine the seam.
 
 1. A shape that no tested release has **must** be refused, with nothing bound.
 2. A release after the tested range **must** be refused too, because its known shapes may have
@@ -233,10 +233,10 @@ def check_scheduler() -> None:
 
 
 def require_class(name: str) -> Any:
-    """A class of vLLM's offloading interface that every tested release has.
+    """Return a class of vLLM's offloading interface that every tested release has.
 
     Raises:
-        UnsupportedEngineError: The installed release does not have it.
+        UnsupportedEngineError: The installed release does not have the class.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     engine_version()

@@ -20,7 +20,7 @@ _ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which the check does
 
 @contextmanager
 def process_groups(ranks: tuple[int, int] = (1, 1), rank: int = 0) -> Iterator[None]:
-    """Give the groups to connectors while the block runs.
+    """Provide the groups to connectors while the block runs.
 
     Args:
         ranks: Tensor-parallel and pipeline-parallel size.

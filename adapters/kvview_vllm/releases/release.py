@@ -1,7 +1,7 @@
 """The differences between vLLM releases, and the seams that record them.
 
 1. A difference **must** be probed on the shape of the object at hand: signatures and
-   attributes. A fork, or a build with a wrong version string, is then still served.
+   attributes. A fork, or a build with a wrong version string, is then still supported.
 2. A difference that the table lists for the version **must** be found. So a release that renames a
    member is refused, and is never mistaken for an older release. A defect need not be found,
    because a build of that release may have its fix.
@@ -61,12 +61,12 @@ class Difference:
 
     @property
     def first_release(self) -> str:
-        """First release that has it."""
+        """First release that has the difference."""
         return self.releases.partition("..")[0] or OLDEST_TESTED
 
     @property
     def last_release(self) -> str | None:
-        """Last release that has it; None if the newest tested release has it."""
+        """Last release that has the difference; None if the newest tested release has it."""
         return self.releases.partition("..")[2] or None
 
     def is_in(self, version: str) -> bool:
@@ -86,7 +86,7 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 def differences(seam: str | None = None) -> tuple[Difference, ...]:
-    """The rows of one seam; the whole table, seam by seam, if None."""
+    """Return the rows of one seam; with None, the whole table, seam by seam."""
     return tuple(
         Difference(name, each, **{"source": rows["source"], **row})
         for each, rows in _table().items()
@@ -117,8 +117,8 @@ class Seam:
         """Find the differences of an object of a known shape.
 
         Raises:
-            UnsupportedEngineError: The release may not be used, or lacks a difference that
-                it has by the table.
+            UnsupportedEngineError: The release may not be used, or lacks a difference that the
+                table lists for it.
             VLLMNotInstalledError: No vLLM can be imported.
         """
         version = require_usable(cls.seam)

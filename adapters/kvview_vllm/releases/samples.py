@@ -73,7 +73,7 @@ def make_unchecked(kind: Any, **values: Any) -> Any:
 
 @reading("geometry", "a KV-cache configuration, made dry")
 def make_kv_cache_config(num_blocks: int, num_groups: int = 1) -> Any:
-    """A ``KVCacheConfig`` of full attention and a sliding window, vllm/v1/kv_cache_interface.py.
+    """Make a ``KVCacheConfig`` of full attention and, as a second group, a sliding window.
 
     Args:
         num_blocks: Blocks of the pool.
@@ -100,7 +100,7 @@ def make_kv_cache_config(num_blocks: int, num_groups: int = 1) -> Any:
 def make_attention_spec(
     name: str, block_size: int, num_heads: int, head_size: int, **values: Any
 ) -> Any:
-    """A ``KVCacheSpec`` in float32, vllm/v1/kv_cache_interface.py.
+    """Make a ``KVCacheSpec`` in float32 (vllm/v1/kv_cache_interface.py).
 
     Args:
         name: Name of the class.
@@ -186,7 +186,7 @@ def make_scheduler(
 
 @contextmanager
 def own_hash_root() -> Iterator[None]:
-    """Give block hashes a root for the block, and restore the engine's root, if any, after it."""
+    """Set a root of block hashes for the block, and restore the engine's root afterwards."""
     utils = vllm(_UTILS)
     before = dict(vars(utils))
     try:
@@ -202,7 +202,7 @@ def hash_function(name: str = "sha256") -> Any:
     """The function for block hashes in vLLM, vllm/utils/hashing.py since 0.11.1.
 
     Args:
-        name: Name of the function, by default vLLM's default.
+        name: Name of the function; the default is also vLLM's default.
     """
     try:
         utils = vllm("utils.hashing")
@@ -224,7 +224,7 @@ def make_request(
     transfer_params: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """A ``Request`` of vllm/v1/request.py with greedy sampling.
+    """Make a ``Request`` of vllm/v1/request.py with greedy sampling.
 
     Args:
         request_id: Id of the request.
@@ -236,7 +236,7 @@ def make_request(
             own by default.
         end_token: Token that ends the request early.
         transfer_params: The ``kv_transfer_params`` of the request.
-        **more: Further arguments of ``Request``, which replace those above.
+        **more: Further arguments of ``Request``, which replace the arguments above.
     """
     if block_hasher is None:
         block_hasher = vllm(_UTILS).get_request_block_hasher(BLOCK_SIZE, hash_function())
@@ -269,7 +269,7 @@ def make_request(
 def make_model_output(
     output: Any, sampled: Mapping[str, Sequence[int]], transfers: Any = None
 ) -> Any:
-    """The output of a model runner, vllm/v1/outputs.py.
+    """Make the output of a model runner (vllm/v1/outputs.py).
 
     Args:
         output: The scheduler's ``SchedulerOutput``.

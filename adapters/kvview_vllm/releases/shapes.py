@@ -85,7 +85,7 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = _read_table()
 
 
 def known_signatures(owner: str) -> dict[str, set[str]]:
-    """The signatures that tested releases have, for each method that the newest release has."""
+    """Return the signatures in all tested releases, for each method of the newest release."""
     rows = [row for rows in SHAPES.values() for row in rows if row.owner == owner]
     current = {row.name for row in rows if row.until is None and row.shape.startswith("(")}
     return {
@@ -269,13 +269,13 @@ def expect(seam: str, subject: str, found: object, expected: object) -> None:
 
 
 def members_of(kind: type) -> dict[str, str | None]:
-    """The shapes of the public members that a class itself defines."""
+    """Return the shapes of the public members that a class itself defines."""
     names = [*vars(kind), *inspect.get_annotations(kind)]
     return {name: shape_of(kind, name) for name in names if not name.startswith("_")}
 
 
 def owner_of(name: str) -> Any:
-    """The class or module of a row; None if the release does not have it."""
+    """Return the class or module of a row; None if the release does not have it."""
     module, _, kind = name.partition(":")
     if "." not in module:
         return find_class(module)
@@ -308,7 +308,7 @@ def plain_text(text: str) -> str:
 
 
 class _Plain(ast.NodeTransformer):
-    """Names without their modules, ``X | None`` for ``Optional[X]``, no strings."""
+    """A rewriter of annotations, with plain names and ``X | None`` for ``Optional[X]``."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         return ast.Name(node.attr)

@@ -1,6 +1,6 @@
 """The copies of vLLM's ``SimpleCPUOffloadConnector`` on a CPU.
 
-The manager, the worker and the addresses of the copies are those of vLLM. The CPU copies the bytes,
+The manager, the worker and the addresses of the copies come from vLLM. The CPU copies the bytes,
 in steps of the run instead of on the backend's thread, so that a seed is reproducible.
 
 Source: vllm/v1/simple_kv_offload/worker.py and copy_backend.py, 0.19.0 to 0.33.0.
@@ -97,7 +97,7 @@ class LateBackend:
 
 
 class _Done:
-    """The end of one copy, with the interface of ``torch.Event``."""
+    """An event for the end of one copy, with the interface of ``torch.Event``."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -118,7 +118,7 @@ class NoStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The priorities of streams."""
+        """Return the priorities of streams."""
         return 0, 0
 
     def record(self, stream: object = None) -> None:

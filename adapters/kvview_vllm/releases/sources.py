@@ -2,8 +2,8 @@
 
 The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU: some
 10 MB of a 300 MB wheel, so they are read out of it in place. If the index cannot serve parts
-of a file, or requires credentials that only pip has, pip downloads the wheel. The index is
-that of the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else
+of a file, or requires credentials that only pip has, pip downloads the wheel. The index is the
+package index of the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else
 ``~/.cache/kvview``), in one folder per release, ready for PYTHONPATH.
 """
 
@@ -54,10 +54,10 @@ class VLLMReleases:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """The releases that "0.33", "0.33.0" or "all" names: the latest patch of each minor.
+    """Return the releases that "0.33", "0.33.0" or "all" names: the latest patches.
 
-    A complete version that is not among the tested ones is returned unchanged: only the package
-    index knows whether it exists.
+    A complete version that is not tested is returned unchanged, because only the package index
+    knows whether it exists.
 
     Raises:
         SourcesError: No release has this name.
@@ -77,7 +77,7 @@ def resolve(name: str) -> tuple[str, ...]:
 
 
 def resolve_all(names: Sequence[str]) -> list[str]:
-    """The releases that names stand for, each once, in the order of the names.
+    """Return the releases that names stand for, each once, in the order of the names.
 
     Raises:
         SourcesError: No release has one of the names.
@@ -86,16 +86,17 @@ def resolve_all(names: Sequence[str]) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """The folder in which the sources are kept."""
+    """Return the folder in which the sources are kept."""
     return (
         Path(os.environ.get("KVVIEW_CACHE") or Path.home() / ".cache" / "kvview") / "vllm-sources"
     )
 
 
 def sources(release: str, on_progress: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder with the sources of a release, which are fetched the first time.
+    """Return the folder with the sources of a release, which are fetched the first time.
 
-    Besides the ``vllm`` package it has a ``vllm-<release>+cpu.dist-info``, because vLLM recognises
+    Besides the ``vllm`` package the folder has a ``vllm-<release>+cpu.dist-info``, because vLLM
+    recognises
     its CPU build by that local version.
 
     Args:

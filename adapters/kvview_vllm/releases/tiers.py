@@ -1,6 +1,6 @@
 """The seam of tiers below the host, ``vllm.v1.kv_offload.tiering`` (0.22.0 and later).
 
-vLLM calls it experimental, so its shapes are probed here and nowhere else.
+vLLM calls this interface experimental, so its shapes are probed only in this module.
 
 Source: ``vllm/v1/kv_offload/tiering/base.py`` and ``spec.py``, 0.22.0 to the newest tested.
 """
@@ -65,7 +65,7 @@ def has_tiers() -> bool:
 
 @cache
 def tier_seam() -> TierSeam:
-    """The differences of the installed vLLM.
+    """Return the differences of the installed vLLM.
 
     Raises:
         UnsupportedEngineError: The installed vLLM has no tiers, or tiers of a shape that no tested
@@ -76,10 +76,10 @@ def tier_seam() -> TierSeam:
 
 
 def require_tier_class(name: str) -> Any:
-    """A class of vLLM's tiers that every release with tiers has.
+    """Return a class of vLLM's tiers that every release with tiers has.
 
     Raises:
-        UnsupportedEngineError: The installed release does not have it.
+        UnsupportedEngineError: The installed release does not have the class.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     if has_tiers():
@@ -95,7 +95,7 @@ def require_tier_class(name: str) -> Any:
 
 
 def places_of(job: Any) -> Sequence[int]:
-    """The rows of the host's memory that a job moves."""
+    """Return the rows of the host's memory that a job moves."""
     return [int(place) for place in (job.chunk_ids if tier_seam().chunk_ids else job.block_ids)]
 
 
@@ -126,12 +126,12 @@ def job_result(job_id: int, keys: Sequence[Any], flags: Sequence[bool]) -> Any:
 
 
 def succeeded_keys(result: Any) -> set[Any]:
-    """The keys of a failed load that succeeded, if the release supports partial loads."""
+    """Return the keys of a failed load that succeeded, if the release supports partial loads."""
     return set(result.successful_keys or ()) if tier_seam().partial_loads else set()
 
 
 def lookup_answers() -> dict[bool | None, Any]:
-    """The release's values for hit (True), miss (False) and retry (None)."""
+    """Return the release's values for a hit (True), a miss (False) and a retry (None)."""
     results = find_class("LookupResult")
     if results is None:  # 0.25.0
         return {True: True, False: False, None: None}
@@ -139,19 +139,19 @@ def lookup_answers() -> dict[bool | None, Any]:
 
 
 def storage_medium() -> Any:
-    """The medium of a tier; None in releases whose tiers have no medium."""
+    """Return the medium of a tier; None in releases whose tiers have no medium."""
     media = find_class("Medium")
     return None if media is None else media.STORAGE
 
 
 def request_preference() -> Any:
-    """The result of a tier's ``on_new_request``: no preference."""
+    """Return the result of a tier's ``on_new_request`` that states no preference."""
     kind = find_class("RequestOffloadingContext")
     return None if kind is None else make_known(kind)
 
 
 def _memory_order() -> str | None:
-    """``NHD`` or ``HND``, which up to 0.28 is a setting of the process."""
+    """Return ``NHD`` or ``HND``, which up to 0.28 is a setting of the process."""
     try:
         return str(vllm("v1.attention.backends.utils").get_kv_cache_layout())
     except (ImportError, AttributeError):
@@ -206,7 +206,7 @@ def publishes_events(spec: Any) -> bool:
 
 
 def tier_event(event: OffloadingEvent, ownership: str) -> Any:
-    """An event of a tier, in the shape of the release's managers."""
+    """Make an event of a tier, in the form of the events of the release's managers."""
     return make_known(
         find_class("OffloadingEvent"),
         keys=[*event.keys],
@@ -220,7 +220,7 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
     """Make a tiering manager that also returns the events of its tiers, in every release.
 
     Args:
-        manager: The release's manager; the result takes its tiers and its place.
+        manager: The release's manager; the result takes over its tiers and replaces it.
         kind: Class of the tiers that have events.
     """
     if tier_seam().tier_events:

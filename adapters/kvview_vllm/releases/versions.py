@@ -93,12 +93,12 @@ def importing() -> Iterator[None]:
 
 
 def vllm(module: str) -> Any:
-    """A module of the installed vLLM, by its name below ``vllm``."""
+    """Import a module of the installed vLLM, by its name below ``vllm``."""
     return import_module(f"vllm.{module}")
 
 
 def engine_version() -> str:
-    """The version string of the installed vLLM.
+    """Return the version string of the installed vLLM.
 
     Raises:
         VLLMNotInstalledError: vLLM is not installed.
@@ -114,7 +114,7 @@ def engine_version() -> str:
 
 
 def number(version: str) -> Number | None:
-    """The three numbers at the start of a version string, None without numbers."""
+    """Return the three numbers at the start of a version string; None without numbers."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
@@ -130,7 +130,7 @@ def is_between(version: str, since: str, until: str | None) -> bool:
 def is_newer(version: str) -> bool:
     """Whether a version string names a version after the tested releases.
 
-    A patch release of the newest one is not newer, but its nightlies are:
+    A patch release of the newest tested release is not newer, but its nightly builds are:
     ``0.33.1rc1.dev211+g...`` has the next release's shapes.
     """
     found, newest = number(version), number(NEWEST_TESTED)
@@ -147,7 +147,7 @@ def is_tested(version: str) -> bool:
 
 
 def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
-    """The error for a shape that no tested release has.
+    """Make the error for a shape that no tested release has.
 
     Args:
         seam: The surface of vLLM.
@@ -165,7 +165,7 @@ def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
 def require_usable(seam: str) -> str:
     """Return the installed version, if its known shapes may be trusted.
 
-    A version string that names no known release, for example of a fork, gets a warning.
+    For a version string that names no known release, such as that of a fork, a warning is logged.
 
     Raises:
         UnsupportedEngineError: The version is after the tested range, and not explicitly allowed.

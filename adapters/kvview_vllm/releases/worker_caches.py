@@ -1,7 +1,7 @@
 """The KV cache of a raw connector's worker: configuration, tensors and layers of the release.
 
 - VSIM-4 Tensors **must** have the shapes and strides that the release allocates for the attention
-  backend, made by its own functions if it has them.
+  backend, made by the release's own functions if it has them.
 
 Source: ``initialize_kv_cache_tensors`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to
 0.33.0; ``allocate_kv_cache`` of vllm/v1/worker/utils.py since 0.32.0.
@@ -87,7 +87,7 @@ class RealCaches:
 
 
 def layouts() -> tuple[str, ...]:
-    """Names of the memory layouts of the release, the default first."""
+    """Return the names of the memory layouts of the release, the default first."""
     try:
         names = [layout.name for layout in vllm("v1.kv_cache_layout").KVCacheLayout]
     except ImportError:
@@ -175,11 +175,11 @@ def can_allocate_states() -> bool:
 
 
 def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
-    """The ``KVCacheConfig`` that the release plans for these layers.
+    """Make the ``KVCacheConfig`` that the release plans for these layers.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kind: The layers, which the release groups in its own way.
+        kind: The layers, which the release itself divides into groups.
         num_blocks: Blocks of the pool.
     """
     specs = {name: spec for name, (_, spec) in kind.named_layers().items()}
@@ -251,7 +251,7 @@ def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
 
 
 def _in_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in the widest integers that its strides allow."""
+    """View the same memory as the widest integers that its strides allow."""
     import torch
 
     for word in (torch.int32, torch.int16):
@@ -294,7 +294,7 @@ def _tensor(
 
 
 def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:
-    """The dimensions in the order of memory: those of the NHD layout, vLLM's default."""
+    """Return the dimensions in the order of memory, by default that of vLLM's NHD layout."""
     try:
         order: tuple[int, ...] = backend.get_kv_cache_stride_order()
     except (AttributeError, NotImplementedError, AssertionError):
@@ -360,7 +360,7 @@ def is_hook(name: str) -> bool:
 
 
 def overridden(connector_class: type) -> set[str]:
-    """Methods of a connector that ``KVConnectorBase_V1`` does not have."""
+    """Return the methods of a connector that ``KVConnectorBase_V1`` does not have."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
     return {
         name

@@ -5,10 +5,10 @@
 
 The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are the real ones.
 
-- VSIM-2 If the installed release cannot play a part of a scenario, the part **must** be named,
-  never dropped silently.
+- VSIM-2 If the installed release cannot simulate a part of a scenario, this part **must** be named,
+  and never dropped silently.
 
-Source: :mod:`kvview_vllm.simulation.engine`, which is tried.
+Source: :mod:`kvview_vllm.simulation.engine`
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class VLLMEngines:
     """Builds a fresh scheduler of the installed vLLM for each run.
 
     Raises:
-        VLLMNotInstalledError: There is no vLLM.
+        VLLMNotInstalledError: No vLLM is installed.
         UnsupportedEngineError: The installed vLLM cannot be configured.
     """
 
@@ -85,13 +85,13 @@ class VLLMEngines:
     def play_handoffs(
         connector_class: type, options: Mapping[str, Any], on_progress: Callable[[str], None]
     ) -> Iterator[RealCase]:
-        """Play handoffs between two engines of the installed vLLM."""
+        """Run handoffs between two engines of the installed vLLM."""
         from kvview_vllm.handoff.cases import play_handoffs
 
         return play_handoffs(connector_class, options, on_progress)
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Remove the parts of a scenario that this release cannot play (VSIM-2)."""
+        """Remove the parts of a scenario that this release cannot simulate (VSIM-2)."""
         left_out: list[str] = []
         groups = self._fit_groups(scenario, left_out)
         several = "several KV-cache groups" if len(groups) > 1 else "one KV-cache group"
@@ -132,7 +132,7 @@ class VLLMEngines:
         return fitted, left_out
 
     def _fit_steps(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
-        """Remove steps that overlap each other, or their transfers."""
+        """Remove steps in flight at the same time, or their transfers."""
         if not cpu_scheduler.can_load_between_steps():
             within = "a load within a step waits for it"
             if scenario.steps_in_flight > 1:
@@ -193,7 +193,7 @@ class VLLMEngines:
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
-        """Leave out all groups but the first where loads of several groups cannot fail."""
+        """Remove all groups except the first if loads of several groups cannot fail."""
         geometry = scenario.geometry
         if not cpu_scheduler.can_fail_loads(len(geometry.groups)):
             size = geometry.groups[0].block_size
@@ -217,7 +217,7 @@ class VLLMEngines:
         return RawPair(connector_class, options)
 
     def _fit_groups(self, scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-        """Return the groups that this release serves, and record the reasons against the others."""
+        """Return the groups that this release serves, and record why others are excluded."""
         groups = scenario.geometry.groups
         if not self._why_not(scenario):
             return groups
@@ -233,12 +233,12 @@ class VLLMEngines:
         return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
 
     def _why_not(self, scenario: Scenario, **changes: Any) -> str | None:
-        """The problem with serving a scenario's groups; None if there is none.
+        """Return the problem with serving a scenario's groups; None if there is no problem.
 
         Args:
             scenario: The scenario, of which one connector, one step in flight and no drafts
                 are tried.
-            **changes: Fields of the tried scenario.
+            **changes: Other fields of the scenario that is tried.
         """
         plain: dict[str, Any] = {"num_connectors": 1, "steps_in_flight": 1, "drafts": ()}
         tried = replace(scenario, **plain | changes)
@@ -253,7 +253,7 @@ class VLLMEngines:
 
 
 def _known_problem(groups: Sequence[CacheGroup]) -> str | None:
-    """The reason why this release does not serve these groups with a connector, if known."""
+    """Return the reason why this release does not serve these groups, if known."""
     chunked = [group for group in groups if isinstance(group, ChunkedLocalAttention)]
     if any(group.attention_chunk_size % group.block_size for group in chunked):
         return "a chunk ends inside a block, and vLLM hits prefixes that it cannot read"

@@ -6,7 +6,8 @@ real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
 - VSIM-1 An exception of vLLM itself, or an output that a sequential engine would not deliver,
   **must not** be reported under a law of the connector: it is reported as ``ENGINE``, with the
   place.
-- VSIM-7 A vLLM that the simulation cannot read **must** be refused in one line. The adapter may
+- VSIM-7 A vLLM that the simulation does not recognise **must** be refused in one line. The adapter
+   may
   work with it nevertheless, because the simulation reads more of vLLM than the adapter.
 
 Source: vllm/v1/core/sched/scheduler.py, and ``step_with_batch_queue`` of
@@ -139,12 +140,12 @@ class Configs:
         self.geometry = read_geometry(self.vllm, self.kv_cache)
 
     def kv_cache_of(self, stage: range) -> Any:
-        """The ``KVCacheConfig`` of a rank that has some of the layers of each group."""
+        """Make the ``KVCacheConfig`` of a rank that has some of the layers of each group."""
         return cpu_scheduler.make_kv_cache_config(self._groups, self._num_blocks, NUM_LAYERS, stage)
 
 
 def _stages(ranks: Sequence[int]) -> list[range]:
-    """The layers of a group that each rank has: all, or parts as in pipeline parallelism."""
+    """Return the layers of a group on each rank: all, or parts as in pipeline parallelism."""
     if sum(ranks) != NUM_LAYERS:
         return [range(NUM_LAYERS)] * max(1, len(ranks))
     ends = [*accumulate(ranks)]
@@ -183,8 +184,8 @@ class VLLMConnectorHarness:
     Args:
         scenario: Sizes, as fitted.
         connectors: The connectors; vLLM's ``MultiConnector`` runs several.
-        clock: Seconds, by which leases expire.
-        stream: The compute stream, when compute lags.
+        clock: Clock in seconds, by which leases expire.
+        stream: The compute stream; None unless compute lags.
     """
 
     _longest = cpu_scheduler.MAX_TOKENS
@@ -353,7 +354,7 @@ class VLLMConnectorHarness:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Give this many blocks to another owner from now on, if they are free."""
+        """Give this number of blocks to another owner from now on, if they are free."""
         with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)
@@ -386,9 +387,9 @@ class VLLMConnectorHarness:
     def reset(self, *, after_reports: bool = False) -> bool:
         """Reset the prefix cache and the connectors, which vLLM resets even when it refuses.
 
-        With steps in flight every second reset preempts running requests, if the release can do
-        that. If a block stays in use, vLLM raises, whatever the connector does, which counts as a
-        refusal.
+        With steps in flight every second reset preempts running requests, if the release supports
+        this. If a block stays in use, vLLM raises an error, whatever the connector does; this
+        counts as a refusal.
         """
         self._num_resets += 1
         if self._steps_in_flight == 1 or self._num_resets % 2:
@@ -416,11 +417,11 @@ class VLLMConnectorHarness:
 
     @property
     def mismatch(self) -> str:
-        """The latest block with wrong bytes: where it differs, and whose KV is there."""
+        """Describe the latest block with wrong bytes: the first difference, and the KV's key."""
         return self._compute.kv_bytes.mismatch
 
     def unfinished(self) -> Mapping[str, str]:
-        """Requests by status, the oldest first."""
+        """Return the status of each request, the oldest request first."""
         return {
             request_id: self._status.get(request.status, "waiting")
             for request_id, request in self._scheduler.requests.items()
@@ -451,19 +452,19 @@ class VLLMConnectorHarness:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included."""
+        """Return the number of blocks of the pool, the null block included."""
         return len(self._pool.blocks)
 
     def ref_count(self, block_id: int) -> int:
-        """References to a block, counted by vLLM."""
+        """Return the number of references to a block, as vLLM counts them."""
         count: int = self._pool.blocks[block_id].ref_cnt
         return count
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """The keys that each block holds once every launched step has run.
+        """Return the keys that each block holds once every launched step has run.
 
-        vLLM only caches whole scheduler blocks, although more is computed. It caches them when it
-        schedules, but their bytes do not exist yet when the transfers of that step start.
+        vLLM only caches whole scheduler blocks, although more is computed. vLLM caches these blocks
+        when it schedules, but their bytes do not exist yet when the transfers of that step start.
         """
         computed = self._compute.computed
         return [
@@ -474,11 +475,11 @@ class VLLMConnectorHarness:
         ]
 
     def free_block_ids(self) -> Sequence[int]:
-        """The free queue, next victim first."""
+        """Return the free queue, next victim first."""
         return [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
 
     def engine_refs(self) -> Counter[int]:
-        """References of block tables, of squeezed blocks, and of blocks that are freed later."""
+        """Return the references of block tables, squeezed blocks, and blocks to free later."""
         refs = Counter(block.block_id for block in self._squeezed)
         refs.update(block.block_id for block in blocks_freed_later(self._scheduler))
         for request_id in self._scheduler.requests:
@@ -488,14 +489,14 @@ class VLLMConnectorHarness:
         return refs
 
     def held_blocks(self) -> Mapping[int, int]:
-        """References of all views."""
+        """Return the references of all views."""
         held: Counter[int] = Counter()
         for connector in self._connectors():
             held.update(connector.block_pool_view.held_blocks())
         return held
 
     def _connectors(self) -> Iterator[Any]:
-        """The ``KVViewConnector`` of each child."""
+        """Return the ``KVViewConnector`` of each child."""
         for connector in walk_connectors(self._scheduler.connector):
             if not child_connectors(connector):
                 yield connector
@@ -570,8 +571,8 @@ class VLLMConnectorHarness:
     def _end_deadlock(self) -> None:
         """Abort a request with finished loads that waits behind a request that needs its blocks.
 
-        Up to 0.22 vLLM lets them wait forever, whatever the connector does; later only if loads
-        failed (vLLM PR #57841, which is not in 0.33).
+        Up to 0.22 vLLM lets both requests wait forever, whatever the connector does; later releases
+        only do so if loads failed (vLLM PR #57841, which is not in 0.33).
         """
         unfinished = self.unfinished()
         # vLLM lists a request whose loads have ended as loading until it is scheduled.
@@ -588,11 +589,11 @@ class VLLMConnectorHarness:
             self.abort(holds[-1])
 
     def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
-        """The blocks of each request of a step, by group."""
+        """Return the blocks of each request of a step, by group."""
         return {name: self._manager.get_block_ids(name) for name in output.num_scheduled_tokens}
 
     def _chunks(self, output: Any) -> dict[str, Chunk]:
-        """The tokens that a step computes and samples, by request."""
+        """Return the tokens that a step computes and samples, by request."""
         starts, drafts = cpu_scheduler.computed_before(output), output.scheduled_spec_decode_tokens
         chunks: dict[str, Chunk] = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -629,7 +630,7 @@ class VLLMConnectorHarness:
         """Receive the outputs of a step, by client."""
 
     def _propose_drafts(self, step: LaunchedStep) -> None:
-        """Draft the next tokens of a step's requests; with steps in flight a worker does this."""
+        """Draft the next tokens of a step's requests, as a worker does with steps in flight."""
         if not self._drafts or self._steps_in_flight > 1:
             return
         drafts = {
@@ -639,14 +640,14 @@ class VLLMConnectorHarness:
             cpu_scheduler.propose_drafts(self._scheduler, drafts)
 
     def _run(self, step: LaunchedStep) -> None:
-        """Compute a step, if it is not computed yet."""
+        """Compute a step, unless it is already computed."""
         if self._stream is not None:
             self._compute.run(step.forward)
             self._stream.take()
             self.stats.mismatches += step.forward.mismatches(step.invalid)
 
     def _poison(self) -> None:
-        """Overwrite blocks that were allocated for a load, which must write all right bytes."""
+        """Overwrite blocks that were allocated for a load, which must then write every byte."""
         loading = {name for name, status in self.unfinished().items() if status == "loading"}
         for request_id in loading - self._loading:
             for table in self._manager.get_block_ids(request_id):

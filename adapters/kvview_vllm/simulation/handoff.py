@@ -22,7 +22,7 @@ class _Simulated(HandoffOptions):
     """The setting ``handoffs``, with objects of the simulation.
 
     Args:
-        simulated: The life of the engine (``EngineLife``).
+        simulated: The ``EngineLife`` of the engine.
     """
 
     simulated: Any
@@ -64,7 +64,7 @@ class HandoffEvents(VLLMConnectorHarness):
 
     @override
     def unfinished(self) -> Mapping[str, str]:
-        """Requests by status; vLLM lists one whose loads have ended as loading until it runs."""
+        """Return each request's status; a request whose loads have ended counts as waiting."""
         ended = self._scheduler.finished_recving_kv_req_ids
         return {
             name: "waiting" if name in ended else status

@@ -1,7 +1,7 @@
 """The future of a simulated request, whose tokens are known before vLLM samples them.
 
 With steps in flight vLLM schedules tokens that it does not know yet. The simulated bytes of a block
-follow from its key, and thus need its tokens at that time.
+follow from its key, so the tokens are needed at that time.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class Chunk:
 
 
 class PlannedRequest:
-    """A ``Request`` of vLLM, and the output that a sequential engine would give it.
+    """A ``Request`` of vLLM, and the output that a sequential engine would return for it.
 
     Args:
         request_id: Id of the request.
         prompt: Tokens of the prompt.
-        serial: Distinguishes its generated tokens from those of other requests.
+        serial: Number that distinguishes the generated tokens from those of other requests.
         num_output_tokens: Number of requested tokens.
-        stops_after: Number of tokens after which it ends early, which vLLM cannot know in advance.
+        stops_after: Number of tokens after which the request ends early, which vLLM cannot know in
+            advance.
         hash_block_size: Tokens of a hash.
         drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
         transfer_params: The ``kv_transfer_params`` of the request.
@@ -92,12 +93,12 @@ class PlannedRequest:
         )
 
     def next_drafts(self) -> list[int]:
-        """Make draft tokens for the next step, whose values a scheduler does not read."""
+        """Make draft tokens for the next step; a scheduler does not read their values."""
         number, _ = self._drafts[self._num_decode_steps % len(self._drafts)]
         return [self._sampled] * number
 
     def chunk(self, life: int, start: int, end: int, num_drafts: int) -> Chunk:
-        """The tokens of a step that is launched now, the last ``num_drafts`` of them drafts."""
+        """Return the tokens of a step that is launched now; the last ``num_drafts`` are drafts."""
         first = kept = end - num_drafts
         if num_drafts:
             _, num_accepted = self._drafts[self._num_decode_steps % len(self._drafts)]
@@ -109,14 +110,14 @@ class PlannedRequest:
         return Chunk(self, life, start, kept, end, sampled)
 
     def token(self, position: int) -> int:
-        """The token at a position; past the end, the token that a step in flight samples."""
+        """Return the token at a position; past the end, the token that a step in flight samples."""
         if position < len(self._prompt):
             return self._prompt[position]
         is_end = position == len(self._prompt) + self._num_output_tokens - 1
         return cpu_scheduler.END_TOKEN if is_end and self._stops else self._sampled
 
     def block_hash(self, index: int) -> bytes:
-        """A hash of the request, including hashes that vLLM cannot compute yet."""
+        """Return a hash of the request, which may be a hash that vLLM cannot compute yet."""
         known: Sequence[bytes] = self.request.block_hashes
         if index < len(known):
             return known[index]
@@ -131,7 +132,7 @@ class PlannedRequest:
             has_ended: Whether the request ended without an abort.
 
         Raises:
-            InvariantBroken: The output differs (``ENGINE``).
+            InvariantBroken: The output differs from that of a sequential engine (``ENGINE``).
         """
         tokens = self.request.output_token_ids
         for index in range(self._num_checked, len(tokens)):
@@ -161,7 +162,7 @@ def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[i
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:
-    """Compute hashes that are equal in every process; vLLM's own have a random seed up to 0.28."""
+    """Compute hashes that are equal in every process; vLLM's have a random seed up to 0.28."""
 
     def hash_new_blocks(request: Any) -> list[bytes]:
         known = request.block_hashes

@@ -3,7 +3,7 @@
 The scheduler, its pool and the connectors are vLLM's. The configuration names a model that is
 never built, and the outputs of a model runner are made up.
 
-Nothing of vLLM is patched; vLLM chooses the platform, and calls get only the arguments that the
+Nothing of vLLM is patched; vLLM chooses the platform, and calls receive only the arguments that the
 installed release has (:mod:`kvview_vllm.releases.calls`).
 
 Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.11.0 to
@@ -86,7 +86,7 @@ _RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 
 def prepare() -> None:
-    """Set the environment that vLLM reads when it is imported; call it before that."""
+    """Set the environment variables that vLLM reads; call this before an import of vLLM."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     complete_torch()
@@ -94,7 +94,7 @@ def prepare() -> None:
 
 
 def connector_config(target: str, **options: Any) -> dict[str, Any]:
-    """The ``kv_transfer_config`` of a kvview connector."""
+    """Make the ``kv_transfer_config`` of a kvview connector."""
     return {
         "kv_connector": "KVViewConnector",
         "kv_connector_module_path": "kvview_vllm.connector",
@@ -104,7 +104,7 @@ def connector_config(target: str, **options: Any) -> dict[str, Any]:
 
 
 def multi_config(*children: dict[str, Any]) -> dict[str, Any]:
-    """The ``kv_transfer_config`` of vLLM's ``MultiConnector`` over some children."""
+    """Make the ``kv_transfer_config`` of vLLM's ``MultiConnector`` over some children."""
     policy = known_arguments(vllm("config").KVTransferConfig, _RECOMPUTE)
     return {
         "kv_connector": "MultiConnector",
@@ -127,10 +127,10 @@ def can_load_between_steps() -> bool:
 
 
 def most_steps_in_flight() -> int:
-    """Steps that a scheduler of this release keeps in order (three: 0.27.0).
+    """Return the number of steps that a scheduler keeps in order (three from 0.27.0 on).
 
-    Older releases may resume a preempted request while two of its outputs are in flight, so that it
-    gets a token twice, even without a connector.
+    Older releases may resume a preempted request while two of its outputs are in flight, so that
+    the request receives a token twice, even without a connector.
     """
     return 3 if installed().connector.stale_outputs else 2
 
@@ -148,7 +148,7 @@ def can_load_after_hits(num_groups: int) -> bool:
 
 
 def fewest_tokens_per_step(groups: Sequence[CacheGroup]) -> int:
-    """Smallest token budget with which every block is counted before it is taken.
+    """Return the smallest token budget with which blocks are counted before they are taken.
 
     0.20.0 and 0.20.1 count the blocks of a window or a chunk up to a cap that grows with the
     budget. No request exceeds the cap if a step may compute the longest request.
@@ -168,7 +168,7 @@ def can_reset_connectors() -> bool:
 
 
 def invalid_blocks(transfers: Any) -> Collection[int]:
-    """The blocks that a worker's report lists as not loaded; none without a report."""
+    """Return the blocks that a worker's report lists as not loaded; empty without a report."""
     if transfers is None or not installed().connector.failed_blocks:
         return ()
     blocks: Collection[int] = transfers.invalid_block_ids or ()
@@ -176,7 +176,7 @@ def invalid_blocks(transfers: Any) -> Collection[int]:
 
 
 def failed_requests(transfers: Any) -> Collection[str]:
-    """The requests that a worker's report lists as not loaded; none without a report."""
+    """Return the requests that a worker's report lists as not loaded; empty without a report."""
     if transfers is None or not installed().connector.failed_requests:
         return ()
     requests: Collection[str] = transfers.failed_recving or ()
@@ -202,7 +202,7 @@ def make_vllm_config(
     has_lookahead: bool = False,
     ranks: tuple[int, int] = (1, 1),
 ) -> Any:
-    """A ``VllmConfig`` for the CPU.
+    """Make a ``VllmConfig`` for the CPU.
 
     Args:
         folder: Folder for the model's configuration.
@@ -218,11 +218,11 @@ def make_vllm_config(
         max_num_batched_tokens: Token budget of one step.
         steps_in_flight: Steps that may be launched before the output of the first of them
             is processed; with several, scheduling is asynchronous.
-        num_drafts: Maximum of draft tokens in a step; 0 for no speculative decoding.
+        num_drafts: Maximum number of draft tokens in a step; 0 for no speculative decoding.
         has_lookahead: Whether a step has slots for the drafts of the next one, as for a draft
             model.
-        ranks: Tensor-parallel and pipeline-parallel size for which the model is made: it has so
-            many times the heads and the layers of one rank.
+        ranks: Tensor-parallel and pipeline-parallel size; the model has this multiple of the heads
+            and of the layers of one rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     heads = {name: _MODEL[name] * ranks[0] for name in ("num_attention_heads", _KV_HEADS)}
@@ -323,7 +323,7 @@ def make_kv_cache_config(
         groups: The KV-cache groups.
         num_blocks: Blocks of the pool.
         layers_per_group: Layers of each group.
-        stage: Those of them that a stage of pipeline parallelism has; None for all.
+        stage: The layers that a stage of pipeline parallelism has; None for all layers.
 
     Raises:
         UnsupportedEngineError: The simulation cannot make a spec for this kind of group.
@@ -387,7 +387,7 @@ def make_scheduler(
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: vLLM's ``KVCacheConfig``.
-        geometry: Result of :func:`~kvview_vllm.geometry.read_geometry` for both.
+        geometry: Result of :func:`~kvview_vllm.geometry.read_geometry` for both configurations.
         plain: Whether to make vLLM's own class instead of the ``ViewScheduler`` derived from it.
     """
     from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
@@ -411,7 +411,7 @@ def make_scheduler(
 
 
 def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
-    """Reset the prefix cache, and the connector's if the release does that; False if refused.
+    """Reset the prefix cache, and the connector's if the release can; False if refused.
 
     Args:
         scheduler: The scheduler.
@@ -428,7 +428,7 @@ def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
 
 
 def make_worker_connector(vllm_config: Any, kv_cache_config: Any, rank: int = 0) -> Any:
-    """The worker's side of the configured connector, on a rank."""
+    """Make the worker's side of the configured connector, on a rank."""
     vllm_config.parallel_config.rank = rank
     return make_known(
         vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory.create_connector,
@@ -463,7 +463,7 @@ def make_request(
 
 
 def computed_before(output: Any) -> dict[str, int]:
-    """Tokens of each scheduled request whose KV exists before the step."""
+    """Return the number of tokens of each scheduled request whose KV exists before the step."""
     cached = output.scheduled_cached_reqs
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -471,7 +471,7 @@ def computed_before(output: Any) -> dict[str, int]:
 
 
 def propose_drafts(scheduler: Any, drafts: Mapping[str, list[int]]) -> None:
-    """Give requests draft tokens for their next step, as a model runner does after a step."""
+    """Set the draft tokens of requests for their next step, like a model runner after a step."""
     kind = vllm("v1.outputs").DraftTokenIds
     scheduler.update_draft_token_ids(kind(list(drafts), list(drafts.values())))
 
@@ -501,7 +501,7 @@ def end_transfers(worker: Any) -> None:
 def take_transfers(worker: Any, output: Any) -> Any:
     """Make a worker's report, a ``KVConnectorOutput``.
 
-    A model runner makes it at the end of a step; simulated compute needs it before.
+    A model runner makes the report at the end of a step; simulated compute needs it earlier.
     """
     values: dict[str, Any] = {}
     release = installed().connector

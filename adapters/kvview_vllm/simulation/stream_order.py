@@ -35,7 +35,7 @@ class Forward:
 
 
 class Compute:
-    """The KV of every block, in the order of the compute stream.
+    """The KV of every block of a GPU, in the order of the compute stream.
 
     1. A block that a step computes has its key from the launch of the step, in stream order.
     2. Its bytes exist once the step has run: at once, or when its output is processed.
@@ -59,7 +59,7 @@ class Compute:
         self._launched: list[Forward] = []  # and not run
 
     def key(self, planned: PlannedRequest, group: int, number: int) -> OffloadKey:
-        """The key of a block of a request."""
+        """Return the key of a block of a request."""
         position = self._geometry.block_hash_index(group, number)
         return make_offload_key(planned.block_hash(position), group)
 
@@ -121,9 +121,9 @@ class Compute:
         start: int | None,
         end: int,
     ) -> Iterator[_Blocks]:
-        """Blocks that become full between two token counts, with their keys, per group.
+        """Return the blocks that become full between two token counts, with their keys, per group.
 
-        With ``None`` for a start: the blocks that a token at the end reads.
+        With ``None`` as the start, return the blocks that a token at the end reads.
         """
         for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
             first = group.num_skipped_tokens(end) if start is None else start

@@ -41,8 +41,12 @@ _TIMES: dict[str, tuple[str, click.ParamType[Any], str]] = {
         "Bandwidth from GPU to host, in 10**9 bytes/s.",
     ),
     "--token-bytes": ("token_bytes", Whole(1), "KV bytes of a token on all ranks together."),
-    "--step-tokens": ("step_tokens", Whole(1), "Maximum of prompt tokens in one engine step."),
-    "--max-running": ("max_running", Whole(1), "Maximum of requests that are computed at once."),
+    "--step-tokens": ("step_tokens", Whole(1), "Maximum number of prompt tokens per step."),
+    "--max-running": (
+        "max_running",
+        Whole(1),
+        "Maximum number of requests that are computed at once.",
+    ),
 }
 """For each option, its field of the time model, its type and its help text."""
 

@@ -37,7 +37,7 @@ from kvview_reference.replay.traces import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
 _MAX_WAITING = 64
-"""Maximum of requests that wait in the engine; further requests wait in the trace."""
+"""Maximum number of requests that wait in the engine; further requests wait in the trace."""
 _COUNTED = (  # by the engine
     *("requests", "gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "loaded_blocks"),
     *("bytes_verified", "mismatches", "steps", "preemptions"),

@@ -1,4 +1,4 @@
-"""Scenarios for raw connectors, which are parts of the kit's scenarios."""
+"""Scenarios for raw connectors, which consist of parts of the kit's scenarios."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RawEngines:
         self.name = name
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Remove the parts that are not played, and name them."""
+        """Remove the parts of a scenario that are not simulated, and name these parts."""
         left_out: list[str] = []
         groups = _played_groups(scenario, left_out)
         if groups != scenario.geometry.groups:
@@ -107,7 +107,7 @@ def can_load_in_groups() -> bool:
 
 
 def can_load_states() -> bool:
-    """Whether a group of Mamba is played, besides full attention."""
+    """Whether a group of Mamba is simulated, besides full attention."""
     return (
         can_load_in_groups()
         and can_allocate_states()
@@ -117,7 +117,7 @@ def can_load_states() -> bool:
 
 
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-    """Full attention, and a window or Mamba if the scenario has several groups with one."""
+    """Return full attention, and a window or Mamba if one of several groups is of this kind."""
     groups = scenario.geometry.groups
     if len(groups) == 1:
         if not isinstance(groups[0], FullAttention):
@@ -142,7 +142,7 @@ def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup,
 
 
 def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
-    """The same scenario with other groups, with as many blocks for each."""
+    """Return the same scenario with other groups, with as many blocks for each group."""
     before = scenario.geometry.scheduler_block_size
     old = scenario.num_gpu_blocks
 

@@ -94,7 +94,7 @@ class RawPDHarness(HandoffEvents, RawHarness):
 
     @override
     def engine_refs(self) -> Any:
-        """References of all but finished prompts, whose blocks the connector holds."""
+        """Return the references except those of finished prompts, which the connector holds."""
         refs = super().engine_refs()
         for name in self.finished_requests():
             if name in self._prefills:
@@ -108,7 +108,7 @@ class RawPDHarness(HandoffEvents, RawHarness):
 
     @override
     def has_work(self) -> bool:
-        """Whether it steps; after its work it steps some more, as servers with other requests."""
+        """Whether the engine steps; after its work it makes more steps, like a busy server."""
         now = self._fabric.network.now
         if super().has_work() or self._has_requests():
             self._steps_until = now + _STEPS_LATER
@@ -130,7 +130,7 @@ class RawPDHarness(HandoffEvents, RawHarness):
 
     @override
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks like another request that was given them."""
+        """Overwrite blocks like another request to which they were allocated."""
         for slots in self.worker.caches.slots:
             slots[list(block_ids)] = _GARBAGE
 
@@ -171,7 +171,7 @@ class RawPair(TwoEngines):
 
     Args:
         connector_class: The connector.
-        options: Its options, as for the simulation of one engine.
+        options: Options of the connector, as for the simulation of one engine.
     """
 
     capabilities = frozenset()

@@ -1,8 +1,8 @@
 """One real ``Scheduler``, one real worker's side, and an unmodified connector.
 
 The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's own forward context,
-layer by layer. Each role is built from its own configuration, in one process or in two; in two,
-the scheduler may be steps ahead of the worker.
+layer by layer. Each role is built from its own configuration, in one process or in two processes;
+with two processes, the scheduler may be some steps ahead of the worker.
 
 - VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
   slots that it computes. A connector may rely on the fact that blocks are only reused through the
@@ -73,7 +73,8 @@ class RawHarness(VLLMConnectorHarness):
         transfer_config: Arguments of ``KVTransferConfig`` besides its class.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
-        is_connected: Whether the connector runs; without it the KV-cache groups are the same.
+        is_connected: Whether the connector runs; without the connector, the KV-cache groups are the
+            same.
     """
 
     _is_plain = True
@@ -180,7 +181,7 @@ class RawHarness(VLLMConnectorHarness):
             raise
 
     def _cache_kind(self, scenario: Scenario) -> CacheKind:
-        """The layers of the model."""
+        """Return the layers of the model."""
         return make_layers(scenario.geometry.groups)
 
     def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
@@ -210,16 +211,16 @@ class RawHarness(VLLMConnectorHarness):
     @property
     @override
     def mismatch(self) -> str:
-        """Empty, because the step that reads wrong bytes reports them itself."""
+        """Return an empty text, because the step that reads wrong bytes reports them itself."""
         return ""
 
     def finished_requests(self) -> list[str]:
-        """Ended requests whose blocks the connector promised to free later."""
+        """Return ended requests whose blocks the connector promised to free later."""
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if request.is_finished()]
 
     def preempted_again_and_again(self) -> list[str]:
-        """Unfinished requests with more preemptions than scarce blocks can explain."""
+        """Return unfinished requests with more preemptions than scarce blocks can explain."""
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if num_preemptions(request) > 10]
 
@@ -237,14 +238,14 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def held_blocks(self) -> Mapping[int, int]:
-        """References that belong neither to requests nor to the scenario."""
+        """Return the references that belong neither to requests nor to the scenario."""
         refs = {block.block_id: block.ref_cnt for block in self._pool.blocks if block.ref_cnt > 0}
         refs.pop(0, None)
         return +(Counter(refs) - self.engine_refs())
 
     @override
     def free_block_ids(self) -> Sequence[int]:
-        """The free queue by its links, which a connector may have broken."""
+        """Return the free queue by its links, which a connector may have broken."""
         return free_queue(self._pool)
 
     @override
@@ -273,7 +274,7 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: only blocks that the scheduler allocated are written (VSIM-3)."""
+        """Do nothing, because only blocks that the scheduler allocated are written (VSIM-3)."""
 
     # --- one step ---
 
@@ -335,7 +336,7 @@ class RawHarness(VLLMConnectorHarness):
         return RequestInStep(request_id, [*map(list, tables)], start, end + num_rejected, words)
 
     def _loads(self) -> list[RequestInStep]:
-        """The loads that the connector must start with this step."""
+        """Return the loads that the connector must start with this step."""
         to_load, self._watch.to_load = self._watch.to_load, {}
         loads: list[RequestInStep] = []
         for name, (start, end) in to_load.items():

@@ -1,8 +1,10 @@
 """NIXL in one process: agents that read each other's memory over the simulated network.
 
-They replace the NIXL library, and the TCP side channel and the clock of vLLM's NIXL connectors.
+The agents replace the NIXL library, and the TCP side channel and the clock of vLLM's NIXL
+connectors.
 A read is a message that the network reads late out of the producer's memory, so a block that is
-overwritten meanwhile is seen. The transport is reliable, as NIXL's is: a lost message ends as a
+overwritten in the meantime is detected. The transport is reliable, as NIXL's is: a lost message
+ends as a
 transfer error, and no message is cut, changed or repeated.
 
 Source: the calls of ``nixl_agent`` in vllm/distributed/kv_transfer/kv_connector/v1/nixl, 0.32.0 and
@@ -97,7 +99,7 @@ class SimulatedAgent:
         return self._fabric.is_alive(name)
 
     def get_xfer_descs(self, blocks: Any, mem_type: str | None = None) -> Any:
-        """Return the blocks of a list, as up to 0.32."""
+        """Return the blocks of a list, as in releases up to 0.32."""
         return blocks
 
     def prep_xfer_dlist(self, name: str, rows: Any, mem_type: str | None = None) -> int:
@@ -124,7 +126,7 @@ class SimulatedAgent:
         remote_ids: Any,
         notif_msg: bytes = b"",
     ) -> int:
-        """Prepare the read of blocks; an index beyond the list raises."""
+        """Prepare the read of blocks; an index beyond the list raises an error."""
         if operation != "READ":
             raise RuntimeError(f"NIXL_ERR_NOT_SUPPORTED: {operation}")
         (_, mine), (peer, theirs) = self._lists[local], self._lists[remote]
@@ -158,7 +160,7 @@ class SimulatedAgent:
         """Return nothing."""
 
     def release_xfer_handle(self, handle: int) -> None:
-        """Drop a transfer; pages that arrive later are not written."""
+        """Drop a transfer; pages that arrive after this call are not written."""
         self._transfers.pop(handle, None)
 
     # --- messages ---
@@ -251,7 +253,7 @@ class Fabric:
 
     @contextmanager
     def building(self, life: EngineLife) -> Iterator[None]:
-        """Give the agents and the side channel that are made meanwhile to an engine."""
+        """Assign the agents and the side channel that are made in the block to an engine."""
         self._built = life
         host, _, port = life.me.address.rpartition(":")
         address = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
@@ -276,8 +278,8 @@ class _SideChannel:
 
     Args:
         network: The network.
-        data: The metadata of each rank; None if no engine serves them at the address.
-        worker: vLLM's module of workers, which has the packages.
+        data: The metadata of each rank; None if no engine serves metadata at the address.
+        worker: vLLM's module of workers, which imports the message libraries.
     """
 
     def __init__(self, network: Network, data: Mapping[Any, bytes] | None, worker: Any) -> None:
@@ -288,12 +290,12 @@ class _SideChannel:
         """Do nothing, because no call waits."""
 
     def send(self, message: bytes) -> None:
-        """Ask for the metadata of a rank."""
+        """Request the metadata of a rank."""
         _, *rank = self._packing.decode(message)
         self._rank = tuple(rank)
 
     def recv_multipart(self) -> list[bytes]:
-        """Return the metadata and the producer's clock, or raise as after 5 seconds."""
+        """Return the metadata and the producer's clock, or raise an error as after 5 seconds."""
         network = self._network
         is_cut_off = network.now < network.cut_off_until
         network.num_faults += is_cut_off

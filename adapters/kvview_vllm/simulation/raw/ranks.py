@@ -53,7 +53,7 @@ class RawRanks:
     """The workers of all ranks, as one worker.
 
     Args:
-        workers: One for each rank.
+        workers: One worker for each rank.
     """
 
     def __init__(self, workers: Sequence[RemoteRawWorker]) -> None:
@@ -82,7 +82,7 @@ class RawRanks:
         self._workers.pop().close()
 
     def shutdown(self) -> Collection[str]:
-        """Shut the role down on each rank that lives."""
+        """Shut the role down on each rank whose process runs."""
         return {part for worker in self._workers for part in worker.shutdown()}
 
     def close(self) -> None:

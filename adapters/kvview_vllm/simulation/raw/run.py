@@ -1,7 +1,7 @@
 """A simulated run of a raw connector, and the controls after a failure.
 
-- VSIM-6 A connector **may** only be blamed after the run was repeated without it and with its loads
-off. A failure without it is a failure of vLLM (``ENGINE``).
+- VSIM-6 A failure **may** only be attributed to a connector after the run was repeated without the
+connector and with its loads off. A failure without the connector is a failure of vLLM (``ENGINE``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class RawRun(Run):
-    """Plays a scenario with a connector of vLLM.
+    """Runs a scenario with a connector of vLLM.
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.
         scenario: The events, fitted or not.
         options: The ``kv_connector_extra_config``; its key ``kv_transfer_config`` has the other
             fields.
-        without: ``"connector"`` or ``"loads"``, for the controls.
+        without: ``"connector"`` or ``"loads"``, the part that is off in a control run.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ def judge(
     Args:
         connector_class: The connector that failed.
         result: The failed run.
-        options: Options of that run.
+        options: Options of the failed run.
     """
     failure = result.failure
     assert failure is not None, "only a failed run is repeated"

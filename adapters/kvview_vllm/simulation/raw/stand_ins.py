@@ -54,7 +54,7 @@ class CopyQueue:
         self.done: list[Any] = []
 
     def put(self, key: object, copy: Callable[[], None]) -> None:
-        """Start a copy, identified by its key."""
+        """Start a copy, which is identified by a key."""
         due = self._stand_ins.now + self._stand_ins.next_delay()
         self._waiting.append((due, key, copy))
         self.advance()
@@ -65,7 +65,7 @@ class CopyQueue:
             self._run_one()
 
     def wait(self, keys: Collection[object]) -> None:
-        """Run copies until all of these have ended."""
+        """Run copies until all copies with these keys have ended."""
         while any(key in keys for _, key, _ in self._waiting):
             self._run_one()
 
@@ -109,7 +109,8 @@ class StandIns:
         """Make the queue of one direction.
 
         Args:
-            part: The part of the connector that it replaces; empty if it replaces only CUDA.
+            part: The part of the connector that the queue replaces; empty if the queue replaces
+                only CUDA.
         """
         if part:
             self.note(part)

@@ -44,7 +44,7 @@ def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
 
     Args:
         connector_class: The connector.
-        config: Its configuration, as :func:`split_options` returns it.
+        config: Configuration of the connector, as :func:`split_options` returns it.
 
     Raises:
         ConfigError: vLLM refuses the configuration of a child.

@@ -4,8 +4,8 @@ A connector may save slots instead of blocks, and rely on the way vLLM uses a bl
 writes exactly the slots of its tokens and overwrites nothing else.
 
 1. A token's bytes follow from all tokens up to it.
-2. A step's batch is written before its reads are compared, except in Mamba: a request may hit a
-   block that another one computes in the same step.
+2. A step's batch is written before its reads are compared, except for Mamba, because a request may
+   hit a block that another request computes in the same step.
 3. The tokens that the next token reads are compared: in a window, the last ones.
 4. A state of several tokens (Mamba, compressed MLA) has the bytes of the last token.
 """
@@ -51,12 +51,12 @@ class Wrong:
     """A token with wrong bytes.
 
     Args:
-        request_id: The request that reads it.
+        request_id: The request that reads the token.
         position: Position of the token.
         block_id: Block of the token.
-        layer: Number of the first layer where it differs.
+        layer: Number of the first layer in which the bytes differ.
         head: Head, or slot of a head, of the first different bytes.
-        word: The word found instead (:meth:`TokenWords.name`); None if nothing was written there.
+        word: The word that was found (:meth:`TokenWords.name`); None if no word was written.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class TokenWords:
         self._names: dict[int, str] = {}
 
     def words(self, planned: PlannedRequest, end: int) -> list[int]:
-        """The words of the tokens of a request, up to a position."""
+        """Return the words of the tokens of a request, up to a position."""
         states = self._states.setdefault(planned, [])
         while len(states) < end:
             position = len(states)
@@ -100,7 +100,7 @@ class TokenCompute:
         slots: The words of each state for each layer, ``(blocks, states of a block, ...)``.
         groups: The KV-cache groups.
         group_of_layer: The number of the group for each layer.
-        rank: Each rank has other bytes.
+        rank: Number of the rank, because each rank has other bytes.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TokenCompute:
         ]
 
     def slots_of(self, request: RequestInStep, group: int) -> torch.Tensor:
-        """Slots of tokens of a request in a group."""
+        """Return the slots of tokens of a request in a group."""
         positions = torch.arange(request.start, request.end)
         size = self.groups[group].block_size
         return self._blocks(request, group, positions) * size + positions % size
@@ -135,7 +135,7 @@ class TokenCompute:
         """Compute tokens of requests in a layer, and return the first wrong token that each reads.
 
         A state of Mamba is read before it is overwritten, and no request hits a state that another
-        one computes in the same step.
+        request computes in the same step.
         """
         if isinstance(self.groups[self.group_of_layer[layer]], Mamba):
             wrong = self._wrong_reads(layer, batch)
@@ -172,7 +172,7 @@ class TokenCompute:
     def _places(
         self, request: RequestInStep, layer: int, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The blocks, the states in them and the words of tokens, one token for each state."""
+        """Return blocks, states in these blocks and words of tokens, one token for each state."""
         group = self.group_of_layer[layer]
         size = self.groups[group].block_size
         per_state = size // self._slots[layer].shape[1]
@@ -215,7 +215,7 @@ def _word(state: int) -> int:
 
 
 def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], group: int) -> object:
-    """The metadata of a step that a layer-wise connector reads: slots, block tables, lengths.
+    """Make the metadata of a step that a layer-wise connector reads: slots, tables, lengths.
 
     Args:
         compute: The compute, which has the slots.

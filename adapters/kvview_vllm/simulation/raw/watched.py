@@ -36,7 +36,8 @@ class Watch:
     """Observations of a connector during one run.
 
     Args:
-        loads: Whether vLLM receives the connector's promises; otherwise it receives 0 for each.
+        loads: Whether vLLM receives the connector's promises; otherwise vLLM receives 0 for each
+            promise.
     """
 
     def __init__(self, *, loads: bool = True) -> None:
@@ -162,7 +163,7 @@ class Watch:
 
 
 def make_watched(connector_class: type, watch: Watch) -> type:
-    """A subclass for vLLM to build, whose methods go through a watch."""
+    """Make a subclass for vLLM to build, whose methods are called through a watch."""
     own = overridden(connector_class)
 
     def watched(name: str) -> Callable[..., Any]:
@@ -187,7 +188,7 @@ def make_watched(connector_class: type, watch: Watch) -> type:
 
 
 def free_queue(pool: Any) -> list[int]:
-    """The free queue by its links, which a connector may have broken; the next victim first."""
+    """Return the free queue by its links, next victim first; a connector may have broken them."""
     queue = pool.free_block_queue
     tail = queue.fake_free_list_tail
     block = queue.fake_free_list_head
@@ -220,7 +221,7 @@ def _flat(blocks: Iterable[Any]) -> Iterable[Any]:
 
 
 def _line() -> str:
-    """The connector's own line that calls the pool."""
+    """Return the connector's own line that calls the pool."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The worker's role of a raw connector, driven like by a model runner, also in another process.
+"""The worker's role of a raw connector, driven as by a model runner, in any process.
 
 Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
 vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
@@ -38,7 +38,7 @@ class RawStep:
     Args:
         output: The scheduler's ``SchedulerOutput``.
         batch: The tokens that the step computes.
-        loads: The loads that start with it.
+        loads: The loads that start with the step.
     """
 
     output: Any
@@ -51,10 +51,10 @@ class StepAnswer:
     """The result of a worker, which can be pickled.
 
     Args:
-        transfers: The connector's ``KVConnectorOutput``, or None.
+        transfers: The ``KVConnectorOutput`` of the connector, or None.
         wrong: The first wrong token that was read, per layer and request.
-        num_loads: Number of loads that wrote new bytes which were then read.
-        seen: The replaced parts and the parts that were left out.
+        num_loads: Number of loads that wrote new bytes, which requests then read.
+        seen: The replaced parts, and the parts that were not simulated.
     """
 
     transfers: Any
@@ -74,7 +74,7 @@ class RawWorker:
         connect: Builds the connector's role; None without a connector.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
-        rank: Each rank computes other bytes.
+        rank: Number of the rank, because each rank computes other bytes.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RawWorker:
         return self._role.get_handshake_metadata()
 
     def shutdown(self) -> Collection[str]:
-        """Shut the role down; return the replaced parts and the parts that were left out."""
+        """Shut the role down; return the replaced parts, and the parts that were not simulated."""
         if self._role is not None:
             with named("shutdown"):
                 self._role.shutdown()
