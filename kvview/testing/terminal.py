@@ -62,7 +62,7 @@ def _show_runs(console: Console, runs: ConnectorRuns) -> None:
         text = f"code: {runs.num_statements - unrun} of {runs.num_statements} statements ran"
         others = (one for one in runs.unrun if one.num_statements and not one.is_judged)
         if listed := [one.place for one in others]:
-            text += f"; never ran (errors, GPU, logs or no caller): {', '.join(listed)}"
+            text += f"; places that never ran (errors, GPU, logs or no caller): {', '.join(listed)}"
         _print(console, text, "dim")
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 from kvview.errors import ConfigError, one_line
 from kvview.tier.answers import LookupAnswers
@@ -59,24 +59,35 @@ class Threaded(ABC):
     keys_of_a_lookup = 64
     """Maximum of keys that one thread looks up in a row; choose a lower number for slow lookups."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("kvview.tier.")]
+        for name in vars(cls):
+            is_private = name.startswith("_") and not name.endswith("__")
+            if is_private and any(name in vars(base) for base in bases):
+                raise ConfigError(
+                    f"{cls.__qualname__}.{name} replaces a private method of its base, so the "
+                    f"store would not work; choose another name"
+                )
+
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
         if not 1 <= threads <= _MAX_THREADS:
             raise ConfigError(f"threads must be from 1 to {_MAX_THREADS}, got {threads}")
         self.namespace = namespace
         self._changed = threading.Condition()
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._jobs: dict[int, _Job] = {}
-        self._done: list[tuple[int, list[bool]]] = []
-        self._removals: dict[bytes, _Removal] = {}  # the latest removal of each key
+        self.__tasks: deque[Callable[[], None]] = deque()
+        self.__jobs: dict[int, _Job] = {}
+        self.__done: list[tuple[int, list[bool]]] = []
+        self.__removals: dict[bytes, _Removal] = {}  # the latest removal of each key
         self._answers = LookupAnswers()
         self._is_closed = False
-        self._wake_up: Callable[[], None] = lambda: None
-        self._logged: set[str] = set()
-        self._threads = [
+        self.__wake_up: Callable[[], None] = lambda: None
+        self.__logged: set[str] = set()
+        self.__threads = [
             threading.Thread(target=self._work, name=f"{type(self).__name__}-{n}", daemon=True)
             for n in range(threads)
         ]
-        for thread in self._threads:
+        for thread in self.__threads:
             thread.start()
 
     def has(self, key: bytes, /) -> bool:
@@ -118,7 +129,7 @@ class Threaded(ABC):
             flags, ask = self._answers.flags(keys)
             for start in range(0, len(ask), self.keys_of_a_lookup):
                 part = ask[start : start + self.keys_of_a_lookup]
-                self._tasks.appendleft(partial(self._ask, part))  # before any I/O
+                self.__tasks.appendleft(partial(self._ask, part))  # before any I/O
                 self._changed.notify()
         return flags
 
@@ -126,34 +137,34 @@ class Threaded(ABC):
     def poll(self) -> list[tuple[int, list[bool]]]:
         """Return the jobs that ended."""
         with self._changed:
-            done, self._done = self._done, []
+            done, self.__done = self.__done, []
         return done
 
     @final
     def drain(self, timeout: float, /) -> bool:
         """Wait for all jobs."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout)
+            return self._changed.wait_for(lambda: not self.__jobs, timeout)
 
     def close(self) -> None:
         """End the jobs in flight; jobs that no thread has started fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in self.__threads:
             thread.join()
         with self._changed:  # parts that no thread has started
-            for job, entry in self._jobs.items():
+            for job, entry in self.__jobs.items():
                 entry.pages = []
-                self._done.append((job, entry.flags))
-            self._jobs.clear()
-        for removal in dict.fromkeys(self._removals.values()):
+                self.__done.append((job, entry.flags))
+            self.__jobs.clear()
+        for removal in dict.fromkeys(self.__removals.values()):
             self._remove(removal)
 
     @final
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up`` when a job or a lookup has ended."""
-        self._wake_up = wake_up
+        self.__wake_up = wake_up
 
     @final
     def remove_later(self, keys: Sequence[bytes], remove: Callable[[bytes], object], /) -> None:
@@ -171,42 +182,47 @@ class Threaded(ABC):
         with self._changed:
             for key in keys:
                 self._answers.deleted(key)
-                self._removals[key] = removal
-            self._tasks.append(partial(self._remove, removal))
+                self.__removals[key] = removal
+            self.__tasks.append(partial(self._remove, removal))
             self._changed.notify()
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run a task on a thread, for features of a store beyond the three methods."""
         with self._changed:
-            self._tasks.append(task)
+            self.__tasks.append(task)
             self._changed.notify()
+
+    def _puts_of(self, keys: Sequence[bytes]) -> list[_Job]:
+        """Return the puts of some keys that have not ended; the caller holds ``_changed``."""
+        puts = [entry for entry in self.__jobs.values() if not entry.is_get]
+        return [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
 
     def _submit(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
     ) -> None:
         with self._changed:
-            in_flight = job in self._jobs or any(job == done for done, _ in self._done)
+            in_flight = job in self.__jobs or any(job == done for done, _ in self.__done)
             require_tier_job(keys, pages, is_get=is_get, in_flight=in_flight)
             if self._is_closed or not keys:
-                self._done.append((job, [False] * len(keys)))
+                self.__done.append((job, [False] * len(keys)))
                 return
-            removals = {key: self._removals[key] for key in keys if key in self._removals}
+            removals = {key: self.__removals[key] for key in keys if key in self.__removals}
             entry = _Job([*keys], [*pages], is_get, [False] * len(keys), removals)
-            self._jobs[job] = entry
-            size = -(-len(keys) // len(self._threads))
+            self.__jobs[job] = entry
+            size = -(-len(keys) // len(self.__threads))
             for start in range(0, len(keys), size):
                 part = range(start, min(start + size, len(keys)))
                 entry.parts_left += 1
-                self._tasks.append(partial(self._move, job, entry, part))
+                self.__tasks.append(partial(self._move, job, entry, part))
             self._changed.notify_all()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._is_closed)
+                self._changed.wait_for(lambda: self.__tasks or self._is_closed)
                 if self._is_closed:
                     return
-                task = self._tasks.popleft()
+                task = self.__tasks.popleft()
             task()
             del task  # because it refers to the pages of its job
 
@@ -229,21 +245,21 @@ class Threaded(ABC):
             if entry.parts_left:
                 return
             entry.pages = []
-            del self._jobs[job]
-            self._done.append((job, entry.flags))
+            del self.__jobs[job]
+            self.__done.append((job, entry.flags))
             self._changed.notify_all()
-        self._wake_up()
+        self.__wake_up()
 
     def _has_ended(self, key: bytes, removal: _Removal) -> bool:
-        return self._is_closed or self._removals.get(key) is not removal
+        return self._is_closed or self.__removals.get(key) is not removal
 
     def _remove(self, removal: _Removal) -> None:
         for key in removal.keys:
             self._tried(removal.remove, key)
         with self._changed:
             for key in removal.keys:
-                if self._removals.get(key) is removal:
-                    del self._removals[key]
+                if self.__removals.get(key) is removal:
+                    del self.__removals[key]
                     self._answers.deleted(key)  # because a lookup may have found the key meanwhile
             self._changed.notify_all()
 
@@ -252,14 +268,14 @@ class Threaded(ABC):
         with self._changed:
             for key, flag in zip(keys, flags, strict=True):
                 self._answers.looked_up(key, flag)
-        self._wake_up()
+        self.__wake_up()
 
     def _tried(self, call: Callable[..., object], *args: object) -> bool:
         try:
             return bool(call(*args))
         except Exception as error:
             kind = f"{call.__name__} {type(error).__name__}"
-            if not isinstance(error, OSError) and kind not in self._logged:
-                self._logged.add(kind)
+            if not isinstance(error, OSError) and kind not in self.__logged:
+                self.__logged.add(kind)
                 _log.warning("%s.%s: %s", type(self).__name__, call.__name__, one_line(error))
             return False

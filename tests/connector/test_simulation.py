@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -159,6 +160,40 @@ def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", [OffloadConnector, Two, LEAKS])
+class SlowLookup(SchedulerConnector):
+    """Answers half a second after the first lookup; many steps of the simulation pass meanwhile."""
+
+    def __init__(self) -> None:
+        self._answered = threading.Event()
+        self._thread = threading.Thread(target=self._look_up)
+
+    def _look_up(self) -> None:
+        self._answered.wait(0.5)
+        self._answered.set()
+
+    @override
+    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
+        if self._thread.ident is None:
+            self._thread.start()
+        return 0 if self._answered.is_set() else None
+
+    @override
+    def shutdown(self) -> None:
+        self._answered.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+class LooksUpSlowly(Connector):
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return SlowLookup()
+
+
+def test_a_lookup_on_a_thread_may_take_longer_than_the_steps_of_a_run() -> None:
+    assert not check_connector(LooksUpSlowly, seeds=1).failures
+
+
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,12 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.targets import load_connector
 from kvview.testing import read_expected_failures
-from kvview.testing.connector import ConnectorRuns, check_connector
+from kvview.testing.connector import ConnectorRuns, check_connector, generate_scenario
 from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.connector.code_coverage import Branches
 from kvview.testing.connector.code_that_ran import CodeThatRan
+from kvview.testing.connector.load_errors import first_load_error
+from kvview.testing.connector.result import SimulationResult
 from kvview.testing.placeholders import in_size
 from tests.testing import two_levels
 from tests.testing.two_levels import (
@@ -181,8 +185,25 @@ def test_loads_that_fail_by_themselves_are_not_green() -> None:
     assert not runs.failures
     (gap,) = [gap for gap in runs.gaps if gap.name == "failed loads"]
     assert "loads failed without an injected failure; the first: FileNotFoundError" in gap.what
+
     line = line_of('            with open("/nonexistent/page", "rb"):')
     assert f"two_levels.py:{line}: with open(" in gap.what
+
+
+def test_the_end_of_an_await_is_not_reported_as_the_error(tmp_path: Path) -> None:
+    (file := tmp_path / "awaits.py").write_text("""
+async def answer():
+    return False
+async def load():
+    return await answer()
+""")
+    code = runpy.run_path(str(file))
+
+    def play() -> SimulationResult:
+        asyncio.run(code["load"]())
+        return SimulationResult(generate_scenario(0), None, (), load_error="a page was missing")
+
+    assert first_load_error([str(file)], play) == "a page was missing"
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_store_that_takes_too_much_room_is_shown_its_files(
     [
         ({"root": "{tmp}"}, "the store takes no option max_bytes"),
         ({"root": "{tmp}"}, "the store does not set verifies = True"),
-        ({"root": "."}, "no option of the store has {tmp}, a folder that the check makes"),
+        ({"root": "."}, "no option of the store has {tmp}, a new folder name, such as"),
     ],
 )
 def test_a_check_that_a_store_skips_names_the_reason_in_its_words(

@@ -114,6 +114,7 @@ def check_connector(
             check.explain()
     except KeyboardInterrupt:
         is_interrupted = True
+    check.notes += check.notes_on_chance()
     check.notes += [] if check.failures else check.code.notes(check.gaps(), check.num_seeds)
     check.notes += notes_on(check.coverage)
     return ConnectorRuns(
@@ -187,6 +188,7 @@ class _Check:
         self.failures: list[ConnectorFailure] = []
         self.coverage: Counter[str] = Counter()
         self.notes: list[str] = []
+        self._of_chance: list[str] = []  # one note for each seed whose two runs differed
         self.num_seeds = 0
         self.max_shrink_runs = self.shrink_runs_left = 0
         self._num_timeouts = 0
@@ -231,7 +233,7 @@ class _Check:
         if result.coverage.get(FAILED_BY_THEMSELVES) and self._fails_to_load is None:
             self._fails_to_load = result.scenario
         if played.note:
-            self.notes.append(played.note)
+            self._of_chance.append(played.note)
         elif result.failure is None and len(self._green) < _MOST_SAMPLES:
             self._green.append(result)
         if result.failure is None:
@@ -249,6 +251,12 @@ class _Check:
             return
         answer = next(self.workers.map([("first_load_error", self._fails_to_load)]))
         self._first_load_error = answer if isinstance(answer, str) else ""
+
+    def notes_on_chance(self) -> list[str]:
+        """Describe the first seed whose runs differed, and count the others."""
+        others = len(self._of_chance) - 1
+        more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
+        return [note + more for note in self._of_chance[:1]]
 
     def gaps(self) -> list[Gap]:
         """List the missing parts of the check that are not events of the coverage."""

@@ -14,6 +14,7 @@ from kvview.testing.placeholders import is_sized
 
 _ENOUGH_SEEDS = 200  # further seeds rarely reach other code
 _MEASURED_FIRST, _MEASURED_EVERY = 20, 5
+_LOOKUPS = {"has", "find"}  # methods of a store that only run if the store outlives a run
 _SIZES = ("byte", "block", "page", "slot", "entr", "capacity", "size", "max", "limit")
 
 
@@ -108,6 +109,10 @@ class CodeThatRan:
             for name, value in self._known_options.items()
             if isinstance(value, bool) and name in mentioned and name not in self._options
         ]
+        unrun = {one.function.rpartition(".")[2] for one in self.unrun if one.is_judged}
+        has_store = self._code is not None and hasattr(self._code.connector_class, "store")
+        if has_store and unrun & _LOOKUPS and "weights" not in self._options:
+            tries.append("--option weights={tmp}")
         first = f"give {' '.join(tries)}" if tries else "play more --seeds"
         if num_seeds >= _ENOUGH_SEEDS and not tries:
             first = "remove conditions that are never true"

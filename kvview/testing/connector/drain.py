@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +12,8 @@ from kvview.testing.connector.stage import Stage
 
 _STEPS_BEFORE_LOST = 12  # steps until lost jobs are reported
 _MAX_STILL_STEPS = 80  # steps in which no request and no job ends
+_STILL_STEPS_AT_ONCE = 20  # later ones take time, because a thread may still look up a prefix
+_SECONDS_A_STEP = 0.05  # in all 3 s, which is more than the usual deadline of a lookup
 _MAX_DRAIN_STEPS = 3000
 _STEPS_TO_REST = 3  # steps after which a connector may no longer refuse a reset
 _SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
@@ -41,6 +45,9 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
         ended += sum(worker.num_reported for worker in stage.workers)
         still = still + 1 if ended == before else 0
         has_waited &= still > 0
+        is_looking_up = any(part.scheduler.unanswered for part in stage.parts)
+        if still > _STILL_STEPS_AT_ONCE and is_looking_up and threading.active_count() > 1:
+            time.sleep(_SECONDS_A_STEP)
         if still > _MAX_STILL_STEPS:
             if has_waited or not stage.expiring_blocks():
                 raise_stuck()

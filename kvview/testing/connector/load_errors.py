@@ -7,6 +7,7 @@ passes through the author's code is recorded.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -20,7 +21,8 @@ from kvview.errors import line_of
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.source_lines import with_source
 
-_IN_NORMAL_USE = (LookupError, AttributeError, StopIteration, GeneratorExit)
+_CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
+_IN_NORMAL_USE = (LookupError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ def first_load_error(paths: Collection[str], play: Callable[[], SimulationResult
     text = line_of(recorder.run(play).load_error)
     errors = recorder.errors
     behind = (one for one in errors if one.text and one.text in text)
-    others = (one for one in errors if not issubclass(one.kind, _IN_NORMAL_USE))
-    found = next(behind, None) or next(others, None) or next(iter(errors), None)
+    failures = [one for one in errors if not issubclass(one.kind, _CONTROL_FLOW)]
+    unusual = (one for one in failures if not issubclass(one.kind, _IN_NORMAL_USE))
+    found = next(behind, None) or next(unusual, None) or next(iter(failures), None)
     return str(found) if found else text
 
 

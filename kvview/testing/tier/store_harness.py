@@ -25,10 +25,14 @@ SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the stor
 
 _MOST_FILES = 5  # maximum of files that a message lists
 _OF_METHODS = (Capability.DELETE, Capability.USAGE, Capability.TOUCH)
+_NO_FOLDER = (
+    f"no option of the store has {FOLDER}, a new folder name, such as root={FOLDER} or "
+    f"url=http://127.0.0.1:8765{FOLDER}"
+)
 _IN_A_FOLDER = "the place of the store is not a folder of this machine"
 _WITHOUT = {
-    Capability.REOPEN: f"no option of the store has {FOLDER}, a folder that the check makes",
-    Capability.NAMESPACES: f"no option of the store has {FOLDER}, a folder that the check makes",
+    Capability.REOPEN: _NO_FOLDER,
+    Capability.NAMESPACES: _NO_FOLDER,
     Capability.KILL: "another process cannot import the class of the store",
     Capability.DAMAGE: _IN_A_FOLDER,
     Capability.GONE: _IN_A_FOLDER,

@@ -103,8 +103,7 @@ class DeletingStore(Threaded):
         with self._changed:
             for key in keys:
                 self._answers.deleted(key)
-            puts = [entry for entry in self._jobs.values() if not entry.is_get]
-            under_way = [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
+            under_way = self._puts_of(keys)
         self._later(partial(self._delete, [*keys], under_way))
 
     def close(self) -> None:
