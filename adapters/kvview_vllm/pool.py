@@ -70,7 +70,7 @@ class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
     1. It satisfies every law of :mod:`kvview.pool` and has every optional query that all
-       releases support; each subclass adds one.
+       releases support; each subclass adds one optional query.
     2. Views of several owners may be open at once; each view counts its own references.
     3. Use it on the scheduler's thread only.
 

@@ -261,7 +261,8 @@ class BlockPool(FreeQueue):
     ) -> None:
         """Register full blocks under the hashes of their KV.
 
-        Each block gets one hash, without group index. A block that already has a hash receives a
+        Each block receives one hash, without a group index. A block that already has a hash
+        receives a
         further hash, and its first hash stays the primary hash. The event contains the block size
         and the parent.
 

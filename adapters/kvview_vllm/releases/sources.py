@@ -107,7 +107,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
         A folder for PYTHONPATH.
 
     Raises:
-        SourcesError: The release does not exist, or there is no network or disk space.
+        SourcesError: The release does not exist, or the network or disk space is missing.
     """
     folder = cache_folder() / release
     if folder.is_dir():

@@ -60,7 +60,8 @@ def check_connector(
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
-    1. Seeds that detect the most wrong connectors in the least time come first. The report does not
+    1. The seeds that detect the most wrong connectors in the least time run first. The report does
+       not
        depend on the number of processes.
     2. A failing seed is run again, and the message contains any difference between the two runs.
     3. The first failure of each law is shrunk.

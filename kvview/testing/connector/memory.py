@@ -149,7 +149,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
         jobs: Jobs that may have copied although the steps before them are not computed.
 
     Raises:
-        InvariantBroken: XFER-6, if there is such a job.
+        InvariantBroken: XFER-6, if a job copied too early.
     """
     if jobs:
         kind = "load" if all(job.is_load for job in jobs) else "store"
@@ -285,7 +285,8 @@ class TierKeys:
         """Compare the advertised keys with the stored ones.
 
         Raises:
-            InvariantBroken: EVENT-4 for a failed store, EVENT-2 for a store that never ended.
+            InvariantBroken: EVENT-4, if each store of a key failed; EVENT-2, if no store of a key
+                has ended.
         """
         for key in self.advertised - self.stored:
             if key in self.failed:
@@ -307,7 +308,7 @@ class TierKeys:
             request: The request.
             num_computed: Number of tokens that hit on the GPU.
             num_promised: Number of tokens that were promised beyond the GPU hit.
-            is_silent: Whether the tokens come from a tier without events.
+            is_silent: Whether the tokens are loaded from a tier without events.
 
         Raises:
             InvariantBroken: CONN-2.
@@ -351,7 +352,7 @@ class TierKeys:
                 raise InvariantBroken("EVENT-2", f"{promise}, but the events do not advertise it")
 
     def on_reset(self) -> None:
-        """Forget all keys after a reset that was not refused.
+        """Drop all keys after a reset that was not refused.
 
         Raises:
             InvariantBroken: EVENT-5, if keys are still advertised.

@@ -91,7 +91,7 @@ class Squeeze:
 
 @dataclass(frozen=True)
 class Alias:
-    """The first cached block of a running request gets a second hash (POOL-6)."""
+    """The first cached block of a running request receives a second hash (POOL-6)."""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ class MultiPlan(StepPlan):
     """The plans of the children, and the merged plan that the engine receives.
 
     Args:
-        children: For each child its own plan, of any class, and a map from its job ids to those of
-            the engine.
+        children: For each child, its plan, of any class, and a map from the child's job ids to the
+            engine's job ids.
     """
 
     children: Sequence[tuple[StepPlan, Mapping[int, int]]] = ()

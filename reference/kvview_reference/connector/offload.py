@@ -1,8 +1,9 @@
 """Offloading to host memory that does not change the engine's eviction order.
 
 ``OffloadConnector`` stores a block each time that it is computed: the block is held from the step
-that computes it, and stored in the next step. Its request usually still uses the block then, so the
-hold takes no memory from other requests. The exceptions are blocks that a window or a finished
+that computes it, and stored in the next step. The request of the block usually still uses the block
+at that time, so the hold takes no memory from other requests. The exceptions are blocks that a
+window or a finished
 request releases in between. No block is held while free blocks are short, because a request that
 waits for blocks may lose its prefix to other requests. So the GPU has the same number of hits as
 without a connector.

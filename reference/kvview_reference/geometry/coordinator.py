@@ -343,7 +343,7 @@ class KVCacheCoordinator:
     def check_computed(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Check that there is room for computed tokens, and a hash for every full block.
+        """Check that the computed tokens have room, and that every full block has a hash.
 
         Raises:
             ValueError: Room or hashes are missing (TABLE-2); no group has been changed.

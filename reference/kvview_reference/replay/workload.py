@@ -1,6 +1,7 @@
 """A seeded workload that resembles a real trace, for users without a trace.
 
-It consists of conversations that grow turn by turn over one shared system prompt, with heavy-tailed
+The workload consists of conversations that grow turn by turn over one shared system prompt, with
+heavy-tailed
 lengths and Poisson arrivals. The quantiles below are the rounded quantiles of the Mooncake
 conversation trace. With the defaults an infinite cache hits about 35 % of the blocks of 12,000
 requests.

@@ -53,7 +53,7 @@ class DeletingStore(Threaded):
 
     @abstractmethod
     def remove(self, key: bytes, /) -> None:
-        """Remove the page of a key, if there is one.
+        """Remove the page of a key, if it exists.
 
         Raises:
             OSError: The page cannot be removed.

@@ -234,6 +234,6 @@ _CHAIN = (
 
 
 def _kind(error: BaseException) -> str:
-    """Class and status of an error, without its text: servers put signatures and accounts there."""
+    """Return class and status of an error, but not its text, which may contain credentials."""
     status = _STATUS.search(str(error))
     return type(error).__name__ + (f", status {status[1]}" if status else "")
