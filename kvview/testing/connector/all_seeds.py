@@ -322,7 +322,7 @@ class _Check:
 
 
 def _death(scenario: Scenario, died: Died) -> SimulationResult:
-    message = f"the process that played the connector died {died.how}: a crash in one of its hooks"
+    message = f"the process that ran the connector died {died.how}: a crash in one of its hooks"
     failure = Failure("CONN-3", message, 0, len(scenario.events))
     return SimulationResult(scenario, failure, ())
 

@@ -165,8 +165,8 @@ class Scenario:
         loads_may_be_late: Whether loads are delayed as their fates state; otherwise no load is
             late.
         loads_after_hits: Whether a request with a GPU hit may also load blocks from the tier.
-        steps_in_flight: Steps that may be launched before the output of the first of them
-            is taken; 1 for a synchronous engine.
+        steps_in_flight: Number of steps that may be launched before the output of the first step is
+            processed; 1 for a synchronous engine.
         compute_lags: Whether the KV of a step is written only when its output is taken, so
             that a worker half that ignores the compute stream (XFER-6) reads and writes too
             early; otherwise it is written when the step is launched.

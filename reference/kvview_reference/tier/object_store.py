@@ -202,7 +202,7 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"url or timeout cannot be used: {error}") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("url: name the bucket alone; " + _CHAIN)
+        raise ConfigError("url must only name the bucket; " + _CHAIN)
     for name in options:
         if _SECRET.search(name) or name in ("client_options", "retry_config"):
             raise ConfigError(f"option {name!r} is refused: {_CHAIN}")
