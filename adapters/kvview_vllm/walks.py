@@ -204,8 +204,7 @@ class Place:
 
     1. The place of the walk is behind ``_before``, the last block passed, which moves back before
        the view's own touches. That block stayed if it is queued with the same key, and the block
-       before it was
-       also passed.
+       before it was also passed.
     2. If the engine moved it, the walk reads from the front and skips the blocks that it has
        seen, so a block that stayed is neither missed nor yielded twice.
     3. If the engine takes and releases a run of blocks together, with its keys, between two calls,

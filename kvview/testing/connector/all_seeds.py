@@ -61,8 +61,7 @@ def check_connector(
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
     1. The seeds that detect the most wrong connectors in the least time run first. The report does
-       not
-       depend on the number of processes.
+       not depend on the number of processes.
     2. A failing seed is run again, and the message contains any difference between the two runs.
     3. The first failure of each law is shrunk.
     4. A hook that does not return ends its run; after the second such hook, the check ends.

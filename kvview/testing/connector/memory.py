@@ -1,8 +1,7 @@
 """The model of a run: the KV in each page of the GPU and of the tier, in stream order.
 
 The model consists of dictionaries and copies of bytes, without code of any implementation. Each
-comparison raises
-:class:`InvariantBroken` with its law.
+comparison raises :class:`InvariantBroken` with its law.
 """
 
 from __future__ import annotations

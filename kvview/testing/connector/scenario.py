@@ -177,8 +177,7 @@ class Scenario:
         ranks: Numbers of the tensors of each rank, for an engine with one worker half per rank;
             empty for one rank. A job ends when all ranks have reported it.
         rounds: Number of rounds, each of which plays all events. Each round has its own prompts and
-            its
-            own order of the fates, and a lost job is reported much later, not only at the end.
+            its own order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. If a
             connector never queries the budget and a hold raises ``PinBudgetExceeded``, the run is
             repeated without a budget.

@@ -1,8 +1,7 @@
 """The events of generated scenarios: scenes, with random events between the scenes.
 
 Each seed contains all scenes, so that any two hundred consecutive seeds have loads of all kinds
-with
-all results (:mod:`~kvview.testing.connector.coverage`).
+with all results (:mod:`~kvview.testing.connector.coverage`).
 """
 
 from __future__ import annotations

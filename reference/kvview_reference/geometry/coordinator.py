@@ -9,8 +9,8 @@ serves all four. ``scheduler_block_size`` is passed down from the top (GEO-1).
   request for less room than before frees no block, so speculated tokens that were not accepted cost
   nothing.
 - TABLE-2 A request has block tables from its first request for room to ``free``. Hits **must** come
-  with the first room, and only blocks in tables can be cached. ``free`` of a request
-  without tables does nothing, so it may be called twice.
+  with the first room, and only blocks in tables can be cached. ``free`` of a request without tables
+  does nothing, so it may be called twice.
 
 Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 ``single_type_kv_cache_manager.py`` (0.33.0).

@@ -2,9 +2,8 @@
 
 The consumer requests the pages of a handoff until they have arrived, the producer refuses them, or
 the time of a lease has passed. The producer sends pages in CPU memory without a copy, so it holds
-the
-blocks until the wire has read them. The consumer verifies size and checksum before it writes any
-page, then confirms.
+the blocks until the wire has read them. The consumer verifies size and checksum before it writes
+any page, then confirms.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.

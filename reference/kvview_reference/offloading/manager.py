@@ -1,8 +1,7 @@
 """The bookkeeping of a CPU tier: pages, pins, events and a replacement policy.
 
 Only stores and touches of keys change their recency. Lookups, loads and completions do not change
-it. Keys
-are processed by batched dict operations, because the scheduler waits for these calls.
+it. Keys are processed by batched dict operations, because the scheduler waits for these calls.
 """
 
 from __future__ import annotations

@@ -110,8 +110,7 @@ class RecencyOrder:
 
         The keys of a request are mostly touched when they are stored. The last of these keys were
         added just now, so they are already in their places. This saves a tenth of the time at
-        50,000
-        blocks.
+        50,000 blocks.
         """
         newest, self._newest = self._newest, []
         return keys[: -len(newest)] if newest and keys[-len(newest) :] == newest else keys

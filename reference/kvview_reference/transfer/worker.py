@@ -218,8 +218,8 @@ class CPUGPUTransferWorker:
             is in flight and compute has ended; 0 for never.
 
     Raises:
-        ConfigError: The tensors and the references do not match, a number is
-            not positive, or the host tier does not fit; nothing was allocated.
+        ConfigError: The tensors and the references do not match, a number is not positive, or the
+            host tier does not fit; nothing was allocated.
     """
 
     def __init__(
