@@ -8,12 +8,10 @@ Changes are sent to the front end with the step's output. The front end adds the
   except for the children of a connector of several).
 - METRIC-2 The last values of an engine **must** stay true while the engine is idle, because an idle
   engine sends no values. So the age of a hold is exported as the time at which it started, and
-  values
-  that are sent once a second are sent at every step when no request is left.
+  values that are sent once a second are sent at every step when no request is left.
 - METRIC-3 A series **must** have a sample before its first event, because otherwise an alert on its
   increase would miss this event. The series that the configuration names start with the front end;
-  the
-  series of any other child start at the first step.
+  the series of any other child start at the first step.
 
 ``docs/metrics.md`` lists the names and the questions for which they are useful.
 

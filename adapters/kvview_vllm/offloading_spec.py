@@ -104,8 +104,8 @@ class KVViewOffloadingSpec(_Spec):
 
     Raises:
         ConfigError: The key ``kvview`` is missing, has an unknown key, or names a target that
-            cannot be imported or refuses its options; or the manager names
-            a medium that vLLM does not know (VOFF-6).
+            cannot be imported or refuses its options; or the manager names a medium that vLLM does
+            not know (VOFF-6).
     """
 
     def __init__(self, *args: Any) -> None:

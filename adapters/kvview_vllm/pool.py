@@ -69,8 +69,8 @@ def _view(block_pool: Any, owner: str = "kvview canary") -> VLLMBlockPoolView:
 class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
-    1. It satisfies every law of :mod:`kvview.pool` and has every optional query that all
-       releases support; each subclass adds one.
+    1. It satisfies every law of :mod:`kvview.pool` and has every optional query that all releases
+       support; each subclass adds one optional query.
     2. Views of several owners may be open at once; each view counts its own references.
     3. Use it on the scheduler's thread only.
 
@@ -104,8 +104,8 @@ class VLLMBlockPoolView(LedgerView):
         """Walk the free blocks that still hold reusable KV, next victim first.
 
         Unhashed blocks in front of a hashed one are skipped, so the cost of the first item depends
-        on their number. A block that the engine itself takes *and* frees between two
-        items looks like a block that stayed: it may still be yielded, if its item is still true.
+        on their number. A block that the engine itself takes *and* frees between two items looks
+        like a block that stayed: it may still be yielded, if its item is still true.
         """
         with self._walking(hashed_only=True) as walk:
             for block in walk.blocks():

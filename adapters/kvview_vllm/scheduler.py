@@ -1,10 +1,8 @@
 """vLLM's schedulers with a step that binds the block pool, for ``--scheduler-cls``.
 
 These schedulers are needed for releases that have no hook for the pool (0.11 to 0.18) or do not
-pass it to the
-children of ``MultiConnector`` (0.19 to 0.21). In other releases the schedulers are harmless,
-because binding
-the same pool again changes nothing (BIND-2).
+pass it to the children of ``MultiConnector`` (0.19 to 0.21). In other releases the schedulers are
+harmless, because binding the same pool again changes nothing (BIND-2).
 
 Source: ``SchedulerConfig.scheduler_cls``, vllm/config/scheduler.py, every release.
 """

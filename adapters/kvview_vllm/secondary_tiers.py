@@ -5,8 +5,7 @@ r"""A secondary tier of vLLM with the interface of a store, so that the kit can 
 
 1. The tier receives the arguments that vLLM would pass: a spec, rows of the host's memory, and keys
    made of a hash and a group. All rows of a tier have one size. So each size of pages has its own
-   tier,
-   and a job is split by size. The length of a page follows its bytes.
+   tier, and a job is split by size. The length of a page follows its bytes.
 2. No result of the tier is cached: each lookup queries the tier again.
 
 For vLLM 0.26.0 and later, whose specs can be made without a model.

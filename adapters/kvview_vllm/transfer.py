@@ -8,9 +8,8 @@
   bytes of another block. In 0.33.0 its connector passes one head only in the layout ``LHBNC``, and
   Mamba states at wrong places in layouts that start with blocks; both are refused.
 
-``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread
-and under the current stream of the forward pass, so a worker orders its copies after that stream
-(XFER-6).
+``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread and under
+the current stream of the forward pass, so a worker orders its copies after that stream (XFER-6).
 
 Shapes of a layer: blocks first (CPU and FlashAttention of late releases), keys and
 values first ``(2, blocks, ...)`` (up to 0.22), kernel blocks smaller than the

@@ -30,13 +30,13 @@ class Walk:
 
     1. Each chunk has twice the size of the previous chunk, so taking k blocks reads at most about
        2k.
-    2. A block that leaves the queue loses its links, and a block that joins it is in front of
-       the cursor or behind ``_last``; both move out of the way of the view's own
-       touches (:meth:`before_touch`).
+    2. A block that leaves the queue loses its links, and a block that joins the queue is in front
+       of the cursor or behind ``_last``; cursor and ``_last`` move before the view's own touches
+       (:meth:`before_touch`).
     3. If the engine took the block under the cursor, the walk finds its place from
        the front, skipping the blocks that it has seen: no block is yielded twice.
-    4. If fewer blocks were seen than were free at the start, a last pass looks for
-       hashed ones that were missed.
+    4. If fewer blocks were seen than were free at the start, a last pass looks for hashed blocks
+       that were missed.
     """
 
     def __init__(self, queue: Any, release: PoolSeam, hashed_only: bool) -> None:
@@ -202,9 +202,9 @@ class ResumedWalk:
 class Place:
     """The place of a resumed walk in the real free queue.
 
-    1. Its place is behind ``_before``, the last block passed, which moves back before the view's
-       own touches. That block stayed if it is queued with the same key, and the block before it was
-       also passed.
+    1. The place of the walk is behind ``_before``, the last block passed, which moves back before
+       the view's own touches. That block stayed if it is queued with the same key, and the block
+       before it was also passed.
     2. If the engine moved it, the walk reads from the front and skips the blocks that it has
        seen, so a block that stayed is neither missed nor yielded twice.
     3. If the engine takes and releases a run of blocks together, with its keys, between two calls,

@@ -1,9 +1,8 @@
 """The registry: every check of every contract, in one list.
 
 A check is a plain function that takes a factory. The check makes a harness, calls its methods, and
-raises
-:class:`~kvview.testing.LawBroken` if a law does not hold. A test may call a check directly. A
-runner finds each check in this list, with its law and the capabilities that it requires.
+raises :class:`~kvview.testing.LawBroken` if a law does not hold. A test may call a check directly.
+A runner finds each check in this list, with its law and the capabilities that it requires.
 """
 
 from __future__ import annotations

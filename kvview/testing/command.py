@@ -167,12 +167,11 @@ def check(
     """Check an implementation against the laws of its contract.
 
     TARGET is package.module:name or path/to/file.py:name. TARGET is a factory of harnesses for a
-    pool view, a coordinator, an offloading manager or a transfer
-    worker; a class of tier stores, which is built with the given --option values; or a connector
-    class, which
-    runs in an engine with injected faults. With --engine vllm, the connector may be any unmodified
-    KVConnectorBase_V1 of vLLM. In an option, '{tmp}' is a new folder for each connector and run;
-    '{blocks}' and '{bytes}' are the size of the connector's tier in that run.
+    pool view, a coordinator, an offloading manager or a transfer worker; a class of tier stores,
+    which is built with the given --option values; or a connector class, which runs in an engine
+    with injected faults. With --engine vllm, the connector may be any unmodified KVConnectorBase_V1
+    of vLLM. In an option, '{tmp}' is a new folder for each connector and run; '{blocks}' and
+    '{bytes}' are the size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
     is_piped = "-" in (json_file, result_file)

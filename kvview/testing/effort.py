@@ -47,7 +47,7 @@ class Effort:
         shared: Results that all checks of one run share.
 
     Raises:
-        ConfigError: A number is too small, or steps are given with inference.
+        ConfigError: A number is too small, or steps are set together with inference.
     """
 
     seed: int = 0

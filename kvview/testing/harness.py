@@ -1,9 +1,9 @@
 """The harnesses that implementers write, one small class for each contract.
 
-A harness holds the object under test and the calls of the engine around it. A
-factory without arguments makes a new one for every check. Methods that are not required belong to a
-capability. If a harness does not declare a capability, its methods are not called, and the
-checks that need them are skipped and listed.
+A harness holds the object under test and the calls of the engine around it. A factory without
+arguments makes a new one for every check. Methods that are not required belong to a capability. If
+a harness does not declare a capability, its methods are not called, and the checks that need them
+are skipped and listed.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def run_checks(
        unless it is expected. Laws that need all seeds then have no result.
 
     Args:
-        factory: Makes a harness in its first state. It may also be a connector class, or a class of
-            cache policies, which is tested in the reference's manager.
+        factory: Makes a harness in its first state. The factory may also be a connector class, or a
+            class of cache policies, which is tested in the reference's manager.
         expected_failures: ``{name of a check: reason}``; a check that passes is reported. An
             item that a connector does not exercise is ``coverage: NAME``; ``*`` is allowed.
         select: Names of checks or laws, ``*`` allowed; empty for all.

@@ -260,7 +260,7 @@ def runs_of(contract: Contract, effort: Effort) -> int:
 
 
 def search(player_class: type[Player], factory: Factory, effort: Effort) -> SearchResult:
-    """Play runs of consecutive seeds, and shrink the first failure of each law."""
+    """Run the search for consecutive seeds, and shrink the first failure of each law."""
     result = SearchResult()
     number = runs_of(player_class.contract, effort)
     on_progress: Callable[[int, int, int], None] | None = effort.shared.get("on_progress")

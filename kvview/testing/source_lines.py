@@ -11,7 +11,7 @@ def at_line(error: BaseException) -> str:
     """Return the innermost line of the author's code that an exception passed through.
 
     Returns:
-        ``" at file.py:12: source"``; empty if there is none.
+        ``" at file.py:12: source"``; empty if the exception passed through no such line.
     """
     place = where(error)
     return f" at {with_source(place)}" if place else ""

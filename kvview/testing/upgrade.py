@@ -140,7 +140,7 @@ class UpgradeReport:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0 if all releases are green, otherwise that of the worst verdict."""
+        """Exit code: 0 if all releases are green, otherwise the code of the worst verdict."""
         found = {result.verdict for result in self.results}
         return next((code for code, verdict in _CODES.items() if verdict in found), 0)
 

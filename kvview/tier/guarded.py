@@ -185,7 +185,7 @@ class GuardedTier:
             unanswered = self._answers.num_unanswered
             flags, ask = self._answers.flags(keys)
             if self._answers.num_unanswered > unanswered:
-                self._strike("lookups are not answered in time")
+                self._strike("a lookup had no result in time")
         if ask:
             self._run_soon(partial(self._queue_lookup, ask))
         return flags

@@ -180,7 +180,7 @@ class GuardedReferencePool(ReferencePool):
         return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
 
     def traced(self) -> GuardedReferencePool:
-        """A new harness whose guard notes the line that took each hold."""
+        """A new harness whose guard records the line that took each hold."""
         return type(self)(self.num_blocks, trace=True)
 
 
@@ -261,7 +261,7 @@ class ReferenceManager:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """The capabilities of a manager, and those of its policy."""
+        """The capabilities of a manager, and of its policy."""
         has = {Capability.EVENTS, Capability.PAGES, Capability.RESETS, Capability.POLICIES}
         has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS, Capability.LEADING_HITS}
         has.add(Capability.SIZED)
@@ -282,7 +282,7 @@ class ReferenceManager:
 
 
 class PolicyManager(ReferenceManager):
-    """The manager with a user's policy, which need not be LRU or ARC."""
+    """The offloading manager with a user's policy, which need not be LRU or ARC."""
 
     capabilities = frozenset(
         {

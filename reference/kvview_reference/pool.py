@@ -55,8 +55,8 @@ class BlockPool(FreeQueue):
     """Fixed-size GPU blocks: allocation, references, eviction order, prefix cache.
 
     1. Block 0 is the null block, which is never allocated; touch and free skip it.
-    2. Freed blocks without a hash are reused first, the first of a batch first;
-       freed blocks with a hash are reused last, in the order in which they were freed.
+    2. Freed blocks without a hash are reused first, the first of a batch first; freed blocks with a
+       hash are reused last, in the order in which they were freed.
     3. Several blocks may have the same hash, and a block may have several hashes.
     4. A call that raises an exception has changed nothing.
 
@@ -261,9 +261,9 @@ class BlockPool(FreeQueue):
     ) -> None:
         """Register full blocks under the hashes of their KV.
 
-        Each block gets one hash, without group index. A block that already has a hash receives a
-        further hash, and its first hash stays the primary hash. The event contains the block size
-        and the parent.
+        Each block receives one hash, without a group index. A block that already has a hash
+        receives a further hash, and its first hash stays the primary hash. The event contains the
+        block size and the parent.
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.

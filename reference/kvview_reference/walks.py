@@ -2,8 +2,8 @@
 
 A walk is a position on the queue's axis. A one-shot walk copies a few entries at a time. A method
 that takes or moves entries first stops the walk: the copy is emptied, so the walk reads the entries
-again. So every item is true without a further check. A resumed walk keeps only its
-position between two calls.
+again. So every item is true without a further check. A resumed walk keeps only its position between
+two calls.
 """
 
 from __future__ import annotations

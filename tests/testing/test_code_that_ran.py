@@ -131,7 +131,7 @@ def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
     assert gap.name == "code"
     assert re.fullmatch(r"\d+ of \d+ statements ran in 3 seeds", gap.what)
     assert list(code.notes([gap], 3)) == [
-        "play at least 15 --seeds to list the lines that never ran"
+        "run at least 15 --seeds to list the lines that never ran"
     ]
 
 

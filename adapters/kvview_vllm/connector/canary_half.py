@@ -1,4 +1,4 @@
-"""The connector of the canary, which compares each call with that of every tested release."""
+"""The connector of the canary, which compares each call with every tested release."""
 
 from __future__ import annotations
 

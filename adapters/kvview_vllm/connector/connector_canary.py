@@ -1,7 +1,7 @@
 """A canary for the messages between the halves of the connector, made with vLLM's classes.
 
-Reports of workers, events and the layout of a KV cache are built and read here before the
-first request. An unknown shape is refused when a connector is built, and by ``kvview doctor``.
+Reports of workers, events and the layout of a KV cache are built and read here before the first
+request. An unknown shape is refused when a connector is built, and by ``kvview doctor``.
 :mod:`.scheduler_canary` makes the calls of a scheduler.
 """
 

@@ -114,7 +114,7 @@ class KVViewStats(KVConnectorStats):
         return as_log_line(self.data.get(_METRICS, {}))
 
     def is_empty(self) -> bool:
-        """Whether there are no reports and no metrics."""
+        """Whether this object has neither reports nor metrics."""
         return not (self.data.get(_REPORTS) or self.data.get(_METRICS))
 
     def __getitem__(self, name: str) -> Any:

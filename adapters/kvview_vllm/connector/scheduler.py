@@ -20,8 +20,7 @@
   computes them, and this request may be aborted or preempted first.
 - SCHED-7 If other calls come between a promise and its blocks, the connector **must** only receive
   the blocks if it promises as many tokens again (CONN-2); otherwise the load has failed (HiSparse
-  of
-  0.33.0).
+  of 0.33.0).
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
 ``_handle_invalid_blocks`` in this file, which only evicts the blocks if the request is to fail.

@@ -6,8 +6,8 @@ the hook calls of every tested release: block ids, bytes of keys, units of match
 blocks of a step, and the order of finish and free.
 
 1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
-2. The trial run leaves nothing behind: no device, process, thread, file, event or log line, and
-   the root of vLLM's block hashes is restored.
+2. The trial run leaves no trace: no device, process, thread, file, event or log line, and the root
+   of vLLM's block hashes is restored.
 3. If the scheduler cannot serve these requests even without a connector, vLLM is not refused,
    because a server may configure the scheduler in another way. The adapter then runs unchecked,
    with a warning. A vLLM in which an object of the trial run cannot be made is refused.

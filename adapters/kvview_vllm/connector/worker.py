@@ -2,11 +2,10 @@
 
 - WORK-1 A request that loads **must** be reported to the engine once, when all its loads have
   ended, including failed ones.
-- WORK-2 A failed load **must** be reported to the engine in a form that it supports: block ids
-  with one KV-cache group, request ids with several (0.30 and later). If the engine supports neither
-  form,
-  :class:`~kvview.ConnectorError` ends the worker, so that no step computes on bytes that were not
-  loaded.
+- WORK-2 A failed load **must** be reported to the engine in a form that it supports: block ids with
+  one KV-cache group, request ids with several (0.30 and later). If the engine supports neither
+  form, :class:`~kvview.ConnectorError` ends the worker, so that no step computes on bytes that were
+  not loaded.
 """
 
 from __future__ import annotations

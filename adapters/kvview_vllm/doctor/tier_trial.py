@@ -35,7 +35,7 @@ def try_dry() -> str:
     """Try a tier that keeps its pages in this process, with any hash seed.
 
     Returns:
-        The problem; empty if there is none.
+        The problem; empty if the trial succeeded.
     """
     is_set = _SEED in os.environ
     os.environ.setdefault(_SEED, "0")
@@ -50,7 +50,7 @@ def try_tier(given: Mapping[str, Any]) -> str:
     """Try a user's ``--kv-transfer-config`` of vLLM, or its extra config.
 
     Returns:
-        The problem; empty if there is none.
+        The problem; empty if the trial succeeded.
     """
     extra = given.get("kv_connector_extra_config", given)
     if "kv_connector" in given and given["kv_connector"] != "OffloadingConnector":

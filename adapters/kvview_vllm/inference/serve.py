@@ -73,7 +73,7 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
 
     Args:
         job: The job.
-        on_progress: Called with the progress, often.
+        on_progress: Called with the progress, at short intervals.
     """
     import torch
 

@@ -129,7 +129,7 @@ class Server:
         return self.scheduler.kv_cache_manager.block_pool
 
     def num_steps_in_flight(self) -> int:
-        """Number of steps that the engine has launched without processing their output yet."""
+        """Number of steps that the engine has launched and whose output is not processed yet."""
         return len(self._core.batch_queue or ())
 
     def add(

@@ -62,7 +62,7 @@ class PagesSpec(_LoadStoreSpec):
 
 
 class ManagerForVLLM(_Manager):
-    """The manager that an OffloadingSpec gives to vLLM.
+    """The manager that an OffloadingSpec returns to vLLM.
 
     Args:
         manager: The kvview manager.

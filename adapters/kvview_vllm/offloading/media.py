@@ -1,8 +1,8 @@
 """A manager's media, under the names of the installed vLLM.
 
-- VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM
-  does not know is refused at start. A medium that the manager did not name is published as
-  ``"CPU"`` and logged once, because an event must never end the engine.
+- VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM does not
+  know is refused at start. A medium that the manager did not name is published as ``"CPU"`` and
+  logged once, because an event must never end the engine.
 
 Up to 0.26 any string is a medium; later ``Medium`` lists them.
 

@@ -72,10 +72,9 @@ def check_partition(
     Args:
         connector_class: A ``KVConnectorBase_V1``.
         options: The ``kv_connector_extra_config`` of the connector; the key ``kv_transfer_config``
-            has the other
-            fields.
-            ``{tmp}`` is a new folder for each pair; ``{model}``, ``{revision}`` and the other
-            settings of :class:`EngineSettings` are filled in for each engine.
+            has the other fields. ``{tmp}`` is a new folder for each pair; ``{model}``,
+            ``{revision}`` and the other settings of :class:`EngineSettings` are filled in for each
+            engine.
         pairs: The pairs, with each control before the pairs for which it is the control.
 
     Yields:

@@ -37,7 +37,7 @@ _ENCODER_TOKENS = 256
 
 
 class PartitionEngine(RawHarness):
-    """An engine that serves requests with real hashes one after the other.
+    """An engine that serves requests one after the other, with real hashes.
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.

@@ -1,6 +1,7 @@
 """Features of late vLLM releases that the contract does not have, and how kvview treats them.
 
-``beyond.toml`` lists them, with their sources; ``kvview doctor`` lists those of the installed vLLM.
+``beyond.toml`` lists these features, with their sources; ``kvview doctor`` lists the features of
+the installed vLLM.
 """
 
 from __future__ import annotations

@@ -332,7 +332,8 @@ def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
 def set_concurrent_batches(vllm_config: Any, number: int) -> None:
     """Set the number of steps in flight that a scheduler expects, if this is a setting (0.24).
 
-    vLLM derives it from the sizes of a deployment; three are those of two pipeline stages.
+    vLLM derives this number from the sizes of a deployment; three steps correspond to two pipeline
+    stages.
     """
     kind = type(vllm_config)
     if hasattr(kind, "max_concurrent_batches"):
@@ -381,7 +382,7 @@ def states_are_hit_with_the_rest() -> bool:
 def ended_requests_take_no_output() -> bool:
     """Whether outputs of steps in flight are dropped for a request that has ended.
 
-    Up to 0.15 a request whose blocks a connector keeps gets another token and is freed twice
+    Up to 0.15 a request whose blocks a connector keeps receives another token and is freed twice
     (vLLM PR 33377).
     """
     update = vllm(_SCHEDULER).Scheduler.update_from_output

@@ -1,8 +1,7 @@
 """CUDA's own operations on a CPU: streams, events, and copies of bytes between addresses.
 
 These operations replace no part of a connector, because the connector computes each address and
-size, which are used unchanged.
-Copies of one direction run in order and may be some steps late.
+size, which are used unchanged. Copies of one direction run in order and may be some steps late.
 
 Source: vllm/v1/kv_offload/cpu/gpu_worker.py, 0.25.0 to 0.33.0; ``swap_blocks_batch`` in
 csrc/cache_kernels.cu; ``copy_blocks`` of vllm/v1/simple_kv_offload/cuda_mem_ops.py.

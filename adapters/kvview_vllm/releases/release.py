@@ -1,7 +1,7 @@
 """The differences between vLLM releases, and the seams that record them.
 
-1. A difference **must** be probed on the shape of the object at hand: signatures and
-   attributes. A fork, or a build with a wrong version string, is then still supported.
+1. A difference **must** be probed on the shape of the object at hand: signatures and attributes. A
+   fork, or a build with a wrong version string, is then still supported.
 2. A difference that the table lists for the version **must** be found. So a release that renames a
    member is refused, and is never mistaken for an older release. A defect need not be found,
    because a build of that release may have its fix.

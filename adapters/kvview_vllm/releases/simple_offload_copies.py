@@ -93,7 +93,7 @@ class LateBackend:
         self._queues[is_store].put(event, copy)
 
     def shutdown(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing, because the copies have no thread."""
 
 
 class _Done:

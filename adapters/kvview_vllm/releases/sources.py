@@ -1,10 +1,10 @@
 """The Python sources of vLLM releases, unpacked from their wheels and kept.
 
-The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU: some
-10 MB of a 300 MB wheel, so they are read out of it in place. If the index cannot serve parts
-of a file, or requires credentials that only pip has, pip downloads the wheel. The index is the
-package index of the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else
-``~/.cache/kvview``), in one folder per release, ready for PYTHONPATH.
+The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU: some 10 MB of a
+300 MB wheel, so they are read out of it in place. If the index cannot serve parts of a file, or
+requires credentials that only pip has, pip downloads the wheel. The index is the package index of
+the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else ``~/.cache/kvview``), in
+one folder per release, ready for PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
     """Return the folder with the sources of a release, which are fetched the first time.
 
     Besides the ``vllm`` package the folder has a ``vllm-<release>+cpu.dist-info``, because vLLM
-    recognises
-    its CPU build by that local version.
+    recognises its CPU build by that local version.
 
     Args:
         release: A version on the package index, such as "0.33.0".
@@ -107,7 +106,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
         A folder for PYTHONPATH.
 
     Raises:
-        SourcesError: The release does not exist, or there is no network or disk space.
+        SourcesError: The release does not exist, or the network or disk space is missing.
     """
     folder = cache_folder() / release
     if folder.is_dir():

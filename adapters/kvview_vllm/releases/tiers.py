@@ -49,7 +49,7 @@ def has_random_hash_root() -> bool:
     """Whether the chain of block hashes starts at random.
 
     An engine chooses that start after it has built its tiers. From 0.29.0 on only hashes that are
-    not cryptographic (``xxhash``) start at random, if there is no seed.
+    not cryptographic (``xxhash``) start at random, unless a seed is set.
     """
     utils = vllm(_UTILS)
     seed = getattr(utils, "_NONE_HASH_SEED", None)
@@ -221,7 +221,7 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
 
     Args:
         manager: The release's manager; the result takes over its tiers and replaces it.
-        kind: Class of the tiers that have events.
+        kind: Class of those tiers that report events.
     """
     if tier_seam().tier_events:
         return manager
@@ -269,6 +269,6 @@ def metric_stats(
 
 
 def constructor_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the options of a tier into those of vLLM's own constructor and the user's."""
+    """Split the options of a tier into options of vLLM's own constructor and the user's options."""
     own = {name: value for name, value in given.items() if name == "backpressure_detector"}
     return own, {name: value for name, value in given.items() if name not in own}

@@ -285,7 +285,7 @@ class VLLMConnectorHarness:
     # --- events ---
 
     def add(self, add: Add, serial: int, transfer_params: Mapping[str, Any] | None = None) -> None:
-        """Queue a request; a request without output gets one token, because vLLM requires one."""
+        """Queue a request; one without output generates a token, because vLLM requires one."""
         num_output_tokens = max(1, add.num_output_tokens)
         before: Sequence[int] = ()
         if add.continues is not None:
@@ -342,7 +342,7 @@ class VLLMConnectorHarness:
             self._finish([request_id])
 
     def step(self) -> None:
-        """Make one call of an engine core: launch a step if there is room, or process an output."""
+        """Make one call of an engine core: launch a step if allowed, or process an output."""
         self.stats.steps += 1
         if self._has_requests() or not self._launched:
             output = self._launch()

@@ -211,7 +211,7 @@ def make_vllm_config(
         block_size: Tokens of a block.
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
-        has_states: Whether there are Mamba groups, whose states are then cached.
+        has_states: Whether the model has Mamba groups, whose states are then cached.
         prefix_match_unit: Tokens of a hash, if the release lets users choose it (0.32.0); by
             default as few as the sizes of the groups require.
         max_num_seqs: Requests that may run together.

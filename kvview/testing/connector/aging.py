@@ -282,7 +282,7 @@ def with_rounds_compared(
 def _compare_rounds(
     result: SimulationResult, play: Callable[[Scenario], SimulationResult]
 ) -> Mapping[str, int]:
-    """Compare the rounds of a long run with each other, and with those of a new connector.
+    """Compare the rounds of a long run with each other, and with rounds of a new connector.
 
     Args:
         result: The long run.

@@ -60,8 +60,8 @@ def check_connector(
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
-    1. Seeds that detect the most wrong connectors in the least time come first. The report does not
-       depend on the number of processes.
+    1. The seeds that detect the most wrong connectors in the least time run first. The report does
+       not depend on the number of processes.
     2. A failing seed is run again, and the message contains any difference between the two runs.
     3. The first failure of each law is shrunk.
     4. A hook that does not return ends its run; after the second such hook, the check ends.
@@ -329,7 +329,7 @@ class _Check:
 
 
 def _death(scenario: Scenario, died: Died) -> SimulationResult:
-    message = f"the process that played the connector died {died.how}: a crash in one of its hooks"
+    message = f"the process that ran the connector died {died.how}: a crash in one of its hooks"
     failure = Failure("CONN-3", message, 0, len(scenario.events))
     return SimulationResult(scenario, failure, ())
 

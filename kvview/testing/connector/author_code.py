@@ -41,7 +41,7 @@ class Unrun:
             function.
         is_judged: Whether a check that does not reach these statements is incomplete. False for a
             branch, for code that handles errors, a GPU or a log, and for code without an effect or
-            a caller.
+            without a caller.
     """
 
     place: str
@@ -139,7 +139,7 @@ class AuthorCode:
         ]
 
     def options(self) -> dict[str, object]:
-        """The options that the code reads from pydantic models or with ``get``, with defaults."""
+        """Options, with defaults, that the code reads from pydantic models or with ``get``."""
         found: dict[str, object] = {}
         for (module, name), node in sorted(self._parts.items(), key=lambda item: item[0]):
             fields = getattr(vars(self._files[module].module).get(name), "model_fields", {})
@@ -306,7 +306,7 @@ def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
 
 
 def _folder_of(kind: type[Any]) -> Path | None:
-    """Return the folder of an author's modules: that of the top package, or else of the file.
+    """Return the folder of an author's modules: the top package's folder, or else the file's.
 
     Returns:
         The folder; None for a class of kvview or of Python.

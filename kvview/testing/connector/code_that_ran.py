@@ -89,11 +89,11 @@ class CodeThatRan:
             num_seeds: Number of seeds that were run.
         """
         if self._code is not None and self._why_not is not None:
-            yield f"code that never ran was not looked for: {self._why_not}"
+            yield f"the code that never ran cannot be listed: {self._why_not}"
         elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
             yield f"to reach the code that never ran: {self._options_to_try(num_seeds)}"
         elif any(gap.name == "code" for gap in gaps):
-            yield f"play at least {FEWEST_SEEDS} --seeds to list the lines that never ran"
+            yield f"run at least {FEWEST_SEEDS} --seeds to list the lines that never ran"
 
     def _options_to_try(self, num_seeds: int) -> str:
         sizes = [

@@ -1,9 +1,8 @@
 """Events that runs must have exercised before a connector may be called green.
 
 A connector that does nothing breaks no law, but a run with such a connector checks no law. Most
-faults of connectors
-need two conditions at once, such as Mamba and a GPU hit. So loads are counted by combinations of
-conditions, called cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
+faults of connectors need two conditions at once, such as Mamba and a GPU hit. So loads are counted
+by combinations of conditions, called cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
 """
 
 from __future__ import annotations

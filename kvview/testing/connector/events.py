@@ -31,7 +31,7 @@ class EventPlayer:
     Args:
         stage: The engine and its connectors.
         scenario: The run.
-        unique_ids: Whether a reused request id gets another name.
+        unique_ids: Whether a reused request id is replaced by another id.
     """
 
     def __init__(self, stage: Stage, scenario: Scenario, *, unique_ids: bool) -> None:

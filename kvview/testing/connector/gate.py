@@ -99,7 +99,7 @@ class Gate:
                 self._changed.notify_all()
 
     def let_in(self, number: float, *, whole_job: bool) -> bool:
-        """Let the operations of one thread pass, up to the first one that moves bytes.
+        """Let the operations of one thread pass, up to the first operation that moves bytes.
 
         Args:
             number: Selects the thread: 0.0 for the first waiting thread, up to just below 1.0 for

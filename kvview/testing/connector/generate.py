@@ -342,7 +342,7 @@ class Steady:
     """One kind of steady run.
 
     Args:
-        has_window: Whether there is a second group, with a sliding window.
+        has_window: Whether the geometry has a second group, with a sliding window.
         has_resets: Whether the caches are reset five times per round.
         share_failed: Share of the jobs that fail.
         share_aborted: Share of the requests that are aborted.

@@ -114,7 +114,7 @@ class ConnectorHarness(Protocol):
     def unfinished(self) -> Mapping[str, str]:
         """Unfinished requests, ``{request_id: "waiting", "loading" or "running"}``.
 
-        Loading requests come in the order in which their loads started.
+        Loading requests are listed in the order in which their loads started.
         """
 
     def has_work(self) -> bool:

@@ -23,7 +23,8 @@ class InvariantBroken(AssertionError):
         law: Number of the law, ``"CONN-4"`` for example.
         message: Text with the found and the expected values.
         is_timeout: Whether a hook did not return.
-        is_hook_error: Whether a hook raised, or returned a value that no engine can use.
+        is_hook_error: Whether a hook raised an exception, or returned a value that no engine can
+            use.
         hint: The remedy; None for the hint of the law.
     """
 

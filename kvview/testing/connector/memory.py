@@ -1,8 +1,7 @@
 """The model of a run: the KV in each page of the GPU and of the tier, in stream order.
 
 The model consists of dictionaries and copies of bytes, without code of any implementation. Each
-comparison raises
-:class:`InvariantBroken` with its law.
+comparison raises :class:`InvariantBroken` with its law.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
         jobs: Jobs that may have copied although the steps before them are not computed.
 
     Raises:
-        InvariantBroken: XFER-6, if there is such a job.
+        InvariantBroken: XFER-6, if a job copied too early.
     """
     if jobs:
         kind = "load" if all(job.is_load for job in jobs) else "store"
@@ -285,7 +284,8 @@ class TierKeys:
         """Compare the advertised keys with the stored ones.
 
         Raises:
-            InvariantBroken: EVENT-4 for a failed store, EVENT-2 for a store that never ended.
+            InvariantBroken: EVENT-4, if each store of a key failed; EVENT-2, if no store of a key
+                has ended.
         """
         for key in self.advertised - self.stored:
             if key in self.failed:
@@ -307,7 +307,7 @@ class TierKeys:
             request: The request.
             num_computed: Number of tokens that hit on the GPU.
             num_promised: Number of tokens that were promised beyond the GPU hit.
-            is_silent: Whether the tokens come from a tier without events.
+            is_silent: Whether the tokens are loaded from a tier without events.
 
         Raises:
             InvariantBroken: CONN-2.
@@ -351,7 +351,7 @@ class TierKeys:
                 raise InvariantBroken("EVENT-2", f"{promise}, but the events do not advertise it")
 
     def on_reset(self) -> None:
-        """Forget all keys after a reset that was not refused.
+        """Drop all keys after a reset that was not refused.
 
         Raises:
             InvariantBroken: EVENT-5, if keys are still advertised.

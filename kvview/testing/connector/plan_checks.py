@@ -56,8 +56,8 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     """Require references to the source blocks of a store, and record the keys of their KV.
 
     Raises:
-        InvariantBroken: CONN-6 for a block that is free or belongs to another request, CONN-8 for a
-            block that is not completely computed.
+        InvariantBroken: CONN-6, if a block is free or belongs to another request; CONN-8, if a
+            block is not completely computed.
     """
     blocks = job.gpu_blocks
     if free := _free_blocks(job, engine):

@@ -40,7 +40,8 @@ class Failure:
         step: Number of steps until the failure.
         num_events: Number of events of the scenario that had started before the failure.
         is_timeout: Whether a hook did not return.
-        is_hook_error: Whether a hook raised, or returned a value that no engine can use.
+        is_hook_error: Whether a hook raised an exception, or returned a value that no engine can
+            use.
         log: The last hooks, transfers and holds before the failure.
         hint: The remedy; None for the hint of the law.
     """
@@ -123,7 +124,7 @@ class ConnectorFailure:
 
     @property
     def is_hook_error(self) -> bool:
-        """Whether a hook raised, or returned a value that no engine can use."""
+        """Whether a hook raised an exception, or returned a value that no engine can use."""
         failure = None if self.result is None else self.result.failure
         return failure is not None and failure.is_hook_error
 

@@ -64,7 +64,7 @@ def simulate(
         scenario: The run.
         options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if the
             connector has these options.
-        unique_ids: Whether a reused request id gets another name.
+        unique_ids: Whether a reused request id is replaced by another id.
         engines: Builds the engine; the reference engine by default. Parts of the scenario that the
             engine cannot simulate are skipped, and counted in the result's coverage.
 
@@ -136,7 +136,7 @@ class Run:
         connector_class: The connector.
         scenario: The scenario; parts that the engine cannot simulate are skipped.
         options_of_each: Options of each instance of the connector.
-        unique_ids: Whether a reused request id gets another name.
+        unique_ids: Whether a reused request id is replaced by another id.
         engines: Builds the engine.
     """
 

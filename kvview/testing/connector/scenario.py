@@ -91,7 +91,7 @@ class Squeeze:
 
 @dataclass(frozen=True)
 class Alias:
-    """The first cached block of a running request gets a second hash (POOL-6)."""
+    """The first cached block of a running request receives a second hash (POOL-6)."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class Scenario:
         loads_may_be_late: Whether loads are delayed as their fates state; otherwise no load is
             late.
         loads_after_hits: Whether a request with a GPU hit may also load blocks from the tier.
-        steps_in_flight: Steps that may be launched before the output of the first of them
-            is taken; 1 for a synchronous engine.
+        steps_in_flight: Number of steps that may be launched before the output of the first step is
+            processed; 1 for a synchronous engine.
         compute_lags: Whether the KV of a step is written only when its output is taken, so
             that a worker half that ignores the compute stream (XFER-6) reads and writes too
             early; otherwise it is written when the step is launched.
@@ -177,8 +177,7 @@ class Scenario:
         ranks: Numbers of the tensors of each rank, for an engine with one worker half per rank;
             empty for one rank. A job ends when all ranks have reported it.
         rounds: Number of rounds, each of which plays all events. Each round has its own prompts and
-            its
-            own order of the fates, and a lost job is reported much later, not only at the end.
+            its own order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. If a
             connector never queries the budget and a hold raises ``PinBudgetExceeded``, the run is
             repeated without a budget.

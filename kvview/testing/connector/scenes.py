@@ -1,7 +1,7 @@
 """The events of generated scenarios: scenes, with random events between the scenes.
 
-Each seed plays all scenes, so that any two hundred consecutive seeds have loads of all kinds with
-all results (:mod:`~kvview.testing.connector.coverage`).
+Each seed contains all scenes, so that any two hundred consecutive seeds have loads of all kinds
+with all results (:mod:`~kvview.testing.connector.coverage`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A thread pool that all instances share is not a leak, although its threads keep running. So a run
 that leaves threads is repeated more often than such a pool has threads. The law is broken only if
-each
-repetition leaves new threads.
+each repetition leaves new threads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The harness of a worker half: late, failed, lost and overlapping transfers.
 
 Mock workers that complete each job at once hide most bugs (vLLM #46014). In this harness each job
-has a fate: its
-bytes move some steps after its plan, and it is reported some steps later, out of order, as a
-failure, or only when no other work is left. When bytes must move, the harness waits for the worker
-half, so the timing of threads has no effect.
+has a fate: its bytes move some steps after its plan, and it is reported some steps later, out of
+order, as a failure, or only when no other work is left. When bytes must move, the harness waits for
+the worker half, so the timing of threads has no effect.
 """
 
 from __future__ import annotations
@@ -378,8 +377,7 @@ class WorkerHarness(WorkerConnector):
         """Return the number of copies that succeed before a failure; None without a failure.
 
         Failures must not depend on the timing of threads. So the failures start at the first copy,
-        or at
-        the second copy of a job that moves alone, and never after a copy that passed the gate
+        or at the second copy of a job that moves alone, and never after a copy that passed the gate
         early.
         """
         outcomes = {job.fate.outcome for job in due} - {"ok"}

@@ -1,7 +1,7 @@
 """Forked processes that run seeds on all cores; a crash ends only one process.
 
-The processes are forked before any thread is started. So they have the classes that are defined in
-a function or in ``__main__``, and import no module again.
+The processes are forked before any thread is started. So the processes have all classes, even those
+defined in a function or in ``__main__``, and import no module again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SECONDS_TO_END = 1.0  # seconds after SIGTERM until a process is killed
 
 @dataclass(frozen=True)
 class Died:
-    """The answer to a question if the process that worked on the question died.
+    """The answer to a question if the process that ran the question died.
 
     Args:
         how: Signal or exit code of the process.

@@ -1,18 +1,18 @@
 """Validation of a stream of KV events: no gaps, and stores and removals that alternate.
 
-1. Sequence numbers rise by one. Gaps, repeated numbers and restarted publishers are reported.
-   After a gap, or if the start of the stream is missing, a removal of an unknown key is not a fault
-   (EVENT-1, EVENT-3). A lower number with a later time means that the publisher has
-   restarted, so the keys of the old publisher are gone. A repeated message counts once.
+1. Sequence numbers rise by one. Gaps, repeated numbers and restarted publishers are reported. After
+   a gap, or if the start of the stream is missing, a removal of an unknown key is not a fault
+   (EVENT-1, EVENT-3). A lower number with a later time means that the publisher has restarted, so
+   the keys of the old publisher are gone. A repeated message counts once.
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have one key.
 3. ``AllBlocksCleared`` empties only the GPU (EVENT-5), because it names no medium and the keys of a
    tier stay loadable.
 4. vLLM reports the removal of each block, even if another block has the same key
    (vllm-project/vllm#55092), so a reader that keeps a set without counts loses the key.
    ``num_copies_left`` counts these removals, which are not a fault of the stream.
-5. A store of a window names fewer blocks than its tokens fill: vLLM omits blocks that the
-   window never reads (``BlockPool.cache_full_blocks``) and does not name these blocks.
-   ``num_sparse`` counts these stores.
+5. A store of a window names fewer blocks than its tokens fill: vLLM omits blocks that the window
+   never reads (``BlockPool.cache_full_blocks``) and does not name these blocks. ``num_sparse``
+   counts these stores.
 6. A stream does not show whether an advertised key is loadable (EVENT-2), and whether failed stores
    emit no event (EVENT-4), so these laws are not checked. Compare :attr:`StreamFold.held` with the
    tier.

@@ -104,7 +104,7 @@ class HandoffModel:
         return (one for one in self.kept if one.engine == engine)
 
     def restart(self, engine: str) -> None:
-        """Forget the blocks of a restarted engine; its parameters remain in routers."""
+        """Drop the blocks of a restarted engine; its parameters remain in routers."""
         for one in self.of(engine):
             one.blocks = set()
         self.decodes = {key: one for key, one in self.decodes.items() if key[0] != engine}

@@ -184,14 +184,14 @@ class HandoffPlayer(Player):
 
     @observable("HAND-2")
     def offered_blocks_are_held(self) -> None:
-        """Blocks that a consumer may still load are held."""
+        """Check that blocks are held if a consumer may still load them."""
         for name, engine in self.engines.items():
             missing = self.model.must_hold(name, self.network.now) - {*engine.held_blocks()}
             self.equal(missing, set(), f"{name} holds the blocks that it offers", "HAND-2")
 
     @observable("HAND-3")
     def ended_blocks_are_free(self) -> None:
-        """Blocks of handoffs that have ended are not held."""
+        """Check that blocks of handoffs that have ended are not held."""
         for name, engine in self.engines.items():
             if self.network.is_reading(self.pair.address(name)):
                 continue
@@ -202,7 +202,7 @@ class HandoffPlayer(Player):
 
     @observable("HAND-3")
     def references(self) -> None:
-        """Every reference of the pool belongs to an owner."""
+        """Check that every reference of the pool belongs to an owner."""
         for name, engine in self.engines.items():
             refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
             try:
@@ -213,12 +213,12 @@ class HandoffPlayer(Player):
 
     @observable("HAND-4")
     def reads(self) -> None:
-        """Frames do not change before they are read."""
+        """Check that frames do not change before they are read."""
         self.equal(self.network.overwritten, [], "frames stay until they are read", "HAND-4")
 
     @observable("HAND-8")
     def cached_bytes(self) -> None:
-        """Every block has the bytes of its owner."""
+        """Check that every block has the bytes of its owner."""
         for name, engine in self.engines.items():
             what = f"nothing writes into blocks of {name} that have another owner"
             self.equal(engine.num_wrong_blocks(), 0, what, "HAND-8")

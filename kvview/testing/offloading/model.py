@@ -196,7 +196,7 @@ class ManagerModel:
                 self.order.touch(key, is_storing=key in self.storing)
 
     def reset(self) -> None:
-        """Forget every key, the order and the offers; transfers continue (OFF-8)."""
+        """Drop every key, the order and the offers; transfers continue (OFF-8)."""
         self.due += [("-", key) for key in sorted(self.stored)]
         self.num_until_reset = len(self.due)
         self.why |= dict.fromkeys(self.stored | self.storing, "OFF-8")

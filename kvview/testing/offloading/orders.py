@@ -1,9 +1,8 @@
 """The eviction orders that the offloading contract defines: LRU, and ARC as published.
 
 An order contains the held keys with the time of their last use. It receives the victims that a
-manager
-chose, and yields for each promise whether the promise was kept. A manager that declares neither
-order may evict any key.
+manager chose, and yields for each promise whether the promise was kept. A manager that declares
+neither order may evict any key.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class ARCOrder(AnyOrder):
     from T1 and T2. The paper defines every victim as long as new keys come one at a time, the
     published victim is not in flight, and no store fails after an eviction. Otherwise ``is_exact``
     becomes False, and the manager may choose between T1 and T2; within each list the least recently
-    used key is still evicted first. A key that is then stored again may be in either list
-    until it is touched.
+    used key is still evicted first. A key that is then stored again may be in either list until it
+    is touched.
 
     Args:
         c: Keys that fit.

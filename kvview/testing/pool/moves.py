@@ -378,7 +378,7 @@ class PoolMoves(Player):
 
     @operation("POOL-3", C.ENGINE_REFUSES)
     def refuse_the_engine(self) -> None:
-        """Let the engine name wrong blocks among right ones."""
+        """Let the engine name wrong blocks among right blocks."""
         self.blame("POOL-3")
         harness, free = self.harness, self.some(self.model.joined)
         used = self.some(self.model.engine.elements())

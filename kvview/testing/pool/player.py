@@ -41,7 +41,7 @@ class _OneShot:
 
 @dataclass
 class _Resumed:
-    """A walk that is resumed, and its place in the queue."""
+    """A walk that is resumed, and the place of the walk in the queue."""
 
     view: int
     walk: Any

@@ -2,9 +2,8 @@
 
 The model calls no store. Each method that receives a result of the store yields ``(law, promise,
 whether the promise was kept)``. If a law leaves a choice to the store (which of two jobs on one key
-comes
-first, which key is evicted), the key is in ``either``: it may be held or missing until a result of
-the store decides.
+comes first, which key is evicted), the key is in ``either``: it may be held or missing until a
+result of the store decides.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class TierPlayer(TierMoves):
 
     @observable("TIER-8", C.BUDGET)
     def budget(self) -> None:
-        """Compare the bytes on the medium with those of ``usage``."""
+        """Compare the bytes on the medium with the bytes that ``usage`` returns."""
         most, harness = self.model.max_bytes, self.harness
         if most is None or self.model.is_closed:
             return

@@ -2,8 +2,7 @@
 
 The model calls no worker. The model runs every job when the job is submitted, page by page, on
 plain bytes. So ``gpu`` and ``tier`` have the bytes that are required when every job has ended, and
-a page
-that several jobs touch has the bytes that follow from the order of submission (XFER-3).
+a page that several jobs touch has the bytes that follow from the order of submission (XFER-3).
 
 The worker chooses the moment of a copy. So a GPU page that a job in flight writes may have any
 bytes (:class:`Pending`). While copies or compute are delayed, the page has its old bytes.

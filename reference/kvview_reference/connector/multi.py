@@ -2,9 +2,8 @@
 
 Each child is bound before any other call (vLLM #39654). The first child that promises a prefix
 loads the prefix. Job ids are renumbered, so that no child depends on the ids of another. Events are
-merged,
-so that a key that two children hold stays advertised until both children have dropped the key
-(EVENT-1, EVENT-2).
+merged, so that a key that two children hold stays advertised until both children have dropped the
+key (EVENT-1, EVENT-2).
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.33.0).
 """
@@ -101,8 +100,8 @@ class MultiPlan(StepPlan):
     """The plans of the children, and the merged plan that the engine receives.
 
     Args:
-        children: For each child its own plan, of any class, and a map from its job ids to those of
-            the engine.
+        children: For each child, its plan, of any class, and a map from the child's job ids to the
+            engine's job ids.
     """
 
     children: Sequence[tuple[StepPlan, Mapping[int, int]]] = ()

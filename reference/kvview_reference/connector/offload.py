@@ -1,11 +1,11 @@
 """Offloading to host memory that does not change the engine's eviction order.
 
 ``OffloadConnector`` stores a block each time that it is computed: the block is held from the step
-that computes it, and stored in the next step. Its request usually still uses the block then, so the
-hold takes no memory from other requests. The exceptions are blocks that a window or a finished
-request releases in between. No block is held while free blocks are short, because a request that
-waits for blocks may lose its prefix to other requests. So the GPU has the same number of hits as
-without a connector.
+that computes it, and stored in the next step. The request of the block usually still uses the block
+at that time, so the hold takes no memory from other requests. The exceptions are blocks that a
+window or a finished request releases in between. No block is held while free blocks are short,
+because a request that waits for blocks may lose its prefix to other requests. So the GPU has the
+same number of hits as without a connector.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); PR #39654.
 """
@@ -69,9 +69,8 @@ class OffloadOptions(BaseModel):
         policy: Name of the tier's cache policy.
         store_threshold: Number of times that a block must be computed before it is stored.
         lookahead_blocks: Number of free blocks below which no block is held (and, for the lazy
-            connector, the
-            number of next victims that it examines). None: ``LOOKAHEAD_STEPS`` times the blocks
-            that a step may allocate, but at most an eighth of the pool.
+            connector, the number of next victims that it examines). None: ``LOOKAHEAD_STEPS`` times
+            the blocks that a step may allocate, but at most an eighth of the pool.
         enable_events: Whether offloading events are recorded.
     """
 

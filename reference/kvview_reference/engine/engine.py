@@ -1,9 +1,8 @@
 """A small engine: continuous batching in steps, with a connector.
 
 One step does the following: take in finished transfers; allocate blocks to running requests,
-preempting the
-youngest when the pool is full; start waiting requests (prefix match, connector match,
-allocation); let the connector plan; start the plan; launch; take in the output; cache full
+preempting the youngest when the pool is full; start waiting requests (prefix match, connector
+match, allocation); let the connector plan; start the plan; launch; take in the output; cache full
 blocks; end finished requests. The KV bytes of a full block follow from its hash, so every block
 that a request reads is compared byte for byte.
 

@@ -9,8 +9,8 @@ serves all four. ``scheduler_block_size`` is passed down from the top (GEO-1).
   request for less room than before frees no block, so speculated tokens that were not accepted cost
   nothing.
 - TABLE-2 A request has block tables from its first request for room to ``free``. Hits **must** come
-  with the first room, and only blocks in tables can be cached. ``free`` of a request
-  without tables does nothing, so it may be called twice.
+  with the first room, and only blocks in tables can be cached. ``free`` of a request without tables
+  does nothing, so it may be called twice.
 
 Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 ``single_type_kv_cache_manager.py`` (0.33.0).
@@ -343,7 +343,7 @@ class KVCacheCoordinator:
     def check_computed(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Check that there is room for computed tokens, and a hash for every full block.
+        """Check that the computed tokens have room, and that every full block has a hash.
 
         Raises:
             ValueError: Room or hashes are missing (TABLE-2); no group has been changed.

@@ -1,4 +1,4 @@
-"""The manager from which the engine's scheduler gets KV-cache blocks.
+"""The manager that allocates KV-cache blocks for the engine's scheduler.
 
 Source: ``vllm/v1/core/kv_cache_manager.py`` (0.33.0).
 """

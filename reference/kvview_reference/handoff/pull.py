@@ -2,9 +2,8 @@
 
 The consumer requests the pages of a handoff until they have arrived, the producer refuses them, or
 the time of a lease has passed. The producer sends pages in CPU memory without a copy, so it holds
-the
-blocks until the wire has read them. The consumer verifies size and checksum before it writes any
-page, then confirms.
+the blocks until the wire has read them. The consumer verifies size and checksum before it writes
+any page, then confirms.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.
@@ -90,7 +89,7 @@ class PagesReply(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The producer's reply that it does not have this KV."""
+    """A reply of the producer: the requested KV does not exist."""
 
     handoff: Handoff
     reader: str
@@ -98,7 +97,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The consumer's message that it has the KV, or does not need it."""
+    """A message of the consumer: the KV has arrived, or is not needed."""
 
     handoff: Handoff
     reader: str
@@ -409,7 +408,7 @@ class PullWorker(HandoffWorker):
         return fetch is not None and fetch.handoff == reply.handoff
 
     def on_pages(self, reply: PagesReply, frames: Sequence[Frame]) -> None:
-        """Consumer: write the pages if all of them are complete; otherwise ask again later."""
+        """Consumer: write the pages if all are complete; otherwise request them again later."""
         if not self.is_for(reply):
             return
         spec = self.fetches[reply.reader].job.dst

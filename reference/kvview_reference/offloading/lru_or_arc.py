@@ -55,7 +55,7 @@ class LRUOrARCPolicy:
         self._duel = _Duel(max(1, capacity // _SAMPLE))
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
-        """Choose and forget victims, then take new keys."""
+        """Choose and drop victims, then add new keys."""
         self._duel.use(_sample_of(keys))
         ghosts = self._ghosts
         again = [] if ghosts.keys().isdisjoint(keys) else [key for key in keys if key in ghosts]
@@ -106,7 +106,7 @@ class LRUOrARCPolicy:
             self._put_back(self._aside.keys() & set(keys))
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed, as if they had never been stored."""
+        """Drop held keys whose store failed, as if they had never been stored."""
         for key in keys:
             self._aside.pop(key, None)
             self._once.pop(key, None)
@@ -174,7 +174,7 @@ class _Duel:
 
     @property
     def share_used_once(self) -> float | None:
-        """Share of the room that ARC gives to keys used once; None while LRU has more hits."""
+        """Share of the room that ARC reserves for keys used once; None while LRU has more hits."""
         return self._arc.target / self._capacity if self._is_arc_ahead else None
 
     def use(self, sample: Keys) -> None:

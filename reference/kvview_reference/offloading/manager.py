@@ -1,8 +1,7 @@
 """The bookkeeping of a CPU tier: pages, pins, events and a replacement policy.
 
 Only stores and touches of keys change their recency. Lookups, loads and completions do not change
-it. Keys
-are processed by batched dict operations, because the scheduler waits for these calls.
+it. Keys are processed by batched dict operations, because the scheduler waits for these calls.
 """
 
 from __future__ import annotations
@@ -245,7 +244,7 @@ class CPUOffloadingManager:
         return [] if self._events is None else self._events.take()
 
     def reset(self) -> None:
-        """Forget every key, the state of the policy and all counts of offers (OFF-8)."""
+        """Drop every key, the state of the policy and all counts of offers (OFF-8)."""
         if self._events is not None:
             self._emit([key for key in self._pages if key not in self._storing], removed=True)
         self._late_pages.update((key, self._pages[key]) for key in chain(*self._in_flight))
@@ -263,7 +262,7 @@ class CPUOffloadingManager:
         self._policy = self._make_policy(self._num_blocks)
 
     def shutdown(self) -> None:
-        """Forget every key, like ``reset``; may be called twice."""
+        """Drop every key, like ``reset``; may be called twice."""
         self.reset()
         self._leftovers.clear()
 

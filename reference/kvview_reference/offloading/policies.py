@@ -41,7 +41,7 @@ class CachePolicy(Protocol):
     """
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
-        """Choose and forget victims, then take new keys.
+        """Choose and drop victims, then add new keys.
 
         Args:
             keys: Keys that are not held yet, without duplicates; no such key may be a victim.
@@ -62,7 +62,7 @@ class CachePolicy(Protocol):
         ...
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed, as if they had never been stored."""
+        """Drop held keys whose store failed, as if they had never been stored."""
         ...
 
 
@@ -110,8 +110,7 @@ class RecencyOrder:
 
         The keys of a request are mostly touched when they are stored. The last of these keys were
         added just now, so they are already in their places. This saves a tenth of the time at
-        50,000
-        blocks.
+        50,000 blocks.
         """
         newest, self._newest = self._newest, []
         return keys[: -len(newest)] if newest and keys[-len(newest) :] == newest else keys
@@ -154,7 +153,7 @@ class RecencyOrder:
         return popped
 
     def _set_aside(self, keys: list[OffloadKey], in_flight: InFlight) -> list[OffloadKey]:
-        """Set aside keys that are in flight; returns the others."""
+        """Set aside keys that are in flight; returns the other keys."""
         in_use = [key for key in keys if key in in_flight.loading or key in in_flight.storing]
         self._waiting.update(in_use)
         for key in in_use:
@@ -178,7 +177,7 @@ class LRUPolicy(RecencyOrder):
         super().__init__()
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
-        """Choose and forget victims, then take new keys."""
+        """Choose and drop victims, then add new keys."""
         victims = self.pop_oldest(num_victims, in_flight) if num_victims else []
         self.enter(keys)
         return victims
@@ -226,7 +225,7 @@ class ARCPolicy:
         return self._target
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
-        """Choose and forget victims, then take new keys."""
+        """Choose and drop victims, then add new keys."""
         b1, b2 = self._b1, self._b2
         again: list[OffloadKey] = []
         found_in_b2 = not b2.keys().isdisjoint(keys)
@@ -272,7 +271,7 @@ class ARCPolicy:
         self._t2.release(keys)
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed, as if they had never been stored."""
+        """Drop held keys whose store failed, as if they had never been stored."""
         self._t1.remove(keys)
         self._t2.remove(keys)
 

@@ -36,7 +36,7 @@ class VLLMARCPolicy:
         self._ghosts_again: _Order = OrderedDict()
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
-        """Choose and forget victims, then take new keys."""
+        """Choose and drop victims, then add new keys."""
         self._learn(keys)
         victims = list(self._choose(num_victims, in_flight)) if num_victims else []
         for key in victims:
@@ -69,7 +69,7 @@ class VLLMARCPolicy:
         """Record that keys are no longer in flight."""
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Forget held keys whose store failed."""
+        """Drop held keys whose store failed."""
         for key in keys:
             self._once.pop(key, None)
             self._again.pop(key, None)

@@ -71,7 +71,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The result of a replay; the names are those of the JSON report.
+    """The result of a replay; the fields have the same names as in the JSON report.
 
     Args:
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
@@ -243,7 +243,7 @@ def replay(
 
 
 class _Run:
-    """One replay, with its own counters in addition to those of the engine."""
+    """One replay, with its own counters in addition to the counters of the engine."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """A seeded workload that resembles a real trace, for users without a trace.
 
-It consists of conversations that grow turn by turn over one shared system prompt, with heavy-tailed
-lengths and Poisson arrivals. The quantiles below are the rounded quantiles of the Mooncake
-conversation trace. With the defaults an infinite cache hits about 35 % of the blocks of 12,000
-requests.
+The workload consists of conversations that grow turn by turn over one shared system prompt, with
+heavy-tailed lengths and Poisson arrivals. The quantiles below are the rounded quantiles of the
+Mooncake conversation trace. With the defaults an infinite cache hits about 35 % of the blocks of
+12,000 requests.
 
 Source: kvcache-ai/Mooncake, ``FAST25-release/traces/conversation_trace.jsonl``.
 """

@@ -2,10 +2,10 @@
 
 1. Each group has its own block table over one pool, so a block has the same number of bytes in all
    groups.
-2. A state takes one block. If it is larger than a block of attention, the blocks of attention get
-   more tokens, and the state is padded to their size.
-3. Layers with smaller pages get blocks of more tokens; if the sizes do not divide, their pages
-   are padded.
+2. A state takes one block. If a state is larger than a block of attention, the blocks of attention
+   are enlarged to more tokens, and the state is padded to their size.
+3. Layers with smaller pages have blocks of more tokens; if the page sizes do not divide each other,
+   smaller pages are padded.
 4. All groups have the same number of layers: the number of layers of the kind with the fewest
    layers, or of the kind with the most layers if both numbers are close.
 

@@ -1,9 +1,9 @@
 """Hits of a cache of every size in one pass, for LRU and for the optimum of all policies.
 
 Both computations read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit
-needs
-the whole prefix before it. With LRU a prefix is always used at least as recently as the blocks
-that follow it, so the hits of a cache are the blocks whose stack distance is at most its size.
+needs the whole prefix before it. With LRU a prefix is always used at least as recently as the
+blocks that follow it, so the hits of a cache are the blocks whose stack distance is at most its
+size.
 """
 
 from __future__ import annotations

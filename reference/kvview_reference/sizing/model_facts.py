@@ -2,8 +2,7 @@
 
 ``model_facts.toml`` is the table. A type without a row is read as :data:`PLAIN`: every layer has
 attention, within ``sliding_window`` tokens if this field is set. Any other field of its file that
-may
-change a KV cache (:data:`CUES`) is refused, because its meaning is unknown.
+may change a KV cache (:data:`CUES`) is refused, because its meaning is unknown.
 """
 
 from __future__ import annotations

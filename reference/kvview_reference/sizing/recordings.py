@@ -5,8 +5,8 @@
    first, are ignored.
 2. Blocks that follow the last blocks of a request within ``SAME_REQUEST_S`` belong to the same
    request: its next prefill step, or its generated blocks.
-3. A block that is computed again after its eviction is stored again, so the request is visible.
-   A request that hits all of its full blocks stores no block and is invisible.
+3. A block that is computed again after its eviction is stored again, so the request is visible. A
+   request that hits all of its full blocks stores no block and is invisible.
 
 Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``.
 """

@@ -4,8 +4,8 @@
    repeats is one reference per turn, not thousands. This is exact, because in a trace whose ids
    name prefixes such blocks are adjacent in every request. If the blocks are not adjacent, each
    block is a run.
-2. Runs are numbered by first use, and blocks are numbered without gaps: run ``r`` holds the
-   blocks ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
+2. Runs are numbered by first use, and blocks are numbered without gaps: run ``r`` holds the blocks
+   ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ The number of prompt ends depends on the trace, so the bytes of a block are a me
 different blocks; the total of a host that holds the whole trace is exact.
 
 Source: vLLM 0.32.0, ``reachable_block_mask`` in ``v1/core/single_type_kv_cache_manager.py``, with
-the default retention: the end of the prompt, and nothing between.
+the default retention: only the end of the prompt is kept.
 """
 
 from __future__ import annotations

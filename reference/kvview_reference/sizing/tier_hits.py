@@ -1,8 +1,8 @@
 """The hits of the GPU's prefix cache and of a host tier for each request of a trace.
 
-1. Requests are served one after another, by arrival. The GPU holds the blocks used last
-   (LRU, chains from their tail). The host adds the blocks that follow in the prefix without a gap;
-   all other blocks are computed.
+1. Requests are served one after another, by arrival. The GPU holds the blocks used last (LRU,
+   chains from their tail). The host adds the blocks that follow in the prefix without a gap; all
+   other blocks are computed.
 2. Every block of a request is offered to the host and counts as used there, hit or not, as in
    vLLM's connector. So the host also holds the blocks that the GPU holds.
 3. A policy is replayed through the reference's manager, with stores in the steps of a chunked

@@ -17,8 +17,7 @@ class DeletingStore(Threaded):
 
     1. A key that was deleted, or that failed to load, is a miss from then on. A thread removes the
        page of the key; if that fails (a medium that cannot be written, credentials that may not
-       delete), the
-       key stays hidden.
+       delete), the key stays hidden.
     2. A put of a hidden key replaces the old page and makes the key visible again. A put of any
        other key keeps the old page.
 
@@ -53,7 +52,7 @@ class DeletingStore(Threaded):
 
     @abstractmethod
     def remove(self, key: bytes, /) -> None:
-        """Remove the page of a key, if there is one.
+        """Remove the page of a key, if it exists.
 
         Raises:
             OSError: The page cannot be removed.

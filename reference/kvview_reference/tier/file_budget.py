@@ -2,8 +2,7 @@
 
 1. The count is in a file that processes share. The count grows before a file is renamed to its
    final name, and shrinks after a file was removed. So a process that is killed leaves the count
-   too high, but never too
-   low.
+   too high, but never too low.
 2. A process that opens a folder which no other process has open removes half-written files. Such a
    process counts the files again only if the count is not reliable: it is damaged, or the machine
    was restarted before a process had closed the folder. So a folder of any size opens at once.

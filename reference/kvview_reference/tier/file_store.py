@@ -6,8 +6,7 @@
                        lock, turn, budget   see ``file_budget``
 
 1. A file is renamed to its final name when it is complete (TIER-9). There is no fsync, because a
-   file that a power
-   cut left half-written fails its seal.
+   file that a power cut left half-written fails its seal.
 2. A file that fails its seal is removed, so that the next put stores it again (TIER-4).
 3. ``max_bytes`` is a budget of this namespace, for all processes together (TIER-8).
 """

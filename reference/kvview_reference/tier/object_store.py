@@ -202,7 +202,7 @@ def make_client(url: str, timeout: float, retries: int, options: Mapping[str, An
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"url or timeout cannot be used: {error}") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("url: name the bucket alone; " + _CHAIN)
+        raise ConfigError("url must only name the bucket; " + _CHAIN)
     for name in options:
         if _SECRET.search(name) or name in ("client_options", "retry_config"):
             raise ConfigError(f"option {name!r} is refused: {_CHAIN}")
@@ -234,6 +234,6 @@ _CHAIN = (
 
 
 def _kind(error: BaseException) -> str:
-    """Class and status of an error, without its text: servers put signatures and accounts there."""
+    """Return class and status of an error, but not its text, which may contain credentials."""
     status = _STATUS.search(str(error))
     return type(error).__name__ + (f", status {status[1]}" if status else "")

@@ -2,8 +2,7 @@
 
 1. A path is ``name`` or ``folder/name``. Each folder is opened without following a link, and a file
    is opened by its name in the open folder. A link instead of a folder is an error, even if it
-   replaces
-   the folder later.
+   replaces the folder later.
 2. Only regular files count as files. A link, folder, pipe, socket or device is never read or
    removed.
 """

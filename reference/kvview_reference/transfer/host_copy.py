@@ -11,10 +11,10 @@ tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
 
 So small pages are gathered and set by numpy, through a buffer that stays in the cache. Larger pages
 are copied with one call per page while no other thread needs the interpreter lock. A thread that
-computes in
-Python releases the lock only every 5 ms, and each page would wait for that; then the kernel copies
-many pages per call, if it allows a process to access itself so (Linux). It pins the memory of one
-side, which is always the host's memory, because it is in huge pages, so fewer pages must be pinned.
+computes in Python releases the lock only every 5 ms, and each page would wait for that; then the
+kernel copies many pages per call, if it allows a process to access itself so (Linux). It pins the
+memory of one side, which is always the host's memory, because it is in huge pages, so fewer pages
+must be pinned.
 
 Torch is not used, because its copies share a pool that spins at barriers, which costs milliseconds
 per page as soon as another process needs one of the cores.

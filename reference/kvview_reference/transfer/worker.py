@@ -206,8 +206,8 @@ class CPUGPUTransferWorker:
        fetched.
 
     Args:
-        kv_caches: All tensors on one device, CUDA or CPU. They are read and written
-            in place and must outlive the worker. The compute stream of CUDA tensors is a stream of
+        kv_caches: All tensors on one device, CUDA or CPU. The tensors are read and written in
+            place, and must outlive the worker. The compute stream of CUDA tensors is a stream of
             torch.
         num_cpu_blocks: Host blocks of the tier, numbered from 0.
         blocks_per_chunk: Number k of GPU blocks that one host block holds.
@@ -218,8 +218,8 @@ class CPUGPUTransferWorker:
             is in flight and compute has ended; 0 for never.
 
     Raises:
-        ConfigError: The tensors and the references do not match, a number is
-            not positive, or the host tier does not fit; nothing was allocated.
+        ConfigError: The tensors and the references do not match, a number is not positive, or the
+            host tier does not fit; nothing was allocated.
     """
 
     def __init__(

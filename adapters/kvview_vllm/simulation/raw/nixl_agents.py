@@ -1,11 +1,9 @@
 """NIXL in one process: agents that read each other's memory over the simulated network.
 
 The agents replace the NIXL library, and the TCP side channel and the clock of vLLM's NIXL
-connectors.
-A read is a message that the network reads late out of the producer's memory, so a block that is
-overwritten in the meantime is detected. The transport is reliable, as NIXL's is: a lost message
-ends as a
-transfer error, and no message is cut, changed or repeated.
+connectors. A read is a message that the network reads late out of the producer's memory, so a block
+that is overwritten in the meantime is detected. The transport is reliable, as NIXL's is: a lost
+message ends as a transfer error, and no message is cut, changed or repeated.
 
 Source: the calls of ``nixl_agent`` in vllm/distributed/kv_transfer/kv_connector/v1/nixl, 0.32.0 and
 0.33.0.

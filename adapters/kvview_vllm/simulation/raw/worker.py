@@ -144,7 +144,7 @@ class RawWorker:
         return {f"left out: {part}" for part in self._watch.left_out} | self._stand_ins.used
 
     def close(self) -> None:
-        """Do nothing, because only the role itself outlives the run."""
+        """Do nothing, because only the role itself survives the run."""
 
     def _execute(self, step: RawStep) -> tuple[Any, list[Wrong]]:
         output = step.output
