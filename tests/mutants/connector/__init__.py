@@ -68,7 +68,6 @@ _WITH_OPTIONS = {
     "late": BASES["late"],
     "folder_store": Base("FolderConnector", (_EXAMPLE.with_stem("folder_store"),)),
     "host_memory": Base("HostMemoryConnector", (_EXAMPLE.with_stem("host_memory"),)),
-    "remote_store": Base("RemoteConnector", (_EXAMPLE.with_stem("remote_store"),)),
 }
 """The right connectors of ``with_options.txt``, by the family of their edits."""
 
