@@ -64,19 +64,19 @@ class Threaded(ABC):
             raise ConfigError(f"threads must be from 1 to {_MAX_THREADS}, got {threads}")
         self.namespace = namespace
         self._changed = threading.Condition()
-        self._tasks: deque[Callable[[], None]] = deque()
+        self.__tasks: deque[Callable[[], None]] = deque()
         self._jobs: dict[int, _Job] = {}
-        self._done: list[tuple[int, list[bool]]] = []
-        self._removals: dict[bytes, _Removal] = {}  # the latest removal of each key
+        self.__done: list[tuple[int, list[bool]]] = []
+        self.__removals: dict[bytes, _Removal] = {}  # the latest removal of each key
         self._answers = LookupAnswers()
         self._is_closed = False
-        self._wake_up: Callable[[], None] = lambda: None
-        self._logged: set[str] = set()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{type(self).__name__}-{n}", daemon=True)
+        self.__wake_up: Callable[[], None] = lambda: None
+        self.__logged: set[str] = set()
+        self.__threads = [
+            threading.Thread(target=self.__work, name=f"{type(self).__name__}-{n}", daemon=True)
             for n in range(threads)
         ]
-        for thread in self._threads:
+        for thread in self.__threads:
             thread.start()
 
     def has(self, key: bytes, /) -> bool:
@@ -103,12 +103,12 @@ class Threaded(ABC):
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Start a store job."""
-        self._submit(job, keys, pages, is_get=False)
+        self.__submit(job, keys, pages, is_get=False)
 
     @final
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Start a load job."""
-        self._submit(job, keys, pages, is_get=True)
+        self.__submit(job, keys, pages, is_get=True)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
         """Return the known results; a thread looks up the other keys."""
@@ -118,7 +118,7 @@ class Threaded(ABC):
             flags, ask = self._answers.flags(keys)
             for start in range(0, len(ask), self.keys_of_a_lookup):
                 part = ask[start : start + self.keys_of_a_lookup]
-                self._tasks.appendleft(partial(self._ask, part))  # before any I/O
+                self.__tasks.appendleft(partial(self.__ask, part))  # before any I/O
                 self._changed.notify()
         return flags
 
@@ -126,7 +126,7 @@ class Threaded(ABC):
     def poll(self) -> list[tuple[int, list[bool]]]:
         """Return the jobs that ended."""
         with self._changed:
-            done, self._done = self._done, []
+            done, self.__done = self.__done, []
         return done
 
     @final
@@ -140,20 +140,20 @@ class Threaded(ABC):
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in self.__threads:
             thread.join()
         with self._changed:  # parts that no thread has started
             for job, entry in self._jobs.items():
                 entry.pages = []
-                self._done.append((job, entry.flags))
+                self.__done.append((job, entry.flags))
             self._jobs.clear()
-        for removal in dict.fromkeys(self._removals.values()):
-            self._remove(removal)
+        for removal in dict.fromkeys(self.__removals.values()):
+            self.__remove(removal)
 
     @final
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up`` when a job or a lookup has ended."""
-        self._wake_up = wake_up
+        self.__wake_up = wake_up
 
     @final
     def remove_later(self, keys: Sequence[bytes], remove: Callable[[bytes], object], /) -> None:
@@ -171,53 +171,53 @@ class Threaded(ABC):
         with self._changed:
             for key in keys:
                 self._answers.deleted(key)
-                self._removals[key] = removal
-            self._tasks.append(partial(self._remove, removal))
+                self.__removals[key] = removal
+            self.__tasks.append(partial(self.__remove, removal))
             self._changed.notify()
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run a task on a thread, for features of a store beyond the three methods."""
         with self._changed:
-            self._tasks.append(task)
+            self.__tasks.append(task)
             self._changed.notify()
 
-    def _submit(
+    def __submit(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
     ) -> None:
         with self._changed:
-            in_flight = job in self._jobs or any(job == done for done, _ in self._done)
+            in_flight = job in self._jobs or any(job == done for done, _ in self.__done)
             require_tier_job(keys, pages, is_get=is_get, in_flight=in_flight)
             if self._is_closed or not keys:
-                self._done.append((job, [False] * len(keys)))
+                self.__done.append((job, [False] * len(keys)))
                 return
-            removals = {key: self._removals[key] for key in keys if key in self._removals}
+            removals = {key: self.__removals[key] for key in keys if key in self.__removals}
             entry = _Job([*keys], [*pages], is_get, [False] * len(keys), removals)
             self._jobs[job] = entry
-            size = -(-len(keys) // len(self._threads))
+            size = -(-len(keys) // len(self.__threads))
             for start in range(0, len(keys), size):
                 part = range(start, min(start + size, len(keys)))
                 entry.parts_left += 1
-                self._tasks.append(partial(self._move, job, entry, part))
+                self.__tasks.append(partial(self.__move, job, entry, part))
             self._changed.notify_all()
 
-    def _work(self) -> None:
+    def __work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._is_closed)
+                self._changed.wait_for(lambda: self.__tasks or self._is_closed)
                 if self._is_closed:
                     return
-                task = self._tasks.popleft()
+                task = self.__tasks.popleft()
             task()
             del task  # because it refers to the pages of its job
 
-    def _move(self, job: int, entry: _Job, part: range) -> None:
+    def __move(self, job: int, entry: _Job, part: range) -> None:
         move = self.read_into if entry.is_get else self.write
         for number in part:
             key = entry.keys[number]
             if removal := entry.removals.get(key):
                 with self._changed:
-                    self._changed.wait_for(partial(self._has_ended, key, removal))
-            flag = self._tried(move, key, entry.pages[number])
+                    self._changed.wait_for(partial(self.__has_ended, key, removal))
+            flag = self.__tried(move, key, entry.pages[number])
             with self._changed:
                 entry.flags[number] = flag
                 if flag and not entry.is_get:
@@ -230,36 +230,36 @@ class Threaded(ABC):
                 return
             entry.pages = []
             del self._jobs[job]
-            self._done.append((job, entry.flags))
+            self.__done.append((job, entry.flags))
             self._changed.notify_all()
-        self._wake_up()
+        self.__wake_up()
 
-    def _has_ended(self, key: bytes, removal: _Removal) -> bool:
-        return self._is_closed or self._removals.get(key) is not removal
+    def __has_ended(self, key: bytes, removal: _Removal) -> bool:
+        return self._is_closed or self.__removals.get(key) is not removal
 
-    def _remove(self, removal: _Removal) -> None:
+    def __remove(self, removal: _Removal) -> None:
         for key in removal.keys:
-            self._tried(removal.remove, key)
+            self.__tried(removal.remove, key)
         with self._changed:
             for key in removal.keys:
-                if self._removals.get(key) is removal:
-                    del self._removals[key]
+                if self.__removals.get(key) is removal:
+                    del self.__removals[key]
                     self._answers.deleted(key)  # because a lookup may have found the key meanwhile
             self._changed.notify_all()
 
-    def _ask(self, keys: list[bytes]) -> None:
-        flags = [self._tried(self.has, key) for key in keys]
+    def __ask(self, keys: list[bytes]) -> None:
+        flags = [self.__tried(self.has, key) for key in keys]
         with self._changed:
             for key, flag in zip(keys, flags, strict=True):
                 self._answers.looked_up(key, flag)
-        self._wake_up()
+        self.__wake_up()
 
-    def _tried(self, call: Callable[..., object], *args: object) -> bool:
+    def __tried(self, call: Callable[..., object], *args: object) -> bool:
         try:
             return bool(call(*args))
         except Exception as error:
             kind = f"{call.__name__} {type(error).__name__}"
-            if not isinstance(error, OSError) and kind not in self._logged:
-                self._logged.add(kind)
+            if not isinstance(error, OSError) and kind not in self.__logged:
+                self.__logged.add(kind)
                 _log.warning("%s.%s: %s", type(self).__name__, call.__name__, one_line(error))
             return False
