@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import re
 import signal
@@ -174,6 +175,8 @@ def check(
     '{bytes}' are the size of the connector's tier in that run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
+    if not faulthandler.is_enabled():  # so that a crash shows the author's line
+        faulthandler.enable(sys.__stderr__ or sys.stderr)
     is_piped = "-" in (json_file, result_file)
     console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
     if self_test:

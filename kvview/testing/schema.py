@@ -98,6 +98,9 @@ class RunsModel(_Model):
         default_factory=list,
         description="Parts of the connector that the engine replaced; they were not checked.",
     )
+    left_out: list[str] = Field(
+        default_factory=list, description="Parts of scenarios that the engine cannot play."
+    )
     notes: list[str] = Field(description="Notes for the reader; 'not deterministic', for example.")
     num_statements: int = Field(
         default=0, description="Statements of the connector's code; 0 without a measurement."

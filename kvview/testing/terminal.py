@@ -57,6 +57,8 @@ def _show_runs(console: Console, runs: ConnectorRuns) -> None:
     """Print the notes of simulated runs, and the share of the author's code that ran."""
     for note in runs.notes:
         _print(console, note, "yellow")
+    if runs.left_out:
+        _print(console, f"not simulated: {'; '.join(runs.left_out)}", "dim")
     if runs.num_statements:
         unrun = sum(one.num_statements for one in runs.unrun)
         text = f"code: {runs.num_statements - unrun} of {runs.num_statements} statements ran"

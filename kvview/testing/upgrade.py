@@ -112,9 +112,8 @@ class ReleaseResult:
     @property
     def left_out(self) -> list[str]:
         """Parts of scenarios that were skipped, because the release cannot simulate them."""
-        coverage = ((self.report or {}).get("runs") or {}).get("coverage", {})
-        prefix = "left out: "
-        return [name.removeprefix(prefix) for name in coverage if name.startswith(prefix)]
+        runs = (self.report or {}).get("runs") or {}
+        return [*runs.get("left_out", ())]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from kvview.errors import ConfigError, one_line
 from kvview.tier.answers import LookupAnswers
@@ -59,17 +59,6 @@ class Threaded(ABC):
     keys_of_a_lookup = 64
     """Maximum of keys that one thread looks up in a row; choose a lower number for slow lookups."""
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("kvview.tier.")]
-        for name in vars(cls):
-            is_private = name.startswith("_") and not name.endswith("__")
-            if is_private and any(name in vars(base) for base in bases):
-                raise ConfigError(
-                    f"{cls.__qualname__}.{name} replaces a private method of its base, so the "
-                    f"store would not work; choose another name"
-                )
-
     def __init__(self, namespace: Namespace, *, threads: int = 4) -> None:
         if not 1 <= threads <= _MAX_THREADS:
             raise ConfigError(f"threads must be from 1 to {_MAX_THREADS}, got {threads}")
@@ -84,7 +73,7 @@ class Threaded(ABC):
         self.__wake_up: Callable[[], None] = lambda: None
         self.__logged: set[str] = set()
         self.__threads = [
-            threading.Thread(target=self._work, name=f"{type(self).__name__}-{n}", daemon=True)
+            threading.Thread(target=self.__work, name=f"{type(self).__name__}-{n}", daemon=True)
             for n in range(threads)
         ]
         for thread in self.__threads:
@@ -114,12 +103,12 @@ class Threaded(ABC):
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Start a store job."""
-        self._submit(job, keys, pages, is_get=False)
+        self.__submit(job, keys, pages, is_get=False)
 
     @final
     def get(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
         """Start a load job."""
-        self._submit(job, keys, pages, is_get=True)
+        self.__submit(job, keys, pages, is_get=True)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
         """Return the known results; a thread looks up the other keys."""
@@ -129,7 +118,7 @@ class Threaded(ABC):
             flags, ask = self._answers.flags(keys)
             for start in range(0, len(ask), self.keys_of_a_lookup):
                 part = ask[start : start + self.keys_of_a_lookup]
-                self.__tasks.appendleft(partial(self._ask, part))  # before any I/O
+                self.__tasks.appendleft(partial(self.__ask, part))  # before any I/O
                 self._changed.notify()
         return flags
 
@@ -159,7 +148,7 @@ class Threaded(ABC):
                 self.__done.append((job, entry.flags))
             self.__jobs.clear()
         for removal in dict.fromkeys(self.__removals.values()):
-            self._remove(removal)
+            self.__remove(removal)
 
     @final
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
@@ -183,7 +172,7 @@ class Threaded(ABC):
             for key in keys:
                 self._answers.deleted(key)
                 self.__removals[key] = removal
-            self.__tasks.append(partial(self._remove, removal))
+            self.__tasks.append(partial(self.__remove, removal))
             self._changed.notify()
 
     def _later(self, task: Callable[[], None]) -> None:
@@ -197,7 +186,7 @@ class Threaded(ABC):
         puts = [entry for entry in self.__jobs.values() if not entry.is_get]
         return [entry for entry in puts if not {*entry.keys}.isdisjoint(keys)]
 
-    def _submit(
+    def __submit(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], is_get: bool
     ) -> None:
         with self._changed:
@@ -213,10 +202,10 @@ class Threaded(ABC):
             for start in range(0, len(keys), size):
                 part = range(start, min(start + size, len(keys)))
                 entry.parts_left += 1
-                self.__tasks.append(partial(self._move, job, entry, part))
+                self.__tasks.append(partial(self.__move, job, entry, part))
             self._changed.notify_all()
 
-    def _work(self) -> None:
+    def __work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.__tasks or self._is_closed)
@@ -226,14 +215,14 @@ class Threaded(ABC):
             task()
             del task  # because it refers to the pages of its job
 
-    def _move(self, job: int, entry: _Job, part: range) -> None:
+    def __move(self, job: int, entry: _Job, part: range) -> None:
         move = self.read_into if entry.is_get else self.write
         for number in part:
             key = entry.keys[number]
             if removal := entry.removals.get(key):
                 with self._changed:
-                    self._changed.wait_for(partial(self._has_ended, key, removal))
-            flag = self._tried(move, key, entry.pages[number])
+                    self._changed.wait_for(partial(self.__has_ended, key, removal))
+            flag = self.__tried(move, key, entry.pages[number])
             with self._changed:
                 entry.flags[number] = flag
                 if flag and not entry.is_get:
@@ -250,12 +239,12 @@ class Threaded(ABC):
             self._changed.notify_all()
         self.__wake_up()
 
-    def _has_ended(self, key: bytes, removal: _Removal) -> bool:
+    def __has_ended(self, key: bytes, removal: _Removal) -> bool:
         return self._is_closed or self.__removals.get(key) is not removal
 
-    def _remove(self, removal: _Removal) -> None:
+    def __remove(self, removal: _Removal) -> None:
         for key in removal.keys:
-            self._tried(removal.remove, key)
+            self.__tried(removal.remove, key)
         with self._changed:
             for key in removal.keys:
                 if self.__removals.get(key) is removal:
@@ -263,14 +252,14 @@ class Threaded(ABC):
                     self._answers.deleted(key)  # because a lookup may have found the key meanwhile
             self._changed.notify_all()
 
-    def _ask(self, keys: list[bytes]) -> None:
-        flags = [self._tried(self.has, key) for key in keys]
+    def __ask(self, keys: list[bytes]) -> None:
+        flags = [self.__tried(self.has, key) for key in keys]
         with self._changed:
             for key, flag in zip(keys, flags, strict=True):
                 self._answers.looked_up(key, flag)
         self.__wake_up()
 
-    def _tried(self, call: Callable[..., object], *args: object) -> bool:
+    def __tried(self, call: Callable[..., object], *args: object) -> bool:
         try:
             return bool(call(*args))
         except Exception as error:

@@ -107,6 +107,35 @@ def test_the_page_shows_the_results_of_its_programs() -> None:
         assert "(2, [False])" not in alone, fault
 
 
+class HasNamesOfItsOwn(FolderStore):
+    """Uses names that the base might use."""
+
+    def __init__(self, namespace: Namespace, root: str) -> None:
+        super().__init__(namespace, root)
+        self._done = self._tasks = self._threads = self._removals = None
+
+    def _remove(self, key: bytes) -> None:
+        self._path(key).unlink()
+
+    def delete(self, keys: Any, /) -> None:
+        self.remove_later(keys, self._remove)
+
+    def _work(self) -> None: ...
+
+    _move = _ask = _submit = _work
+
+
+def test_the_names_of_an_author_do_not_replace_those_of_the_base(tmp_path: Path) -> None:
+    store = HasNamesOfItsOwn(Namespace("m", weights="1"), str(tmp_path))
+    page = memoryview(bytearray(b"page"))
+    store.put(1, [b"key"], [page])
+    store.delete([b"key"])
+    store.get(2, [b"key"], [page])
+    assert store.drain(10)
+    assert store.poll()[-1] == (2, [False])
+    store.close()
+
+
 # --- reports ---
 
 

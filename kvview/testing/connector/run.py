@@ -48,6 +48,8 @@ from kvview.testing.connector.worker import Shared
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
 from kvview.testing.yield_points import new_threads_yield_often
 
+_KEYS = "requests with a LoRA adapter, a cache salt or images: kvview partition checks their keys"
+
 
 def simulate(
     connector_class: type[Any],
@@ -149,7 +151,7 @@ class Run:
         engines: EngineFactory,
     ) -> None:
         self.scenario, left_out = engines.fit(scenario)
-        self.coverage = Counter(f"left out: {part}" for part in left_out)
+        self.coverage = Counter(f"left out: {part}" for part in (*left_out, _KEYS))
         if self.scenario.worker_half == "in_a_process" and not can_fork():
             self.scenario = replace(self.scenario, worker_half="job_by_job")
             self.coverage["left out: a worker half in a process of its own, without fork"] += 1

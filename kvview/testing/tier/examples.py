@@ -128,6 +128,28 @@ def _files(store: TierPlayer) -> set[Path]:
     return {path for path in store.harness.folder.rglob("*") if path.is_file()}
 
 
+@example(TierPlayer, "TIER-6")
+def check_tier_6_broken_connections(store: TierPlayer) -> None:
+    """Lost server: connections break during a job, and the store makes new ones."""
+    if not hasattr(store.harness, "break_connections"):  # another harness
+        return
+    sizes = {b"key %d" % number: 16_384 for number in range(64)}
+    store.model.become_faulty()
+    store.move("put", sizes)
+    for delay in (0.0, 0.001, 0.005):
+        store.submit("get", sizes)
+        time.sleep(delay)
+        if store.call(store.harness, "break_connections") == 0:  # the store is not on a network
+            break
+        store.drain()
+        end, flags = time.monotonic() + store.patience, [False]
+        while not all(flags):
+            what = "a store works again after its connections were broken"
+            got = f"{flags.count(False)} of {len(flags)} keys fail"
+            store.true(time.monotonic() < end, what, got, "every key is stored and loaded")
+            flags = store.move("put", sizes) + store.move("get", sizes)
+
+
 @example(TierPlayer, "TIER-8", C.BUDGET, C.GONE, C.REOPEN)
 def check_tier_8_damaged_notes(store: TierPlayer) -> None:
     """Damaged media: a store whose own notes are damaged keeps its budget, or does not open."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import sys
 import threading
 import time
@@ -73,6 +75,37 @@ def open_files(folder: str) -> list[str]:
                 if path.startswith(folder):
                     found.append(path)
     return sorted(found)
+
+
+def open_sockets() -> dict[int, int]:
+    """Return the inodes and numbers of the sockets that this process has open."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for name in os.listdir("/dev/fd"):
+            with suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[status.st_ino] = int(name)
+    return found
+
+
+def break_connections(others: Iterable[int]) -> int:
+    """Shut down the connections of this process, as if their server had ended.
+
+    Args:
+        others: Inodes of sockets that stay open.
+
+    Returns:
+        The number of connections.
+    """
+    broken = 0
+    for inode, number in open_sockets().items():
+        if inode not in others:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                if connection.getpeername():  # otherwise both ends are in this process
+                    connection.shutdown(socket.SHUT_RDWR)
+                    broken += 1
+    return broken
 
 
 @contextmanager

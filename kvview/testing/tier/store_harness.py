@@ -17,6 +17,7 @@ from kvview.targets import target_of
 from kvview.testing.effort import current_effort
 from kvview.testing.harness import Capability
 from kvview.testing.placeholders import FOLDER, in_folder
+from kvview.testing.tier.io_watch import break_connections, open_sockets
 from kvview.testing.tier.writer import Writer
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
 from kvview.tier.store import missing_methods
@@ -131,6 +132,7 @@ class StoreHarness:
         self._gate.set()
         self.callers: set[int] = set()
         """The threads that were inside a blocking call of the store, if they are known."""
+        self._foreign_sockets = open_sockets()
         self.store: TierStore = self._gated(make)(self.namespace, **self._filled_options())
         if self.guarded:
             self.store = GuardedTier(self.store, self.namespace)
@@ -233,6 +235,10 @@ class StoreHarness:
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # in case a store creates the folder again at once
             self.folder.write_text("no folder", encoding="utf-8")
+
+    def break_connections(self) -> int:
+        """Break the connections that were opened after this harness; return their number."""
+        return break_connections(self._foreign_sockets)
 
     def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
         """Start a process that opens the same folder and puts keys."""

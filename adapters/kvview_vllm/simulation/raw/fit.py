@@ -22,6 +22,12 @@ _MOST_BLOCKS = 300
 _DOUBLE_RESETS_EVERY = 8
 _FULL = FullAttention(BLOCK_SIZE)
 _LONGEST_WINDOW = 4 * BLOCK_SIZE
+_NEVER_PLAYED = (
+    "pipeline parallelism: ranks have all layers",
+    "hits of different lengths in the groups",
+    "kv_load_tiers of a request",
+    "a forward pass that still runs when a transfer starts",
+)
 
 
 class RawEngines:
@@ -35,8 +41,8 @@ class RawEngines:
         self.name = name
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Remove the parts of a scenario that are not simulated, and name these parts."""
-        left_out: list[str] = []
+        """Remove the parts that are not simulated, and name the parts that no run has."""
+        left_out = [*_NEVER_PLAYED]
         groups = _played_groups(scenario, left_out)
         if groups != scenario.geometry.groups:
             scenario = _scaled(scenario, groups)
@@ -84,8 +90,6 @@ class RawEngines:
             drafts=(),
             lookahead_tokens=0,
         )
-        is_pipeline = len({*scenario.ranks}) > 1 or 0 < sum(scenario.ranks) <= NUM_LAYERS
-        leave_out(is_pipeline, "pipeline parallelism: ranks have all layers")
         if scenario.ranks:
             ranks = (NUM_LAYERS,) * len(scenario.ranks)
             scenario = replace(scenario, ranks=ranks, worker_half="in_a_process")

@@ -1,0 +1,28 @@
+"""A crash of the author's code is reported with the author's line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STORE = """
+import ctypes
+
+from examples.folder_store import FolderStore
+
+
+class Crashes(FolderStore):
+    def write(self, key, page, /):
+        return bool(ctypes.string_at(0))
+"""
+
+
+def test_a_crash_shows_the_line_of_the_author(tmp_path: Path) -> None:
+    (tmp_path / "crashes.py").write_text(STORE)
+    target = f"{tmp_path / 'crashes.py'}:Crashes"
+    command = [sys.executable, "-m", "kvview", "check", target, "--option", "root={tmp}"]
+    done = subprocess.run([*command, "--select", "TIER-7"], cwd=ROOT, capture_output=True)
+    assert done.returncode < 0
+    assert b'crashes.py", line 9 in write' in done.stderr
