@@ -78,8 +78,9 @@ class StoreConnector(Connector):
        evict it, and a page moves from memory to the store when memory is full. ``"exclusive"``: as
        ``"victim"``, and a page leaves memory once it is loaded. ``"eager"``: a block is stored in
        memory and in the store while its request runs. ``"finish"``: as ``"eager"``, but when the
-       request ends. If the pool does not support :class:`~kvview.SupportsGiveBack`, the modes
-       ``"victim"`` and ``"exclusive"`` also store at the end of the request.
+       request ends. If the pool does not support :class:`~kvview.SupportsGiveBack`, or if the
+       connector has room for less than a quarter of the GPU's blocks, the modes ``"victim"`` and
+       ``"exclusive"`` also store at the end of the request.
     4. If a page is missing or damaged, its load fails, and the engine computes the blocks.
 
     Raises:

@@ -115,6 +115,14 @@ class PageIndex:
         most = list(map(self._behaviour.max_bytes, self._page_bytes))
         return [most[get_offload_group_idx(key)] for key in keys]
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks for which both levels together certainly have room."""
+        behaviour, memory = self._behaviour, self._behaviour.memory
+        if behaviour.is_in_bytes:
+            memory //= max(map(behaviour.max_bytes, self._page_bytes))
+        return memory + behaviour.store
+
     # --- lookups ---
 
     def __contains__(self, key: object) -> bool:

@@ -33,6 +33,7 @@ from kvview.store_connector.request_limits import RequestLimits
 from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import GPULoadStoreSpec, TransferResult
 
+_SMALLEST_PART = 4  # of the pool: a smaller tier cannot make up for the victims that are held
 _MOST_WAITS = 64  # maximum of steps in which a request waits for lookups
 
 
@@ -90,7 +91,8 @@ class StoreScheduler(SchedulerConnector):
     def on_engine_ready(self, facts: EngineFacts) -> None:
         self._index.start(facts.page_bytes)
         if self._view is not None:
-            wants_victims = self._behaviour.mode in ("victim", "exclusive")
+            is_large = self._index.num_blocks * _SMALLEST_PART >= facts.num_gpu_blocks
+            wants_victims = is_large and self._behaviour.mode in ("victim", "exclusive")
             self._gpu = GPUBlocks(self._geometry, self._view, facts, wants_victims=wants_victims)
 
     # --- loads ---
