@@ -83,13 +83,13 @@ def require_handoffs(
         )
     if not release.worker_metadata:
         raise UnsupportedEngineError(
-            f"connector {target}: a step of vLLM {engine_version()} waits for its loads, so it "
-            f"would wait for another engine; handoffs need 0.18.0 or later"
+            f"a step of vLLM {engine_version()} waits for its loads, so it would wait for another "
+            f"engine; handoffs need 0.18.0 or later"
         )
     if num_groups > 1 and not release.failed_requests:
         raise UnsupportedEngineError(
-            f"connector {target}: vLLM {engine_version()} takes no report of a failed load with "
-            f"{num_groups} KV-cache groups, and handoffs may fail; use 0.30.0 or later"
+            f"vLLM {engine_version()} takes no report of a failed load with {num_groups} KV-cache "
+            f"groups, and handoffs may fail; use 0.30.0 or later"
         )
     return options
 

@@ -446,7 +446,7 @@ class HandoffPlayer(Player):
     def offer_now(self, name: str, family: int) -> Kept | None:
         """Compute a new prompt and wait for its offer; None if blocks are missing or not held."""
         size, num_before = self.geometry.scheduler_block_size, len(self.model.kept)
-        length = size * self.rng.randint(1, 2) + 1
+        length = size * self.rng.randint(1, 3) + 1
         add = Add(f"over{self.num_requests}", family, length, num_shared_blocks=0)
         self.add(name, add, "add_prefill")
         self.prompts[name, add.request_id] = add

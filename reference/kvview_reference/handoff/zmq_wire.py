@@ -59,10 +59,9 @@ class ZmqWire:
 
     def _peer(self, address: str) -> zmq.Socket[bytes]:
         if address not in self._peers:
-            socket = self._context.socket(zmq.PUSH)
+            socket = self._peers[address] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(self._of_rank(address))
-            self._peers[address] = socket
         return self._peers[address]
 
     def _of_rank(self, address: str) -> str:
