@@ -180,7 +180,10 @@ class SupportsSkippedBlocks(Protocol):
 
 
 class WorkerConnector(Hooked):
-    """Worker half of a connector, which moves the KV bytes. Every method has a default that does nothing."""
+    """Worker half of a connector, which moves the KV bytes.
+
+    Every method has a default that does nothing.
+    """
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
         """Receive the KV-cache tensors, once, before the first plan."""

@@ -29,11 +29,14 @@ class Peer:
         engine_id: Name of the engine; the same after a restart.
         life: Different after each restart, for example a UUID.
         address: Address at which the engine receives messages.
+        split: How the KV of a block is split over the worker halves, for example "tensor 2"; empty
+            for one worker half.
     """
 
     engine_id: str
     life: str
     address: str
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Handoff:
         handoff_id: Number of the handoff, used once in that life.
         num_tokens: Leading tokens of the prompt whose KV is kept.
         prefix: Hash of the last block of these tokens, in hex; a hash covers its whole prefix.
-        layout: Fingerprint of the block and page sizes (:func:`layout_of`).
+        layout: Fingerprint of the blocks, the pages and their split (:func:`layout_of`).
     """
 
     engine_id: str
@@ -88,8 +91,7 @@ class Handoff:
         if self.layout != layout:
             raise HandoffError(
                 f"HAND-6: the producer {self.engine_id!r} has pages of layout {self.layout}, but "
-                f"this engine has {layout}; use the same block sizes, groups and page layout on "
-                "both engines"
+                f"this engine has {layout}; use the same blocks, groups, pages and ranks in both"
             )
         if self.num_tokens <= 0 or self.num_tokens % geometry.scheduler_block_size:
             raise HandoffError(
@@ -105,11 +107,13 @@ class Handoff:
             )
 
 
-def layout_of(geometry: CacheGeometry, page_bytes: Sequence[int]) -> str:
-    """Return a fingerprint of block sizes, groups and page sizes.
+def layout_of(geometry: CacheGeometry, page_bytes: Sequence[int], split: str = "") -> str:
+    """Return a fingerprint of block sizes, groups, page sizes and the split over worker halves.
 
     Args:
         geometry: Geometry of the engine.
         page_bytes: For each group, bytes of one block (``EngineFacts.page_bytes``).
+        split: Of the engine (:class:`Peer`).
     """
-    return hashlib.sha256(f"{geometry!r} {list(page_bytes)}".encode()).hexdigest()[:16]
+    text = f"{geometry!r} {list(page_bytes)} {split}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

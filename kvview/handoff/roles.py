@@ -24,7 +24,11 @@ Frame = bytes | bytearray | memoryview
 
 
 class Wire(Protocol):
-    """Messages between engines. No call waits."""
+    """Messages between engines. No call waits.
+
+    Each worker half of an engine has a separate wire. Its messages reach the worker half of the
+    same rank of the other engine, whose layout has the same split.
+    """
 
     def now(self) -> float:
         """Return the time in seconds, for leases and timeouts."""
@@ -103,6 +107,6 @@ class HandoffWorker(WorkerConnector, Hooked):
 
         Args:
             me: This engine.
-            wire: The wire.
+            wire: The wire of this worker half.
             lease_seconds: As in :meth:`HandoffScheduler.bind_peer`.
         """

@@ -24,6 +24,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.connector.job_tracker import JobTracker
+from kvview.handoff import HandoffWorker, Peer, Wire
 from kvview.testing.connector.scenario import (
     NUM_LAYERS,
     PAGE_BYTES,
@@ -123,8 +124,10 @@ class _OnRanks(Connector):
 
     @override
     def make_worker(self) -> WorkerConnector:
-        halves = [self._connector.make_worker() for _ in self._ranks]
-        return _RankedWorker(halves, self._ranks)
+        return _RankedWorker(self._make_halves(), self._ranks)
+
+    def _make_halves(self) -> Sequence[WorkerConnector]:
+        return [self._connector.make_worker() for _ in self._ranks]
 
 
 class _RankedWorker(WorkerConnector):
@@ -174,6 +177,32 @@ class _RankedWorker(WorkerConnector):
     def shutdown(self) -> None:
         for half in self._halves:
             half.shutdown()
+
+
+class _HandoffsOnRanks(_OnRanks):
+    """A built connector for handoffs, with a worker half and a wire for each rank."""
+
+    def __init__(self, connector: Connector, ranks: Sequence[int], wires: Sequence[Wire]) -> None:
+        super().__init__(connector, ranks)
+        self._wires = wires
+
+    @override
+    def make_worker(self) -> WorkerConnector:
+        return _RankedHandoffs(self._make_halves(), self._ranks, self._wires)
+
+
+class _RankedHandoffs(_RankedWorker, HandoffWorker):
+    def __init__(
+        self, halves: Sequence[WorkerConnector], ranks: Sequence[int], wires: Sequence[Wire]
+    ) -> None:
+        super().__init__(halves, ranks)
+        self._wires = wires
+
+    @override
+    def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:
+        for half, own in zip(self._halves, self._wires, strict=True):
+            assert isinstance(half, HandoffWorker), "it has the hooks for handoffs"
+            half.bind_wire(me, own, lease_seconds)
 
 
 class ReferenceConnectorHarness:
@@ -306,8 +335,11 @@ class ReferencePDHarness(ReferenceConnectorHarness):
     _engine: PDEngine
 
     def __init__(self, scenario: Scenario, connector: Connector, life: EngineLife) -> None:
-        super().__init__(scenario, connector, type(connector).__name__, life.clock, None)
-        self._engine.bind_handoffs(life.me, life.wire, life.lease_seconds)
+        name = type(connector).__name__
+        if scenario.ranks:
+            connector = _HandoffsOnRanks(connector, scenario.ranks, life.wires)
+        super().__init__(scenario, connector, name, life.clock, None)
+        self._engine.bind_handoffs(life.me, life.wires[0], life.lease_seconds)
 
     def add_prefill(self, add: Add, serial: int) -> None:
         """Queue a request whose KV is offered when it has finished."""

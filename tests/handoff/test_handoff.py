@@ -52,6 +52,11 @@ def test_the_handoff_of_another_request_is_refused(changes: Any, message: str) -
         replace(HANDOFF, **changes).require_for(REQUEST, GEOMETRY, LAYOUT)
 
 
+def test_engines_that_split_the_kv_differently_have_different_layouts() -> None:
+    splits = "", "tensor 2, pipeline 1", "tensor 1, pipeline 2"
+    assert len({layout_of(GEOMETRY, [64], split) for split in splits}) == 3
+
+
 def test_an_offer_has_one_reader_and_ends_after_its_reads() -> None:
     offers = Offers[str](ME)
     offers.add(HANDOFF, "blocks", deadline=10.0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from kvview_reference.engine.request import Request
 from kvview_reference.handoff.engine import PDEngine
+from kvview_reference.handoff.zmq_wire import ZmqWire
 from tests.handoff.engines import make_engine, prompt
 
 LEASE = 3.0
@@ -66,6 +68,25 @@ def test_a_killed_producer_costs_a_lease_and_no_token(
     decode(consumer, prompt(0, 8), params)
     assert consumer.stats.cpu_hit_blocks == 0
     assert (consumer.stats.finished, consumer.stats.mismatches) == (1, 0)
+
+
+def test_a_message_reaches_the_same_rank_of_another_engine(tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}:0" for name in "PD"]
+    wires = [[ZmqWire(address, rank) for rank in range(2)] for address in addresses]
+    for rank, wire in enumerate(wires[0]):
+        lost = wire.send("tcp://without a port", [b""])
+        wire.send(addresses[1], [b"%d" % rank])
+        assert lost in wire.sent()
+    for rank, wire in enumerate(wires[1]):
+        messages: list[Any] = []
+        for _ in range(5000):
+            messages += wire.receive()
+            if messages:
+                break
+            time.sleep(0.001)
+        assert messages == [[b"%d" % rank]]
+    for wire in (*wires[0], *wires[1]):
+        wire.close()
 
 
 GPU = pytest.param(

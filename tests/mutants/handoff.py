@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvview import (
@@ -31,6 +32,7 @@ from kvview.errors import HandoffError
 from kvview.handoff import Handoff, Offers, Peer, Wire
 from kvview.testing import Mutant
 from kvview.testing.handoff.harness import PDFactory
+from kvview_reference.handoff import pull
 from kvview_reference.handoff.pull import (
     Fetch,
     KeptKV,
@@ -42,6 +44,8 @@ from kvview_reference.handoff.pull import (
     Read,
     Refused,
 )
+
+from .edits import Base, read_variants
 
 MUTANTS: list[Mutant] = []
 Half = type[PullScheduler] | type[PullWorker]
@@ -696,3 +700,13 @@ class NeverRests(PullScheduler):
         plan = super().plan_step(step)
         self.num_fetches += len(plan.loads)
         return plan
+
+
+# --- edits ---
+
+
+for _variant in read_variants(
+    Path(__file__).with_suffix(".txt"), Base("PullConnector", (Path(pull.__file__),))
+):
+    _wrong = globals()[f"{_variant.name}Connector"] = _variant.load()
+    MUTANTS.append(Mutant(PDFactory(_wrong), _variant.law, f"{_variant.what}."))

@@ -45,7 +45,12 @@ from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.canary_half import CANARY_TARGET
 from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, report_at_start
-from kvview_vllm.connector.handoffs import HandoffOptions, WorkerWire, require_handoffs
+from kvview_vllm.connector.handoffs import (
+    HandoffOptions,
+    WorkerWire,
+    require_handoffs,
+    split_of,
+)
 from kvview_vllm.connector.messages import (
     JobReport,
     KVViewMetadata,
@@ -195,7 +200,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         engine_id = vllm_config.kv_transfer_config.engine_id
         num_groups = len(self._geometry.groups)
-        required = options.handoffs, parallel.world_size, num_groups, self._release
+        required = options.handoffs, num_groups, self._release
         if role is KVConnectorRole.SCHEDULER:
             half = connector.make_scheduler()
             handoffs = require_handoffs(half, target, *required)
@@ -215,7 +220,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
                 else None,
             )
             if handoffs is not None and isinstance(half, HandoffScheduler):
-                me = handoffs.peer(engine_id, self._scheduler.owner)
+                me = handoffs.peer(engine_id, self._scheduler.owner, split_of(parallel))
                 half.bind_peer(me, handoffs.lease_seconds)
             self._group_kinds = event_group_kinds(kv_cache_config)
             self._reporter = Reporter(self._scheduler_side.owner, target)
@@ -226,7 +231,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
             handoffs = require_handoffs(worker, target, *required)
             wire = None
             if handoffs is not None and isinstance(worker, HandoffWorker):
-                wire = WorkerWire(worker, handoffs, engine_id)
+                wire = WorkerWire(worker, handoffs, engine_id, parallel)
             self._worker_side = WorkerSide(
                 worker,
                 kv_cache_config,

@@ -28,7 +28,7 @@ class HandoffOptions(BaseModel):
     """The setting ``handoffs``.
 
     Args:
-        wire: Target of the wire's class, which is called with the address.
+        wire: Target of the wire's class, which is called with the address and a worker's rank.
         address: Address at which this engine receives messages, as its peers reach it.
         lease_seconds: Seconds for which an offer waits for its consumer.
     """
@@ -39,13 +39,13 @@ class HandoffOptions(BaseModel):
     address: str
     lease_seconds: float = Field(default=30.0, gt=0)
 
-    def peer(self, engine_id: str, life: str) -> Peer:
+    def peer(self, engine_id: str, life: str, split: str) -> Peer:
         """Name this life of the engine."""
-        return Peer(engine_id, life, self.address)
+        return Peer(engine_id, life, self.address, split)
 
-    def make_wire(self) -> Wire:
-        """Make the wire of this life."""
-        wire: Wire = load_target(self.wire)(self.address)
+    def make_wire(self, rank: int) -> Wire:
+        """Make the wire of a worker in this life."""
+        wire: Wire = load_target(self.wire)(self.address, rank)
         return wire
 
 
@@ -53,7 +53,6 @@ def require_handoffs(
     half: object,
     target: str,
     options: HandoffOptions | None,
-    num_workers: int,
     num_groups: int,
     release: ConnectorSeam,
 ) -> HandoffOptions | None:
@@ -84,15 +83,10 @@ def require_handoffs(
             f"connector {target} hands KV to other engines and needs 'handoffs' in "
             f"kv_connector_extra_config, with a wire and an address (docs/handoff.md)"
         )
-    if num_workers > 1:
-        raise ConfigError(
-            f"connector {target}: handoffs need an engine with one worker, got {num_workers}; use "
-            f"tensor and pipeline parallel sizes of 1"
-        )
     if not release.worker_metadata:
         raise UnsupportedEngineError(
-            f"connector {target}: a step of vLLM {engine_version()} waits for its loads, so it "
-            f"would wait for another engine; handoffs need 0.18.0 or later"
+            f"a step of vLLM {engine_version()} waits for its loads, so it would wait for another "
+            f"engine; handoffs need 0.18.0 or later"
         )
     if num_groups > 1 and not release.failed_requests:
         raise UnsupportedEngineError(
@@ -110,23 +104,33 @@ class WorkerWire:
         half: The half.
         options: The setting.
         engine_id: Name of the engine.
+        parallel: vLLM's ``ParallelConfig`` of the worker.
     """
 
-    def __init__(self, half: HandoffWorker, options: HandoffOptions, engine_id: str) -> None:
+    def __init__(
+        self, half: HandoffWorker, options: HandoffOptions, engine_id: str, parallel: Any
+    ) -> None:
         self._half, self._options, self._engine_id = half, options, engine_id
-        self._wire = options.make_wire()
+        self._split = split_of(parallel)
+        self._wire = options.make_wire(parallel.rank)
         self._is_bound = False
 
     def bind(self, life: str) -> None:
         """Bind the wire at the first step, which names the life of the engine."""
         if not self._is_bound:
             self._is_bound = True
-            me = self._options.peer(self._engine_id, life)
+            me = self._options.peer(self._engine_id, life, self._split)
             self._half.bind_wire(me, self._wire, self._options.lease_seconds)
 
     def close(self) -> None:
         """Close the wire."""
         self._wire.close()
+
+
+def split_of(parallel: Any) -> str:
+    """Describe how vLLM splits KV over workers."""
+    sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return "tensor {}, pipeline {}".format(*sizes) if parallel.world_size > 1 else ""
 
 
 def params_with(request: Any, name: str) -> Mapping[str, Any] | None:

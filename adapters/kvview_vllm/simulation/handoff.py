@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -28,13 +29,13 @@ class _Simulated(HandoffOptions):
     simulated: Any
 
     @override
-    def peer(self, engine_id: str, life: str) -> Peer:
-        me: Peer = self.simulated.me
+    def peer(self, engine_id: str, life: str, split: str) -> Peer:
+        me: Peer = replace(self.simulated.me, split=split)
         return me
 
     @override
-    def make_wire(self) -> Wire:
-        wire: Wire = self.simulated.wire
+    def make_wire(self, rank: int) -> Wire:
+        wire: Wire = self.simulated.wires[rank]
         return wire
 
 

@@ -48,13 +48,13 @@ class EngineLife:
 
     Args:
         me: Identity of this life.
-        wire: The wire of the engine.
+        wires: The wire of each rank.
         clock: Returns the time in seconds.
         lease_seconds: Seconds for which an offer waits for its consumer.
     """
 
     me: Peer
-    wire: Wire
+    wires: Sequence[Wire]
     clock: Callable[[], float]
     lease_seconds: float
 
@@ -249,13 +249,15 @@ class TwoEngines:
     def restart(self, name: str) -> None:
         """Start a new life of an engine; the old life sends no further message."""
         self.lives[name] = self.lives.get(name, 0) + 1
-        me = Peer(name, self.life(name), self.address(name))
-        wire = self.network.connect(me.address)
+        scenario = self._scenarios[name]
+        split = str(scenario.ranks) if scenario.ranks else ""
+        me = Peer(name, self.life(name), self.address(name), split)
+        wires = [self.network.connect(me.address, rank) for rank in range(len(scenario.ranks) or 1)]
         if name in self.engines:
             with suppress(Exception):
                 self.engines[name].shutdown()  # release threads and memory
-        life = EngineLife(me, wire, lambda: self.network.now, self.lease_seconds)
-        self.engines[name] = self.build(self._scenarios[name], life)
+        life = EngineLife(me, wires, lambda: self.network.now, self.lease_seconds)
+        self.engines[name] = self.build(scenario, life)
 
     def build(self, scenario: Scenario, life: EngineLife) -> PDHarness:
         """Build an engine with the connector."""

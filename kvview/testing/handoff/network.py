@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
 )
 """Faults of one message: lost; delivered later; read later out of the sender's memory; delivered
 twice; a frame cut or missing; a bit changed; some older messages delivered once more; delivered to
-the other engine as well."""
+all ranks of both engines as well."""
 
 _MOST_KEPT = 30  # number of old messages that may be replayed
 _NUM_REPLAYED = 4  # number of messages that are replayed at once
@@ -46,11 +46,12 @@ class _Sent:
     fault: Fault | None
 
 
-@dataclass
+@dataclass(eq=False)
 class SimulatedWire:
-    """The wire of one life of an engine."""
+    """The wire of one rank in one life of an engine."""
 
     network: Network
+    rank: int = 0
     is_dead: bool = False
     ended: list[int] = field(default_factory=list)
     inbox: list[Sequence[bytes]] = field(default_factory=list)
@@ -96,23 +97,24 @@ class Network:
         """Descriptions of messages whose frames changed before they were read."""
         self._rng = Random(seed)
         self._longest = longest
-        self._wires: dict[str, SimulatedWire] = {}
+        self._wires: dict[tuple[str, int], SimulatedWire] = {}  # by address and rank
         self._unread: list[_Sent] = []
-        self._on_the_way: list[tuple[float, str, tuple[bytes, ...]]] = []
-        self._old: deque[tuple[str, tuple[bytes, ...]]] = deque(maxlen=_MOST_KEPT)
+        self._on_the_way: list[tuple[float, tuple[str, int], tuple[bytes, ...]]] = []
+        self._old: deque[tuple[tuple[str, int], tuple[bytes, ...]]] = deque(maxlen=_MOST_KEPT)
         self._num_tickets = 0
 
-    def connect(self, address: str) -> SimulatedWire:
+    def connect(self, address: str, rank: int = 0) -> SimulatedWire:
         """Make the wire of a new life; unread frames of the old life are lost."""
-        if address in self._wires:
-            self._wires[address].is_dead = True
+        if old := self._wires.get((address, rank)):
+            old.is_dead = True
         self._unread = [one for one in self._unread if not one.wire.is_dead]
-        wire = self._wires[address] = SimulatedWire(self)
+        wire = self._wires[address, rank] = SimulatedWire(self, rank)
         return wire
 
     def is_reading(self, address: str) -> bool:
         """Whether the network still reads frames of an engine."""
-        return any(one.wire is self._wires[address] for one in self._unread)
+        wires = [wire for (place, _), wire in self._wires.items() if place == address]
+        return any(one.wire in wires for one in self._unread)
 
     def heal(self) -> None:
         """Let later messages pass without faults."""
@@ -153,14 +155,14 @@ class Network:
             self._put_on_the_way(one, frames)
         arrived = [one for one in self._on_the_way if one[0] <= self.now]
         self._on_the_way = [one for one in self._on_the_way if one[0] > self.now]
-        for _, address, frames in arrived:
-            if address in self._wires:
-                self._wires[address].inbox.append(frames)
+        for _, place, frames in arrived:
+            if place in self._wires:
+                self._wires[place].inbox.append(frames)
 
     def _put_on_the_way(self, one: _Sent, frames: tuple[bytes, ...]) -> None:
-        rng, at = self._rng, one.deliver_at
+        rng, at, place = self._rng, one.deliver_at, (one.address, one.wire.rank)
         later = self.now + rng.randint(1, self._longest)
-        self._old.append((one.address, frames))
+        self._old.append((place, frames))
         if one.fault == "lose":
             return
         if one.fault == "cut":
@@ -168,12 +170,12 @@ class Network:
         elif one.fault == "flip":
             frames = _flipped(rng, frames)
         elif one.fault == "repeat":
-            self._on_the_way.append((later, one.address, frames))
+            self._on_the_way.append((later, place, frames))
         elif one.fault == "replay":
             self._on_the_way += [(later, *old) for old in rng.choices(self._old, k=_NUM_REPLAYED)]
         elif one.fault == "elsewhere":
             self._on_the_way += [(at, other, frames) for other in self._wires]
-        self._on_the_way.append((at, one.address, frames))
+        self._on_the_way.append((at, place, frames))
 
 
 def _cut(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:

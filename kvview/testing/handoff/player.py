@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from kvview.testing.connector.invariants import (
     check_conservation,
     check_free_list,
 )
-from kvview.testing.connector.scenario import Add, Scenario
+from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES, Add, Scenario
 from kvview.testing.handoff.harness import PDHarness, TwoEngines
 from kvview.testing.handoff.model import BROKEN, GRACE, Decode, HandoffModel, Kept, Kind
 from kvview.testing.handoff.network import Network
@@ -32,6 +32,8 @@ _GEOMETRIES = (
     CacheGeometry(8, 4, (FullAttention(8), _FULL)),
     CacheGeometry(4, 4, (_FULL, ChunkedLocalAttention(4, 8))),
 )
+_SPLITS = ((), (), (NUM_LAYERS, NUM_LAYERS), (1, NUM_LAYERS - 1))
+"""The numbers of tensors of each rank: one rank, tensor parallelism, and pipeline parallelism."""
 _LEASES = (16, 24)
 _LONGEST_RUN = 1_500  # maximum of seconds until two engines without new requests are idle
 _NAMES = ("P", "D")
@@ -71,20 +73,31 @@ class HandoffPlayer(Player):
         """For each engine, time until which other requests overwrite all free blocks."""
         geometry = _GEOMETRIES[0] if self.plan.is_small else rng.choice(_GEOMETRIES)
         is_mixed = not self.plan.is_small and rng.random() < 0.15
+        splits = [() if self.plan.is_small else rng.choice(_SPLITS)] * 2
+        geometries = [geometry] * 2
+        if is_mixed and rng.random() < 0.5:
+            geometries[1] = _doubled(geometry)
+        elif is_mixed:
+            splits[1] = rng.choice([one for one in _SPLITS if one != splits[0]])
+        self.pin_budget = rng.choice((None, None, None, 0.2))
         scenarios = {
             name: self.pair.fit(
                 Scenario(
-                    _doubled(geometry) if name == "D" and is_mixed else geometry,
+                    of_engine,
                     num_gpu_blocks=rng.choice((14, 20, 40)) * len(geometry.groups),
                     events=(),
                     max_running=rng.choice((1, 3)),
+                    ranks=ranks,
+                    pin_budget=self.pin_budget,
+                    group_pages=_pages(ranks) * len(geometry.groups),
                 )
             )
-            for name in _NAMES
+            for name, of_engine, ranks in zip(_NAMES, geometries, splits, strict=True)
         }
         self.geometries = {name: scenario.geometry for name, scenario in scenarios.items()}
         self.geometry = self.geometries["P"]
-        are_alike = self.geometry == self.geometries["D"]
+        layouts = [(scenario.geometry, scenario.ranks) for scenario in scenarios.values()]
+        are_alike = layouts[0] == layouts[1]
         self.model = HandoffModel(are_alike, self.pair.renews_leases)
         self.pair.start(scenarios, self.network, self.lease)
         self.counts = {name: self.counters(name) for name in _NAMES}
@@ -431,9 +444,9 @@ class HandoffPlayer(Player):
             self.equal(held, {}, f"{name} holds nothing when all handoffs have ended", "HAND-3")
 
     def offer_now(self, name: str, family: int) -> Kept | None:
-        """Compute a new prompt and wait for its offer; returns None if a window has lost blocks."""
+        """Compute a new prompt and wait for its offer; None if blocks are missing or not held."""
         size, num_before = self.geometry.scheduler_block_size, len(self.model.kept)
-        length = size * self.rng.randint(1, 2) + 1
+        length = size * self.rng.randint(1, 3) + 1
         add = Add(f"over{self.num_requests}", family, length, num_shared_blocks=0)
         self.add(name, add, "add_prefill")
         self.prompts[name, add.request_id] = add
@@ -441,8 +454,8 @@ class HandoffPlayer(Player):
         if len(self.model.kept) > num_before:
             return self.model.kept[-1]
         has_windows = any(not isinstance(group, FullAttention) for group in self.geometry.groups)
-        what = "a finished prompt is offered"
-        self.true(has_windows, what, "no offer", "an offer", "HAND-10")
+        may_refuse = has_windows or self.pin_budget is not None
+        self.true(may_refuse, "a finished prompt is offered", "no offer", "an offer", "HAND-10")
         return None
 
     @operation("HAND-10", weight=0.8)
@@ -455,9 +468,11 @@ class HandoffPlayer(Player):
         if (kept := self.offer_now("P", family + 1)) is None or not self.model.are_alike:
             return
         add = replace(kept.add, num_output_tokens=1)
-        how = self.rng.choice(("load", "load", "abort in the queue", "abort the load", "hit"))
-        if how == "hit":
-            self.add("D", replace(add, request_id="first"))
+        ways = "load", "load the rest", "abort in the queue", "abort the load", "hit"
+        how, size = self.rng.choice(ways), self.geometry.scheduler_block_size
+        if how == "hit" or (how == "load the rest" and add.num_prompt_tokens > 2 * size):
+            num_tokens = add.num_prompt_tokens if how == "hit" else size + 1
+            self.add("D", replace(add, request_id="first", num_prompt_tokens=num_tokens))
             self.tick_until(lambda: not self.engines["D"].unfinished(), "a prompt is computed")
         _, num_loaded = self.counters("D")
         self.route_to("D", kept, add, "right")
@@ -466,7 +481,7 @@ class HandoffPlayer(Player):
             self.act("D", "abort", add.request_id)
             self.take_ends("D")
         self.tick_until(lambda: not self.engines["D"].unfinished(), "the consumer serves")
-        if how == "load":
+        if how.startswith("load"):
             is_loaded = self.counters("D")[1] > num_loaded
             self.true(is_loaded, "the KV is loaded", "it was computed", "a load")
         self.tick_until(
@@ -482,6 +497,11 @@ class HandoffPlayer(Player):
                 return
             self.tick()
         self.true(is_done(), what, f"not after {2 * GRACE} s", "it happens", law)
+
+
+def _pages(ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the page sizes of a group, of all ranks; nothing for one rank."""
+    return ((PAGE_BYTES,) * sum(ranks),) if ranks else ()
 
 
 def _doubled(geometry: CacheGeometry) -> CacheGeometry:

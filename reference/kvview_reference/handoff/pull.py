@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, count, pairwise
 from typing import Any, ClassVar
 
@@ -129,7 +130,7 @@ class PullScheduler(HandoffScheduler):
         self.view: GPUBlockPoolView | None = None
         self.null_block_id = 0
         self.me = Peer("", "", "")
-        self.layout = ""
+        self.page_bytes: Sequence[int] = ()
         self.job_ids, self.handoff_ids = count(), count()
         self.held: dict[int, Sequence[int]] = {}  # blocks of the offers, by job
         self.accepted: dict[str, Handoff] = {}  # of requests that do not have blocks yet
@@ -146,11 +147,16 @@ class PullScheduler(HandoffScheduler):
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        self.layout = layout_of(self.geometry, facts.page_bytes)
+        self.page_bytes = facts.page_bytes
 
     @override
     def bind_peer(self, me: Peer, lease_seconds: float) -> None:
         self.me = me
+
+    @cached_property
+    def layout(self) -> str:
+        """Layout of this engine, after both hooks above."""
+        return layout_of(self.geometry, self.page_bytes, self.me.split)
 
     # --- producer ---
 
@@ -288,7 +294,7 @@ class PullWorker(HandoffWorker):
 
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
-        self.gpu = GPURows(kv_caches)
+        self.gpu, self.rank = GPURows(kv_caches), kv_caches.rank
 
     @override
     def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:
@@ -311,8 +317,8 @@ class PullWorker(HandoffWorker):
         return results
 
     def reader_of(self, job: TransferJob) -> str:
-        """Make the name of a reader, which is unique among the loads of all engines."""
-        return f"{self.me.engine_id}/{self.me.life}/{job.job_id}"
+        """Make the name of a reader, which no other load of any engine or rank has."""
+        return f"{self.me.engine_id}/{self.me.life}/{self.rank}/{job.job_id}"
 
     def advance(self) -> None:
         """Start jobs, process messages, and end the jobs whose time has passed."""

@@ -17,17 +17,23 @@ from kvview.handoff import Frame
 
 
 class ZmqWire:
-    """The wire of one life of an engine.
+    """The wire of one worker half in one life of an engine.
+
+    Rank 1 has the port after that of the address, and so on, so all ranks are on one host.
 
     Args:
         address: Address of this engine for its peers; ``*`` for any free port.
+        rank: Rank of the worker half.
         patience: Seconds after which frames for a peer that does not take them are dropped.
     """
 
-    def __init__(self, address: str = "tcp://127.0.0.1:*", patience: float = 30.0) -> None:
+    def __init__(
+        self, address: str = "tcp://127.0.0.1:*", rank: int = 0, patience: float = 30.0
+    ) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(address)
+        self._rank = rank
+        self._inbox.bind(self._of_rank(address))
         self.address: str = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self._patience = patience
         self._peers: dict[str, zmq.Socket[bytes]] = {}
@@ -47,17 +53,21 @@ class ZmqWire:
                 message, flags=zmq.NOBLOCK, copy=False, track=True
             )
             self._unsent[ticket] = tracker, address, self.now()
-        except zmq.ZMQError:
+        except (zmq.ZMQError, ValueError):  # a wrong address
             self._lost.append(ticket)
         return ticket
 
     def _peer(self, address: str) -> zmq.Socket[bytes]:
         if address not in self._peers:
-            socket = self._context.socket(zmq.PUSH)
+            socket = self._peers[address] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
-            self._peers[address] = socket
+            socket.connect(self._of_rank(address))
         return self._peers[address]
+
+    def _of_rank(self, address: str) -> str:
+        """Name the port of this rank."""
+        host, _, port = address.rpartition(":")
+        return f"{host}:{int(port) + self._rank}" if self._rank else address
 
     def sent(self) -> Sequence[int]:
         """Return the tickets whose frames ZeroMQ has released."""

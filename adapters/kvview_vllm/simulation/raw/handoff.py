@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -188,8 +189,9 @@ class RawPair(TwoEngines):
         super().__init__(connector_class, None, options)
         if "NixlPullConnector" not in {kind.__name__ for kind in connector_class.__mro__}:
             raise ConfigError(
-                f"{connector_class.__name__} is a connector of vLLM and opens connections of its "
-                f"own, which the simulated network cannot replace; check it with --pd --inference"
+                f"{connector_class.__name__} is a connector of vLLM, of which two schedulers play "
+                f"NixlConnector only, because the simulated network replaces only NIXL; check it "
+                f"with --pd --inference"
             )
         self._config = split_options(options)
         self._engines: Any = RawEngines(f"vllm {engine_version()}")
@@ -198,7 +200,7 @@ class RawPair(TwoEngines):
     @override
     def fit(self, scenario: Scenario) -> Scenario:
         fitted: Scenario = self._engines.fit(scenario)[0]
-        return fitted
+        return replace(fitted, ranks=())
 
     @override
     def start(

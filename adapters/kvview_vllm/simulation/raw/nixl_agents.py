@@ -56,7 +56,7 @@ class SimulatedAgent:
     def __init__(self, fabric: Fabric, life: EngineLife, name: str) -> None:
         self._fabric, self._name = fabric, name
         self._address = life.me.address
-        self._wire: Any = life.wire
+        self._wire: Any = life.wires[0]
         self._lists: dict[int, tuple[str, list[Block]]] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._notices: defaultdict[str, list[bytes]] = defaultdict(list)
