@@ -1,9 +1,10 @@
-"""A connector whose keys are made of chosen properties, so that each of them can be left out."""
+"""A connector whose keys are made of chosen properties, so that each can be omitted or added."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,13 +41,15 @@ class _Store:
 
 
 _STORES: dict[str, _Store] = {}
+_LIVES = count()
 
 
 class KeyedConnector(Connector):
     """Stores whole prefixes under a digest of their properties.
 
-    Options: ``name`` of the store, ``engine``, a text of the engine's settings, and ``ignores``,
-    the properties that the key does not contain.
+    Options: ``name`` of the store, ``engine``, a text of the engine's settings, ``ignores``, the
+    properties that the key does not contain, and ``adds``, ``request`` or ``life``, which the key
+    contains although the KV does not depend on it.
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
@@ -67,6 +70,8 @@ class _Scheduler(SchedulerConnector):
         self.size = config.geometry.groups[0].block_size
         self.engine = config.options["engine"]
         self.ignores = config.options.get("ignores", "").split()
+        self.adds = config.options.get("adds", "")
+        self.life = next(_LIVES)
         self.store = store
         self.loads: list[TransferJob] = []
         self.stores: list[TransferJob] = []
@@ -80,7 +85,8 @@ class _Scheduler(SchedulerConnector):
     def key(self, request: RequestInfo, block: int) -> str:
         content = request.content
         tags = {"lora": "lora", "mm": "item", "cache_salt": "salt", "prompt_embeds": "embeds"}
-        parts: list[object] = [self.engine]
+        added = {"request": request.request_id, "life": self.life}
+        parts: list[object] = [self.engine, added.get(self.adds)]
         has_tokens = "tokens" not in self.ignores
         parts.append(list(content.token_ids[: (block + 1) * self.size]) if has_tokens else block)
         for keys in content.extra_keys[: block + 1]:

@@ -224,6 +224,24 @@ class DoesNothing(HostConnector):
         return False
 
 
+class ReadsItsRanks(HostConnector):
+    """Computes the size of its caches from the model and the ranks, as LMCache does."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        config = self._vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        self.broadcast = state.get_tp_group().broadcast  # LMCache passes it on, too
+        rank = state.get_tensor_model_parallel_rank(), state.get_pp_group().rank_in_group
+        assert rank == (parallel.rank % parallel.tensor_parallel_size, 0)
+        assert state.get_tensor_model_parallel_world_size() == parallel.tensor_parallel_size
+        assert len(kv_caches) == model.get_num_layers(parallel)
+        per_block = 2 * 16 * model.get_num_kv_heads(parallel) * model.get_head_size()
+        num_blocks = config.cache_config.num_gpu_blocks
+        assert {cache.numel() for cache in kv_caches.values()} == {num_blocks * per_block}
+
+
 _FILE = Path(__file__)
 
 

@@ -15,13 +15,12 @@ from docs import make_results
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.command import partition
 from kvview_vllm.partition.matrix import PairOutcome, check_partition
-from kvview_vllm.partition.pair_engine import NUM_BLOCKS
-from kvview_vllm.partition.pairs import all_pairs
+from kvview_vllm.partition.pairs import PROMPT, all_pairs
 from kvview_vllm.releases import engine_version, installed
 from kvview_vllm.releases.versions import RELEASES, vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
-from tests.vllm.raw_connectors import HostConnector
+from tests.vllm.raw_connectors import HostConnector, ReadsItsRanks
 
 cpu_scheduler.prepare()
 
@@ -29,6 +28,7 @@ V1 = "distributed.kv_transfer.kv_connector.v1"
 KEYED = f"{Path(__file__).parent / 'partition_connectors.py'}:KeyedConnector"
 CONFUSIONS = {
     "a token of the first block": "tokens",
+    "a token of the third block": "tokens",
     "a LoRA adapter or none": "lora",
     "two LoRA adapters": "lora",
     "a LoRA name with other weights": "path",
@@ -46,6 +46,16 @@ CONFUSIONS = {
     "another pipeline-parallel size": "{ranks}",
     "another memory layout": "{layout}",
 }
+SEPARATIONS = {
+    "the same request": "request",
+    "one LoRA adapter": "request",
+    "one cache salt": "request",
+    "one multimodal item": "request",
+    "one prompt embedding": "request",
+    "a restart": "life",
+    "another hash function": "{hash_algorithm}",
+    "another hash seed": "{hash_seed}",
+}
 BY_NAME = {pair.name: pair for pair in all_pairs()}
 CONTROLS = [BY_NAME["the same request"], BY_NAME["a restart"]]
 
@@ -54,12 +64,14 @@ needs_tags = pytest.mark.skipif(
 )
 
 
-def outcomes(ignored: str, *names: str) -> dict[str, PairOutcome]:
+def outcomes(ignored: str, *names: str, added: str = "") -> dict[str, PairOutcome]:
     engine = SETTINGS.replace(ignored, "") if ignored.startswith("{") else SETTINGS
+    if added.startswith("{"):
+        engine += added
     options = {
         "connector": KEYED,
         "contain_faults": False,
-        "options": {"name": "{tmp}", "engine": engine, "ignores": ignored},
+        "options": {"name": "{tmp}", "engine": engine, "ignores": ignored, "adds": added},
     }
     pairs = [*CONTROLS, *(BY_NAME[name] for name in names)]
     cells = check_partition(KVViewConnector, options, pairs)
@@ -80,23 +92,16 @@ def test_each_confusion_is_detected(name: str, ignored: str) -> None:
     assert outcomes(ignored, name)[name] is PairOutcome.SHARED_WRONGLY
 
 
-def test_every_pair_with_other_kv_has_a_confusion() -> None:
-    assert {pair.name for pair in all_pairs() if not pair.num_same_tokens} == set(CONFUSIONS)
+@needs_tags
+@pytest.mark.parametrize(("name", "added"), SEPARATIONS.items())
+def test_each_needless_separation_is_detected(name: str, added: str) -> None:
+    assert outcomes("", name, added=added)[name] is PairOutcome.NOT_SHARED
 
 
-class ReadsItsRanks(HostConnector):
-    """Computes the size of its caches from the model and the ranks, as LMCache does."""
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
-        state = vllm("distributed.parallel_state")
-        rank = state.get_tensor_model_parallel_rank(), state.get_pp_group().rank_in_group
-        assert rank == (parallel.rank % parallel.tensor_parallel_size, 0)
-        assert state.get_tensor_model_parallel_world_size() == parallel.tensor_parallel_size
-        assert len(kv_caches) == model.get_num_layers(parallel)
-        per_block = 2 * 16 * model.get_num_kv_heads(parallel) * model.get_head_size()
-        assert {cache.numel() for cache in kv_caches.values()} == {NUM_BLOCKS * per_block}
+def test_every_pair_has_a_confusion_or_a_separation() -> None:
+    are_equal = {pair.name: pair.num_same_tokens == len(PROMPT) for pair in all_pairs()}
+    assert {name for name in are_equal if are_equal[name]} == set(SEPARATIONS)
+    assert {name for name in are_equal if not are_equal[name]} == set(CONFUSIONS)
 
 
 def test_caches_model_and_process_groups_are_those_of_one_rank() -> None:

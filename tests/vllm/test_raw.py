@@ -41,6 +41,7 @@ from tests.vllm.raw_connectors import (
     DoesNothing,
     GroupsConnector,
     HostConnector,
+    ReadsItsRanks,
     faults,
     load_fault,
 )
@@ -155,6 +156,12 @@ def test_a_right_connector_is_clean_on_several_ranks(engines: VLLMEngines) -> No
         assert result.failure is None, result.failure
         assert result.coverage["with several ranks"]
         assert result.coverage["loads"]
+
+
+def test_caches_model_and_process_groups_agree_on_several_ranks(engines: VLLMEngines) -> None:
+    scenario = replace(generate_scenario(5), ranks=(2, 2, 2))
+    result = simulate(ReadsItsRanks, scenario, engines=engines)
+    assert result.failure is None, result.failure
 
 
 @each_of("faults of ranks")

@@ -1,4 +1,4 @@
-"""vLLM's process groups for one rank, without the other ranks.
+"""vLLM's process groups for one rank, which cannot communicate with the other ranks.
 
 A connector reads its ranks from these groups, and a group of several ranks needs their processes.
 
@@ -7,15 +7,53 @@ Source: ``get_tp_group`` and its siblings in vllm/distributed/parallel_state.py,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.releases.versions import vllm
 
-_ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which the check does not vary
+_ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which no check varies
+
+
+class _Group:
+    """A group of ranks, whose collective operations return their argument for one rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = self.rank_in_group = self.local_rank = rank
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.first_rank, self.last_rank = 0, size - 1
+        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        # A connector may pass the operation on and never call it, as LMCache does.
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if self.world_size > 1:
+                raise InvariantBroken(
+                    "ENGINE",
+                    f"the connector calls {name} of a group of ranks, and the simulated ranks "
+                    f"cannot communicate; check it with --inference",
+                )
+            return args[0] if args else None
+
+        return operation
+
+
+def _groups(ranks: tuple[int, int], rank: int) -> dict[str, _Group]:
+    """Make the groups of a rank, by their name in vLLM's module."""
+    tensor, pipeline = ranks
+    groups = {
+        "_WORLD": _Group(rank, tensor * pipeline),
+        "_TP": _Group(rank % tensor, tensor),
+        "_PP": _Group(rank // tensor, pipeline),
+    }
+    return groups | {name: _Group(0, 1) for name in _ALONE}
 
 
 @contextmanager
@@ -27,22 +65,18 @@ def process_groups(ranks: tuple[int, int] = (1, 1), rank: int = 0) -> Iterator[N
         rank: Of the worker.
     """
     state = vllm("distributed.parallel_state")
-    tensor, pipeline = ranks
-    groups = {"_TP": (rank % tensor, tensor), "_PP": (rank // tensor, pipeline)}
-    groups |= dict.fromkeys(_ALONE, (0, 1))
     with ExitStack() as stack:
-        for name, place in groups.items():
+        for name, group in _groups(ranks, rank).items():
             if hasattr(state, name):
-                stack.enter_context(patch.object(state, name, _group(*place)))
+                stack.enter_context(patch.object(state, name, group))
         yield
 
 
-def _group(rank: int, size: int) -> Any:
-    return SimpleNamespace(
-        rank_in_group=rank,
-        world_size=size,
-        is_first_rank=rank == 0,
-        is_last_rank=rank == size - 1,
-        broadcast=lambda tensor, src: tensor,
-        broadcast_object=lambda value, src: value,
-    )
+def join(ranks: tuple[int, int], rank: int) -> None:
+    """Give the groups to connectors until this process ends.
+
+    Args:
+        ranks: Tensor-parallel and pipeline-parallel size.
+        rank: Of the worker.
+    """
+    vars(vllm("distributed.parallel_state")).update(_groups(ranks, rank))

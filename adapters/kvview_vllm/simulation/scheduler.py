@@ -57,6 +57,7 @@ _ENVIRONMENT = {
 }
 _HEADS, _HEAD_SIZE = 2, 32
 _LAYERS, _KV_HEADS = "num_hidden_layers", "num_key_value_heads"
+_WIDTHS = ("hidden_size", "num_attention_heads", _KV_HEADS)  # divided among ranks
 _MODEL: dict[str, Any] = {
     "architectures": ["KVViewTestModel"],
     "model_type": "llama",
@@ -225,8 +226,8 @@ def make_vllm_config(
             and of the layers of one rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    heads = {name: _MODEL[name] * ranks[0] for name in ("num_attention_heads", _KV_HEADS)}
-    model_of_ranks = _MODEL | heads | {_LAYERS: _MODEL[_LAYERS] * ranks[1]}
+    widths = {name: _MODEL[name] * ranks[0] for name in _WIDTHS}
+    model_of_ranks = _MODEL | widths | {_LAYERS: _MODEL[_LAYERS] * ranks[1]}
     (folder / "config.json").write_text(json.dumps(model_of_ranks))
     config = vllm("config")
     _register_model()
@@ -267,7 +268,11 @@ def make_vllm_config(
         kv_transfer_config=transfer_config
         and make_known(config.KVTransferConfig, **_RECOMPUTE | transfer_config),
     )
-    # Set after the construction, because old releases only accept some sizes.
+    # Set after the construction, because vLLM compares the number of ranks with the GPUs of the
+    # machine, and old releases only accept some sizes of blocks.
+    parallel = vllm_config.parallel_config
+    parallel.tensor_parallel_size, parallel.pipeline_parallel_size = ranks
+    parallel.world_size = ranks[0] * ranks[1]
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     set_prefix_match_unit(vllm_config, prefix_match_unit)

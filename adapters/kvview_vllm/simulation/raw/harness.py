@@ -31,6 +31,7 @@ from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.calls import aborted_loads_keep_blocks, num_preemptions
+from kvview_vllm.releases.process_groups import join
 from kvview_vllm.releases.worker_caches import (
     CacheKind,
     config_of_scheduler,
@@ -46,7 +47,7 @@ from kvview_vllm.simulation.engine import (
     named,
     reads_vllm,
 )
-from kvview_vllm.simulation.raw.ranks import RawRanks, join, set_ranks
+from kvview_vllm.simulation.raw.ranks import RawRanks
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
@@ -105,6 +106,8 @@ class RawHarness(VLLMConnectorHarness):
         self._has_process = scenario.worker_half == "in_a_process"
         self._lags = self._has_process and scenario.compute_lags
         self._loses_a_rank = scenario.ends_abruptly
+        if scenario.ranks:
+            self._ranks = len(scenario.ranks), 1
         super().__init__(scenario, (), lambda: 0.0)
         watch.watch_pool(self._pool)
 
@@ -139,16 +142,13 @@ class RawHarness(VLLMConnectorHarness):
             self._watch.left_out.add("several KV-cache groups: the connector takes one")
         self._watch.coverage["with several groups"] = len(self._geometry.groups) > 1
 
-        if scenario.ranks:
-            set_ranks(config, len(scenario.ranks))
-
         def connect(rank: int) -> Any:
             with registered(watched):
                 return cpu_scheduler.make_worker_connector(config, cache_config, rank)
 
         def make_worker(rank: int = 0) -> RawWorker:
             if scenario.ranks:
-                join(rank, len(scenario.ranks))
+                join(self._ranks, rank)
             return RawWorker(
                 config,
                 cache_config,

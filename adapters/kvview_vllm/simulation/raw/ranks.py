@@ -10,43 +10,9 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.engine import named
 from kvview_vllm.simulation.raw.worker import RemoteRawWorker, StepAnswer
-
-
-class _Group:
-    """A group of ranks without communication."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = self.rank_in_group = self.local_rank = rank
-        self.world_size = size
-        self.ranks = list(range(size))
-        self.first_rank, self.last_rank = 0, size - 1
-        self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
-
-    def __getattr__(self, name: str) -> Any:
-        raise InvariantBroken(
-            "ENGINE",
-            f"the connector calls {name} of a group of ranks, and the simulated ranks cannot "
-            f"communicate; check it with --inference",
-        )
-
-
-def set_ranks(vllm_config: Any, size: int) -> None:
-    """Set the number of ranks of tensor parallelism in a configuration."""
-    # Set after the construction, because vLLM compares the number with the GPUs of the machine.
-    vllm_config.parallel_config.tensor_parallel_size = size
-    vllm_config.parallel_config.world_size = size
-
-
-def join(rank: int, size: int) -> None:
-    """Give this process its rank in vLLM's process groups."""
-    state = vllm("distributed.parallel_state")
-    state._TP = state._WORLD = _Group(rank, size)
-    state._PP = _Group(0, 1)
 
 
 class RawRanks:
