@@ -158,6 +158,7 @@ def test_page_when_nothing_fails_or_a_failure_is_expected(tmp_path: Path) -> Non
     assert "<known>" not in page.html
 
 
+@pytest.mark.slow
 def test_page_of_a_connector(tmp_path: Path) -> None:
     page = Page(make_page(tmp_path, CONNECTORS, "Leaks", "--seeds", "6").read_text())
     page.require_self_contained()

@@ -54,6 +54,7 @@ def check(installed: Path, project: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_mypy_strict_finds_only_the_wrong_lines(check: Callable[..., str], project: Path) -> None:
     source = (project / "typed_connector.py").read_text("utf-8").replace(RIGHT_KEY, WRONG_KEY)
     (project / "wrong_connector.py").write_text(source + WRONG, "utf-8")

@@ -70,6 +70,7 @@ def test_every_law_has_a_mutant_and_every_mutant_a_law() -> None:
     assert len({mutant.incident for mutant in MUTANTS} - {None}) >= 15
 
 
+@pytest.mark.slow
 def test_the_self_test_shows_every_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [m for m in FAULTS if m.name in ("FreesDuplicatesOnce", "NeverHits")]
     monkeypatch.setattr(mutants, "load_mutants", lambda: few)

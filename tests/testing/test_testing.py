@@ -219,6 +219,7 @@ def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
     assert "prepare_store" in failure.what
 
 
+@pytest.mark.slow
 def test_a_seed_finds_the_same_again() -> None:
     class LosesABlock(ReferencePool):
         def reset(self) -> bool:
@@ -452,6 +453,7 @@ def noisy():
 """
 
 
+@pytest.mark.slow
 def test_a_green_check_prints_no_warnings_of_injected_faults(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(WARNS)
     for target, select, verbose in (

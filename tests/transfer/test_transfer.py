@@ -246,6 +246,7 @@ def test_every_engine_satisfies_the_contract(factory: Callable[[], Any]) -> None
 
 
 @pytest.mark.parametrize("small_copy_bytes", [0, 1 << 20], ids=["copied", "gathered"])
+@pytest.mark.slow
 def test_threads_that_share_each_job_satisfy_the_contract(
     monkeypatch: pytest.MonkeyPatch, small_copy_bytes: int
 ) -> None:
