@@ -62,7 +62,6 @@ def require_handoffs(
         half: One half of the connector.
         target: Target of the connector.
         options: The setting.
-        num_workers: Number of workers of the engine.
         num_groups: Number of KV-cache groups of the engine.
         release: Whether requests wait for their loads between steps, and which loads may fail.
 
@@ -70,7 +69,7 @@ def require_handoffs(
         The setting; None for a connector without the hooks for handoffs.
 
     Raises:
-        ConfigError: The setting is missing or has no effect, or the engine has several workers.
+        ConfigError: The setting is missing or has no effect.
         UnsupportedEngineError: A step waits for its loads, so it would wait for another engine; or
             the engine could not continue after a failed handoff (WORK-2).
     """
@@ -90,9 +89,8 @@ def require_handoffs(
         )
     if num_groups > 1 and not release.failed_requests:
         raise UnsupportedEngineError(
-            f"connector {target}: vLLM {engine_version()} accepts no report of a failed load with "
-            f"{num_groups} KV-cache groups, and the loads of handoffs may fail; use 0.30.0 or "
-            "later"
+            f"vLLM {engine_version()} accepts no report of a failed load with {num_groups} "
+            "KV-cache groups, and the loads of handoffs may fail; use 0.30.0 or later"
         )
     return options
 
