@@ -199,8 +199,8 @@ class RawPair(TwoEngines):
 
     @override
     def fit(self, scenario: Scenario) -> Scenario:
-        fitted: Scenario = self._engines.fit(scenario)[0]
-        return replace(fitted, ranks=())
+        fitted: Scenario = self._engines.fit(replace(scenario, ranks=()))[0]
+        return fitted
 
     @override
     def start(
