@@ -151,15 +151,6 @@ class ReaperStopsAtALiveOffer(WithOffers):
             return ended
 
 
-@wrong("HAND-3", "vllm#38027")
-class LeasesNeverEnd(WithOffers):
-    """A consumer that died keeps the blocks."""
-
-    class offers_class(Offers[TransferJob]):
-        def add(self, handoff: Handoff, item: TransferJob, deadline: float) -> None:
-            super().add(handoff, item, deadline + 1e6)
-
-
 @wrong("HAND-3", "vllm#29906")
 class HoldsAborted(PullScheduler):
     """An aborted prefill is held like an offer, and no consumer ever comes."""
@@ -544,16 +535,6 @@ class DropsFailedLoads(PullWorker):
             self.results.pop()
 
 
-@wrong("HAND-9", "vllm#26171")
-class WaitsForever(PullWorker):
-    """No timeout: the producer is gone, and the load waits for it."""
-
-    def start_jobs(self) -> None:
-        super().start_jobs()
-        for fetch in self.fetches.values():
-            fetch.deadline = self.wire.now() + 1000
-
-
 @wrong("HAND-6", "vllm#52234")
 class PromisesForeignTokens(PullScheduler):
     """The prefix is not compared with the request."""
@@ -709,4 +690,5 @@ for _variant in read_variants(
     Path(__file__).with_suffix(".txt"), Base("PullConnector", (Path(pull.__file__),))
 ):
     _wrong = globals()[f"{_variant.name}Connector"] = _variant.load()
-    MUTANTS.append(Mutant(PDFactory(_wrong), _variant.law, f"{_variant.what}."))
+    _fault = f"{_variant.what}."
+    MUTANTS.append(Mutant(PDFactory(_wrong), _variant.law, _fault, _variant.incident))
