@@ -78,11 +78,11 @@ class TokenWords:
     def change_weights(self) -> None:
         """Give all tokens other words from now on, because a reset allows a change of the weights.
 
-        The engine must have no KV, so that each word from before is an error of the connector.
+        The engine must have no KV, so that each older word is an error of the connector.
         """
         self._num_weights += 1
         self._states.clear()
-        self._names = dict.fromkeys(self._names, "KV from before a reset of the caches")
+        self._names = dict.fromkeys(self._names, "KV computed before a reset of the caches")
 
     def words(self, planned: PlannedRequest, end: int) -> list[int]:
         """The words of the tokens of a request, up to a position."""
