@@ -2,13 +2,13 @@
 
     python -m tests.vllm.agreement [--select NAME ...] [--json FILE] [--markdown FILE]
 
-Each connector of ``tests/mutants/connector/late.txt`` serves the same traffic in the CPU build of
-vLLM: conversations side by side, whose prompts contain the tokens that were generated before;
-branches; equal prompts; requests that are aborted while they wait, load and run, under ids that are
-reused; resets with copies in flight. In between the KV cache is dropped and overwritten, so that
-only loaded KV can give the right responses, which are those of a run without a connector. Then the
-kit checks the connector (200 seeds of ``kvview check``). The exit code is 1 if a right connector is
-not clean, or if a connector is wrong in vLLM and green in the kit.
+Each connector of ``late.txt`` and ``field.txt`` in ``tests/mutants/connector`` serves the same
+traffic in the CPU build of vLLM: conversations side by side, whose prompts contain the tokens that
+were generated before; branches; equal prompts; requests that are aborted while they wait, load and
+run, under ids that are reused; resets with copies in flight. In between the KV cache is dropped and
+overwritten, so that only loaded KV can give the right responses, which are those of a run without a
+connector. Then the kit checks the connector (200 seeds of ``kvview check``). The exit code is 1 if
+a right connector is not clean, or if a connector is wrong in vLLM and green in the kit.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ HEAD = """\
 # Agreement with real engines
 
 Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`. Each connector of
-[`late.txt`](../tests/mutants/connector/late.txt) runs twice: in real inference on the CPU build
+[`late.txt`](../tests/mutants/connector/late.txt) and
+[`field.txt`](../tests/mutants/connector/field.txt) runs twice: in real inference on the CPU build
 of vLLM {version} (conversations side by side, aborts, resets, the KV cache overwritten in
 between), and in the kit (`kvview check`, {seeds} seeds). The kit must find every connector
-that gives wrong tokens, loses a response, leaks blocks or ends the engine.
+that gives wrong tokens, loses a response, leaks blocks or ends the engine. The mistakes of
+`field.txt` were written with the docs and without the checks.
 
 The kit finds {num_found} of {num_wrong} wrong connectors:
 {num_shown_found} of the {num_shown} that show their mistake in vLLM, and
@@ -72,7 +74,7 @@ class Case:
         name: Name in the table.
         target: Target of the class.
         mistake: The mistake, or a description of a right connector.
-        right: Name of the right connector that it changes; its own if it is right.
+        right: Name of the right connector whose hits it should have; its own if it is right.
         needs: "processes" for workers in processes, "async" for steps in flight.
         excuse: The reason why an engine may not show the mistake.
     """
@@ -101,11 +103,12 @@ def cases() -> list[Case]:
             variant.name,
             variant.write(),
             variant.what,
-            variant.kind,
+            variant.notes.get("compared with", variant.kind),
             variant.notes.get("needs", ""),
             variant.notes.get("why an engine may not show it", ""),
         )
-        for variant in load_variants("late")
+        for name in ("late", "field")
+        for variant in load_variants(name)
     ]
     return [*(Case(name, *more, name) for name, more in right.items()), *wrong]
 

@@ -121,6 +121,8 @@ def test_an_injected_fault_is_found(fault: Variant, engines: VLLMEngines) -> Non
         pytest.skip("loads end within a step")
     if fault.name == "RequiresDelivery":
         pytest.skip("a test of its own")
+    if fault.name == "KeepsItsKeys" and not cpu_scheduler.can_reset_connectors():
+        pytest.skip("no reset reaches the connector")
     assert first_failure(fault.load(), engines) is not None
 
 

@@ -257,6 +257,14 @@ class RawHarness(VLLMConnectorHarness):
         return [tuple(keys) for keys in self._look.block_keys(block_ids)]
 
     @override
+    def reset(self, *, after_reports: bool = False) -> bool:
+        """Reset the caches; if vLLM and the connector do, the weights change too."""
+        has_reset = super().reset(after_reports=after_reports)
+        if has_reset:
+            self._words.change_weights()
+        return has_reset
+
+    @override
     def shutdown(self) -> Mapping[int, int]:
         if self._loses_a_rank:
             self.worker.kill_last()

@@ -73,13 +73,23 @@ class TokenWords:
     def __init__(self) -> None:
         self._states: WeakKeyDictionary[PlannedRequest, list[int]] = WeakKeyDictionary()
         self._names: dict[int, str] = {}
+        self._num_weights = 0
+
+    def change_weights(self) -> None:
+        """Give all tokens other words from now on, because a reset allows a change of the weights.
+
+        The engine must have no KV, so that each older word is an error of the connector.
+        """
+        self._num_weights += 1
+        self._states.clear()
+        self._names = dict.fromkeys(self._names, "KV computed before a reset of the caches")
 
     def words(self, planned: PlannedRequest, end: int) -> list[int]:
         """Return the words of the tokens of a request, up to a position."""
         states = self._states.setdefault(planned, [])
         while len(states) < end:
             position = len(states)
-            before = states[-1] if states else planned.kv_seed
+            before = states[-1] if states else planned.kv_seed + self._num_weights
             state = before * 6364136223846793005 + planned.token(position) * 1442695040888963407
             states.append(((state + 0x9E3779B97F4A7C15) ^ (before >> 29)) & ((1 << 62) - 1))
             name = f"those of token {position} of request {planned.request.request_id!r}"
