@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvview.connector import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
 from kvview.errors import ConfigError
 from kvview.options import make_with_options, parse_options
-from kvview.store_connector.page_index import Behaviour, Mode
+from kvview.store_connector.behaviour import Behaviour, Mode
 from kvview.store_connector.page_levels import Pages
 from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.scheduler import StoreScheduler

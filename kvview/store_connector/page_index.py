@@ -6,62 +6,19 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Literal
 
 from kvview.events import MEDIUM_CPU, MEDIUM_STORAGE, OffloadingEvent
 from kvview.geometry import CacheGeometry
 from kvview.keys import OffloadKey, get_offload_group_idx
+from kvview.store_connector.behaviour import Behaviour
 from kvview.store_connector.level import Level
-from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.store_plan import EPOCH_BYTES, PagePlace
-from kvview.tier import GuardedTier
-
-Mode = Literal["eager", "finish", "victim", "exclusive"]
 
 _LONGEST_WAIT = 0.001  # seconds per step to wait for lookups; most requests then wait no step
 _MAX_FAILED = 1 << 16  # keys that are remembered because a job of the key failed
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """The choices of one connector.
-
-    Args:
-        mode: The moment at which blocks are stored.
-        prefetch: Whether pages are copied from the store to memory when their tokens are promised.
-        memory: Budget of memory; 0 for no pages in memory.
-        is_in_bytes: Whether the budget of memory is in bytes, not blocks.
-        store: Budget of the store in blocks; 0 for no store.
-        can_delete: Whether pages are deleted from the store.
-        policy: Called without arguments for the policy of each level.
-        max_bytes: Returns the maximum of bytes that a page of a given size takes after the
-            transform.
-        shared: Store that also has pages of other runs, for lookups; None for a store of this run
-            alone.
-        events: Whether events are recorded.
-    """
-
-    mode: Mode
-    prefetch: bool
-    memory: int
-    is_in_bytes: bool
-    store: int
-    can_delete: bool
-    policy: Callable[[], Policy]
-    max_bytes: Callable[[int], int]
-    shared: GuardedTier | None
-    events: bool
-
-    @property
-    def targets(self) -> tuple[bool, bool]:
-        """Whether a block is stored in memory, and in the store."""
-        writes_through = self.mode in ("eager", "finish")
-        in_memory = self.memory > 0 or not self.store
-        return in_memory, self.store > 0 and (writes_through or not in_memory)
 
 
 class PageIndex:

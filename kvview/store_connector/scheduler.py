@@ -25,8 +25,9 @@ from kvview.events import OffloadingEvent
 from kvview.geometry import CacheGeometry, FullAttention
 from kvview.keys import OffloadKey, get_offload_group_idx
 from kvview.pool import GPUBlockPoolView
+from kvview.store_connector.behaviour import Behaviour
 from kvview.store_connector.gpu_blocks import GPUBlocks
-from kvview.store_connector.page_index import Behaviour, PageIndex
+from kvview.store_connector.page_index import PageIndex
 from kvview.store_connector.page_policy import Policy
 from kvview.store_connector.prefixes import blocks_to_load, keys_beyond, longest_prefix
 from kvview.store_connector.request_limits import RequestLimits

@@ -25,7 +25,13 @@ from kvview import (
     StepPlan,
     StoreConnector,
 )
-from kvview_reference.connector import MultiConnector, OffloadConnector, OffloadScheduler
+from kvview_reference.connector import (
+    LazyOffloadConnector,
+    LazyOffloadScheduler,
+    MultiConnector,
+    OffloadConnector,
+    OffloadScheduler,
+)
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.pool import BlockPool
 from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
@@ -33,7 +39,7 @@ from kvview_reference.replay.workload import generate_trace
 
 BLOCK_SIZE = 512
 GEOMETRY = CacheGeometry.single(4)
-EAGER: list[type[Connector]] = [OffloadConnector, HostCacheConnector]
+CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, HostCacheConnector]
 
 
 class Counting:
@@ -91,7 +97,7 @@ def hits_alone(num_requests: int) -> float:
     "cpu_blocks", [20, 5000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 100))]
 )
 @pytest.mark.parametrize(
-    "connector", [*EAGER, StoreConnector], ids=lambda connector: connector.__name__
+    "connector", [*CONNECTORS, StoreConnector], ids=lambda connector: connector.__name__
 )
 def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_blocks: int) -> None:
     """The requests in flight fill the pool, which is the worst case for holds."""
@@ -118,6 +124,19 @@ def test_victims_gain_most_where_the_tier_is_as_large_as_the_pool() -> None:
     gain = watched.gpu_hit_rate + watched.cpu_hit_rate - eager.gpu_hit_rate - eager.cpu_hit_rate
     assert gain > 0.01
     assert watched.offloaded_blocks <= watch.num_computed
+
+
+def test_the_lazy_one_gains_most_where_the_tier_is_as_large_as_the_pool() -> None:
+    num_gpu = 900
+    watched, watch = run(LazyOffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
+    if not watch.scheduler._is_lazy:
+        pytest.skip("the guard of this engine cannot give back")
+    eager, _ = run(OffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
+    gain = watched.gpu_hit_rate + watched.cpu_hit_rate - eager.gpu_hit_rate - eager.cpu_hit_rate
+    assert gain > 0.01
+    assert watched.offloaded_blocks <= watch.num_computed
+    # The same head is not walked in every step: it was 7 visits a block stored.
+    assert watch.scheduler.num_visited_blocks < 3 * watched.offloaded_blocks
 
 
 def test_no_key_is_stored_more_often_than_it_is_computed() -> None:
@@ -203,7 +222,7 @@ class Bench:
         return sum(len(job.src.block_ids) for job in plan.stores)
 
 
-@pytest.mark.parametrize("connector", EAGER, ids=lambda connector: connector.__name__)
+@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_a_pin_budget_is_used_and_not_exceeded(connector: type[Connector]) -> None:
     """Blocks that do not fit are counted; an exceeded budget in a hook would end the engine."""
     bench = Bench(connector, 0.2)
@@ -223,7 +242,7 @@ def test_a_budget_without_a_query_stores_nothing_and_raises_nothing() -> None:
     assert bench.end(10) == 10
 
 
-@pytest.mark.parametrize("connector", EAGER, ids=lambda connector: connector.__name__)
+@pytest.mark.parametrize("connector", CONNECTORS, ids=lambda connector: connector.__name__)
 def test_nothing_is_held_while_free_blocks_are_short(connector: type[Connector]) -> None:
     bench = Bench(connector)
     others = bench.pool.allocate_blocks(40)
@@ -250,3 +269,16 @@ def test_victims_need_a_view_that_gives_back_and_a_quarter_of_the_pool(
 ) -> None:
     bench = Bench(StoreConnector, view=view, cpu_blocks=cpu_blocks)
     assert bench.half._gpu.finds_victims is finds_victims
+
+
+def test_lazy_needs_a_view_that_gives_back_and_a_tier_of_the_pools_size() -> None:
+    for with_give_back in (False, True):
+        for cpu_blocks in (10, 64):
+            half = LazyOffloadConnector(
+                ConnectorConfig(GEOMETRY, {"cpu_blocks": cpu_blocks})
+            ).make_scheduler()
+            assert isinstance(half, LazyOffloadScheduler)
+            view: Any = BlockPool(64).view("test")
+            half.bind_gpu_block_pool_view(view if with_give_back else _Plain(view))
+            half.on_engine_ready(EngineFacts(64, (8,), 4))
+            assert half._is_lazy is (with_give_back and cpu_blocks == 64)

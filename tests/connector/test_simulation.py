@@ -436,6 +436,21 @@ def test_conn10_a_run_that_loads_little_is_played_again(is_leak: bool) -> None:
     assert (result.failure is not None) == is_leak
 
 
+@pytest.mark.parametrize("loads_the_first_keys", [False, True])
+def test_conn10_a_tier_that_holds_all_keys_is_not_a_leak(loads_the_first_keys: bool) -> None:
+    def played(scenario: Scenario, has_many_keys: bool) -> SimulationResult:
+        tokens = 10_000 * (has_many_keys and loads_the_first_keys)
+        sizes = tuple(10**6 * window * has_many_keys for window in range(6))
+        return SimulationResult(scenario, None, (), {}, (tokens,) * scenario.rounds, sizes)
+
+    def play(scenario: Scenario) -> SimulationResult:
+        return played(scenario, scenario.cpu_blocks > 1_000)
+
+    grown = replace(played(steady_scenario(0), False), kept_bytes=tuple(range(0, 6 * 10**6, 10**6)))
+    result = with_rounds_compared(grown, play)
+    assert (result.failure is None) == loads_the_first_keys
+
+
 class Growing(SchedulerConnector):
     def __init__(self) -> None:
         self.pages: list[bytes] = []

@@ -12,7 +12,8 @@ from examples.folder_store import FolderStore
 from kvview import CacheGeometry
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.store_connector import Policy
-from kvview.store_connector.page_index import Behaviour, PageIndex
+from kvview.store_connector.behaviour import Behaviour
+from kvview.store_connector.page_index import PageIndex
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.answers import LookupAnswers
 
