@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from examples.host_cache import HostCacheConnector, HostCacheWorker
-from kvview import TransferResult, WorkerConnector
+from kvview import CacheGeometry, TransferResult, WorkerConnector
+from kvview_vllm.releases.worker_caches import RealCaches
 
 
 class RightConnector(HostCacheConnector):
@@ -53,3 +56,100 @@ class WritesElsewhere(RightConnector):
         @override
         def spoil(self, pages: torch.Tensor, block: int) -> None:
             pages[(block + 20) % len(pages), 0] ^= 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong copy of pages of a layer, each of shape ``(states, heads ..., words)``.
+
+    Args:
+        name: Name in reports.
+        layer: The layer.
+        pages: The wrong pages among those that a load writes.
+        change: Makes a wrong page from the page and from the bytes that were there before.
+    """
+
+    name: str
+    layer: int
+    pages: slice
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _swap_heads(page: torch.Tensor) -> torch.Tensor:
+    return page.flip(-2) if page.dim() > 2 else page  # MLA may have no dimension for heads
+
+
+_ALL, _LAST = slice(None), slice(-1, None)
+FAULTS = (
+    Fault("two heads are swapped", 0, _LAST, lambda page, _: _swap_heads(page)),
+    Fault("the last layer is skipped", -1, _ALL, lambda _, before: before),
+    Fault("the tokens of a block are reversed", 0, _LAST, lambda page, _: page.flip(0)),
+    Fault("the offset is wrong", -1, _LAST, lambda page, _: page.roll(1, -1)),
+)
+
+
+class InjectsFault(RightConnector):
+    """Loads pages, and makes some of them wrong in the memory of vLLM's layers."""
+
+    fault: Fault
+    caches: RealCaches
+    """The memory of the engine that runs."""
+    expected: str
+    """The first wrong element, as a report names it; empty if the fault changes no byte."""
+
+    @override
+    def make_worker(self) -> WorkerConnector:
+        return _Injecting(self.config.geometry)
+
+
+class _Injecting(HostCacheWorker):
+    def __init__(self, geometry: CacheGeometry) -> None:
+        super().__init__(100)
+        self.geometry = geometry
+
+    @override
+    def copy(
+        self, job_id: int, src: Any, src_pages: list[torch.Tensor], dst: Any, dst_pages: list[Any]
+    ) -> TransferResult:
+        if dst_pages is not self.gpu:
+            return super().copy(job_id, src, src_pages, dst, dst_pages)
+        fault, caches = InjectsFault.fault, InjectsFault.caches
+        layer = fault.layer % len(caches.slots)
+        sizes = [len(group.layer_names) for group in caches.config.kv_cache_groups]
+        number = [index for index, size in enumerate(sizes) for _ in range(size)][layer]
+        first = sum(dst.group_sizes[:number])
+        blocks = dst.block_ids[first : first + dst.group_sizes[number]]
+        before = caches.slots[layer][blocks]
+        result = super().copy(job_id, src, src_pages, dst, dst_pages)
+        right = caches.slots[layer][blocks]
+        wrong = right.clone()
+        for page, old in zip(wrong[fault.pages], before[fault.pages], strict=True):
+            page.copy_(fault.change(page.clone(), old))
+        caches.slots[layer][blocks] = wrong
+        position, head, block = self._first_wrong(wrong != right, number, dst.block_indices[number])
+        InjectsFault.expected = (
+            f"at token {position}, in block {blocks[block]}, layer {layer}, head {head}:"
+            if block >= 0
+            else ""
+        )
+        return result
+
+    def _first_wrong(
+        self, differs: torch.Tensor, group: int, first_block: int
+    ) -> tuple[int, int, int]:
+        """The position of the first wrong token that is read, its head and the number of its page.
+
+        Args:
+            differs: Whether each element is wrong, ``(blocks, states, heads ..., words)``.
+            group: The group of the layer.
+            first_block: The number of the first block in its request.
+        """
+        geometry = self.geometry.groups[group]
+        size = geometry.block_size
+        per_state = size // differs.shape[1]
+        end = (first_block + len(differs)) * size
+        for block, state, *element in differs.nonzero().tolist():
+            position = (first_block + block) * size + (state + 1) * per_state - 1
+            if position >= geometry.num_skipped_tokens(end):
+                return position, element[-2] if element[1:] else 0, block
+        return -1, -1, -1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.core.block_pool", reason="needs a vLLM release")
 
@@ -15,12 +15,14 @@ from kvview_vllm.partition.layouts import layout_pairs
 from kvview_vllm.partition.matrix import Cell, PairOutcome, check_partition
 from kvview_vllm.partition.pairs import Pair
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import layouts
+from kvview_vllm.releases.worker_caches import allocate, layouts
 from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.raw import worker
+from tests.vllm.layout_connectors import FAULTS, Fault, InjectsFault
 
 cpu_scheduler.prepare()
 
-CONNECTORS = Path(__file__).parent / "layout_connectors.py"
+CONNECTORS = "tests.vllm.layout_connectors"
 KINDS = (
     "full attention and a window",
     "block sizes that differ by group",
@@ -53,13 +55,17 @@ def one_layout_of_each_kind() -> list[Pair]:
     )
 
 
-def check(name: str, pairs: Sequence[Pair]) -> list[Cell]:
+def each(name: str, pairs: Sequence[Pair]) -> Iterator[Cell]:
     options = {
         "connector": f"{CONNECTORS}:{name}",
         "options": {"cpu_blocks": 100},
         "contain_faults": False,
     }
-    return list(check_partition(KVViewConnector, options, pairs))
+    yield from check_partition(KVViewConnector, options, pairs)
+
+
+def check(name: str, pairs: Sequence[Pair]) -> list[Cell]:
+    return list(each(name, pairs))
 
 
 @has_layouts
@@ -80,6 +86,28 @@ def test_a_wrong_copy_is_detected_in_each_kind_and_each_layout(name: str, law: s
     detected = [cell for cell in cells if cell.outcome is PairOutcome.WRONG and law in cell.detail]
     assert len(detected) == len(cells)
     assert "layer" in cells[0].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_fault_is_detected_at_its_first_element_in_every_combination(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocates(*args: Any) -> Any:
+        InjectsFault.caches = allocate(*args)
+        return InjectsFault.caches
+
+    monkeypatch.setattr(worker, "allocate", allocates)
+    monkeypatch.setattr(InjectsFault, "fault", fault, raising=False)
+    for cell in each("InjectsFault", PAIRS):
+        if InjectsFault.expected:
+            assert cell.outcome is PairOutcome.WRONG, cell
+            assert InjectsFault.expected in cell.detail, cell
+            continue
+        shape = InjectsFault.caches.slots[fault.layer][0].shape
+        page = torch.arange(shape.numel()).reshape(shape)
+        assert torch.equal(fault.change(page, ~page), page), cell  # one head, or one state
+        assert cell.outcome is PairOutcome.EXACT, cell
 
 
 @has_layouts

@@ -9,22 +9,25 @@ Source: ``get_kv_cache_spec`` of the layers in vllm/model_executor/layers/attent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from kvview import FullAttention
+from kvview_vllm.releases.unpacked_caches import layer_shape
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import (
     BLOCK_SIZE,
     CacheKind,
+    can_allocate_states,
+    layer_class_of,
     layouts,
     make_layers,
     make_states,
 )
 
-_ATTENTION = "model_executor.layers.attention"
 _HEAD_SIZES = (64, 32, 128, 256, 512)
 _MLA_HEAD_SIZES = (576, 512)
 _INDEXER_BYTES = 132  # bytes of a token: an fp8 key of 128 elements and its scale
@@ -35,30 +38,52 @@ _MODEL_DTYPES = frozenset({"float16", "bfloat16"})
 
 def cache_kinds() -> dict[CacheKind, frozenset[str]]:
     """Return the kinds, each with the memory layouts that its backends accept."""
-    if not hasattr(vllm("v1.worker.utils"), "allocate_kv_cache"):  # up to 0.31
-        kind = replace(make_layers([FullAttention(BLOCK_SIZE)]), name="FLASH_ATTN float32")
-        return {kind: frozenset(layouts())}
     names: dict[Any, list[str]] = {}
-    first: dict[Any, tuple[Any, Any]] = {}
+    first: dict[Any, tuple[Any, Any, str]] = {}
     taken: dict[Any, set[str]] = {}
     for name, backend in _backends():
         for dtype in _dtypes(backend):
             try:
                 spec = _spec(backend, dtype)
+                memory = _memory_of(backend, spec, dtype)
+                own = _layouts_of(backend)
             except Exception:  # the backend refuses these sizes or this machine
                 continue
-            memory = type(spec), *(getattr(spec, part) for part in _MEMORY)
-            first.setdefault(memory, (backend, spec))
+            first.setdefault(memory, (backend, spec, dtype))
             names.setdefault(memory, []).append(name if dtype == "auto" else f"{name} {dtype}")
-            own = backend.supported_kv_cache_layouts()
-            taken.setdefault(memory, set()).update(
-                layouts() if own is None else [layout.name for layout in own]
-            )
+            taken.setdefault(memory, set()).update(own)
     found = {
-        CacheKind(_short(names[memory]), (first[memory],) * 2): frozenset(taken[memory])
-        for memory in first
+        CacheKind(_short(names[memory]), ((backend, spec),) * 2, dtype): frozenset(taken[memory])
+        for memory, (backend, spec, dtype) in first.items()
     }
+    if not found:  # 0.11.0 and 0.11.1 have no list of backends
+        kind = replace(make_layers([FullAttention(BLOCK_SIZE)]), name="FLASH_ATTN float32")
+        return {kind: frozenset(layouts())}
     return found | dict.fromkeys(_mixed_kinds(), frozenset(layouts()))
+
+
+def _memory_of(backend: Any, spec: Any, dtype: str) -> Any:
+    """Return the properties that decide the memory of a layer; layers with equal ones share a kind.
+
+    Raises:
+        ValueError: Up to 0.31, the tensor has another size than the page, or no dimension for
+            tokens.
+    """
+    if can_allocate_states():
+        return type(spec), *(getattr(spec, part) for part in _MEMORY)
+    shape, _, order = layer_shape(backend, spec, dtype, 1)
+    if math.prod(shape) * spec.dtype.itemsize != spec.page_size_bytes:
+        raise ValueError(f"{shape} does not fill a page of {spec.page_size_bytes} bytes")
+    return type(spec), spec.dtype, shape, order
+
+
+def _layouts_of(backend: Any) -> list[str]:
+    """Return the names of the memory layouts that a backend accepts."""
+    if hasattr(backend, "supported_kv_cache_layouts"):
+        own = backend.supported_kv_cache_layouts()
+        return [*layouts()] if own is None else [layout.name for layout in own]
+    required = backend.get_required_kv_cache_layout()
+    return [required] if required else [*layouts()]
 
 
 def _short(names: list[str]) -> str:
@@ -68,11 +93,22 @@ def _short(names: list[str]) -> str:
 
 
 def _backends() -> Iterator[tuple[str, Any]]:
-    for member in vllm("v1.attention.backends.registry").AttentionBackendEnum:
+    for member in _registry():
         try:
             yield member.name, member.get_class()
         except Exception:  # needs a GPU or a package
             continue
+
+
+def _registry() -> Iterable[Any]:
+    """Return the list of backends; empty in 0.11.0 and 0.11.1, which have none."""
+    for module in ("v1.attention.backends.registry", "attention.backends.registry"):
+        try:
+            found: Iterable[Any] = vllm(module).AttentionBackendEnum
+        except (AttributeError, ImportError):
+            continue
+        return found
+    return ()
 
 
 def _dtypes(backend: Any) -> list[str]:
@@ -87,7 +123,7 @@ def _spec(
     """Return the spec of a layer, which the layer makes and the backend then changes."""
     is_mla = backend.is_mla()
     torch_utils = vllm("utils.torch_utils")
-    model = SimpleNamespace(dtype=torch_utils.torch.bfloat16)
+    model = SimpleNamespace(dtype=torch_utils.torch.bfloat16, use_mla=is_mla)
     sizes = _MLA_HEAD_SIZES if is_mla else _HEAD_SIZES
     size = head_size or next(one for one in sizes if backend.supports_head_size(one))
     layer = _Layer(
@@ -100,14 +136,12 @@ def _spec(
         kv_cache_torch_dtype=torch_utils.kv_cache_dtype_str_to_dtype(dtype, model),
         sliding_window=window,
     )
-    module = vllm(f"{_ATTENTION}.{'mla_attention' if is_mla else 'attention'}")
-    cache = SimpleNamespace(block_size=BLOCK_SIZE, skip_page_size_padded=None)
+    cache = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype=dtype, skip_page_size_padded=None)
     config = SimpleNamespace(cache_config=cache, model_config=model)
-    kind = module.MLAAttention if is_mla else module.Attention
-    spec = kind.get_kv_cache_spec(layer, config)
+    spec = layer_class_of(is_mla).get_kv_cache_spec(layer, config)
     customize = getattr(vllm("v1.worker.utils"), "customize_attention_spec", None)
     if customize is None:
-        return backend.customize_spec(spec)
+        return getattr(backend, "customize_spec", lambda own: own)(spec)
     # Alignments are for larger blocks than these.
     return replace(customize(backend, spec), block_stride_alignment=None)
 
@@ -130,6 +164,8 @@ def _mixed_kinds() -> Iterator[CacheKind]:
     full = _spec(flash, "auto")
     window = _spec(flash, "auto", window=2 * BLOCK_SIZE)
     yield _kind("full attention and a window", flash, full, window)
+    if not can_allocate_states():
+        return
     small = replace(_spec(flash, "fp8", window=4 * BLOCK_SIZE), block_size=BLOCK_SIZE)
     yield _kind("block sizes that differ by group", flash, full, small)
     odd = replace(window, head_size=48, head_size_v=48)

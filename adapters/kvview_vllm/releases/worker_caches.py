@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvview import CacheGroup, FullAttention, Mamba, SlidingWindow
 from kvview_vllm.releases.calls import known_arguments, make_known
 from kvview_vllm.releases.samples import make_attention_spec
+from kvview_vllm.releases.unpacked_caches import in_words, layer_tensor, memory_of_layers
 from kvview_vllm.releases.versions import refusal, vllm
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ BLOCK_BYTES = NUM_LAYERS * BLOCK_SIZE * 2 * _NUM_HEADS * _HEAD_SIZE * 4
 
 _MEMORY = 1 << 32  # bytes for the planner; the number of blocks is overridden
 _PLANNERS = ("v1.core.kv_cache_planning", "v1.core.kv_cache_utils")
+_MLA_LAYERS = ("model_executor.layers.attention.mla_attention", "attention.layer")
 _LAYERS = (
     "model_executor.layers.attention.attention",
     "model_executor.layers.attention",
@@ -52,10 +54,12 @@ class CacheKind:
     Args:
         name: Name in reports.
         layers: Backend class and spec, by layer number.
+        cache_dtype: Name of the dtype of the cache, which decides shapes up to 0.31.
     """
 
     name: str
     layers: tuple[tuple[Any, Any], ...]
+    cache_dtype: str = "auto"
 
     def named_layers(self) -> dict[str, tuple[Any, Any]]:
         """Backend and spec by layer name."""
@@ -228,10 +232,13 @@ def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
     if can_allocate_states():
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
         tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
-        slots = [_in_words(tensors[name]).permute(0, 2, 1, 3) for name in order]
+        slots = [in_words(tensors[name]).permute(0, 2, 1, 3) for name in order]
     else:
-        memory = _memory(config)
-        made = {name: _tensor(*named[name], config, memory[name]) for name in order}
+        memory = memory_of_layers(config)
+        made = {
+            name: layer_tensor(*named[name], kind.cache_dtype, config.num_blocks, memory[name])
+            for name in order
+        }
         tensors = {name: tensor for name, (tensor, _) in made.items()}
         slots = [view for _, view in made.values()]
     layers = vllm_config.compilation_config.static_forward_context
@@ -250,62 +257,19 @@ def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
     return RealCaches(config, tensors, slots)
 
 
-def _in_words(tensor: torch.Tensor) -> torch.Tensor:
-    """View the same memory as the widest integers that its strides allow."""
-    import torch
+def layer_class_of(is_mla: bool) -> Any:
+    """Return vLLM's class of attention layers.
 
-    for word in (torch.int32, torch.int16):
-        try:
-            return tensor.view(word)
-        except RuntimeError:  # a size, a stride or the offset is not a multiple of the word
-            continue
-    return tensor.view(torch.int8)
-
-
-def _memory(config: Any) -> dict[str, torch.Tensor]:
-    """Allocate the memory of each layer up to 0.31, which layers of several groups share."""
-    import torch
-
-    return {
-        name: memory
-        for tensor in config.kv_cache_tensors
-        for memory in [torch.zeros(tensor.size, dtype=torch.int8)]
-        for name in tensor.shared_by
-    }
-
-
-def _tensor(
-    backend: Any, spec: Any, config: Any, memory: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's tensor up to 0.31 in the shape of a model runner, and its slots."""
-    block_size, sizes = spec.block_size, (spec.num_kv_heads, spec.head_size)
-    shape = backend.get_kv_cache_shape(config.num_blocks, block_size, *sizes)
-    # Unlikely sizes show which dimensions are the blocks and the tokens.
-    probe = backend.get_kv_cache_shape(1_234_577, 7919 * block_size, *sizes)
-    blocks, tokens = probe.index(1_234_577), probe.index(7919 * block_size)
-    order = _stride_order(backend, len(shape))
-    tensor = (
-        memory.view(spec.dtype)
-        .view([shape[i] for i in order])
-        .permute(*(order.index(i) for i in range(len(order))))
-    )
-    rest = [i for i in range(len(shape)) if i not in (blocks, tokens)]
-    return tensor, _in_words(tensor).permute(blocks, tokens, *rest)
-
-
-def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:
-    """Return the dimensions in the order of memory, by default that of vLLM's NHD layout."""
-    try:
-        order: tuple[int, ...] = backend.get_kv_cache_stride_order()
-    except (AttributeError, NotImplementedError, AssertionError):
-        # It reads the current configuration; without one the result is the identity.
-        order = tuple(range(num_dims))
-    return order
+    Args:
+        is_mla: Whether the layers have one latent vector for each token.
+    """
+    name = "MLAAttention" if is_mla else "Attention"
+    return getattr(_find(_MLA_LAYERS if is_mla else _LAYERS, name), name)
 
 
 def _layer_class() -> type:
     """Make a class of layers without weights, which have the backend and cache of attention."""
-    attention: Any = _find(_LAYERS, "Attention").Attention
+    attention: Any = layer_class_of(is_mla=False)
 
     class Layer(attention):  # type: ignore[misc]
         def __init__(self, backend: Any, spec: Any) -> None:
