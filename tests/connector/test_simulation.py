@@ -158,8 +158,6 @@ def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None
 # --- replay ---
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("connector", [OffloadConnector, Two, LEAKS])
 class SlowLookup(SchedulerConnector):
     """Answers half a second after the first lookup; many steps of the simulation pass meanwhile."""
 
@@ -194,6 +192,8 @@ def test_a_lookup_on_a_thread_may_take_longer_than_the_steps_of_a_run() -> None:
     assert not check_connector(LooksUpSlowly, seeds=1).failures
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", [OffloadConnector, Two, LEAKS])
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))
