@@ -167,12 +167,12 @@ class KVViewL2Adapter(_Adapter):
         return stored
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return a bit for each key, once; None before the lookup has ended."""
+        """Return a bit for each key at the first call after the lookup has ended, or None."""
         with self._lock:
             return self._found.pop(task_id, None)
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return a bit for each key, once; None before the load has ended."""
+        """Return a bit for each key at the first call after the load has ended, or None."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 

@@ -1,6 +1,6 @@
 """Encoding and decoding of batches of KV events, in every format of the table.
 
-1. Strict: all events of a batch have one format, and the batch encodes to the same bytes.
+1. A strict decoder accepts events of one format only, and their batch encodes to the same bytes.
 2. A lenient decoder accepts a batch with an event of unknown format. It decodes the fields that it
    can read and describes the event in :attr:`Batch.problems`; the batch encodes to the same bytes.
 3. For any bytes, the result is a batch or :class:`~kvview.WireFormatError`.

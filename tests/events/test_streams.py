@@ -308,7 +308,7 @@ def test_a_closed_listener_ends_its_iterators() -> None:
 def test_wrong_endpoints() -> None:
     with pytest.raises(ConfigError, match=r"endpoint 'nonsense': .*expected tcp://HOST:PORT"):
         Listener("nonsense")
-    with pytest.raises(ConfigError, match="endpoint 'tcp://nobody:1': cannot be bound"):
+    with pytest.raises(ConfigError, match="endpoint 'tcp://nobody:1' cannot be bound"):
         Publisher("tcp://nobody:1")
     with Publisher(ANY_PORT) as publisher:
         with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):

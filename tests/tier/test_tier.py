@@ -129,10 +129,11 @@ def test_the_names_of_an_author_do_not_replace_those_of_the_base(tmp_path: Path)
     store = HasNamesOfItsOwn(Namespace("m", weights="1"), str(tmp_path))
     page = memoryview(bytearray(b"page"))
     store.put(1, [b"key"], [page])
+    assert store.drain(10)
     store.delete([b"key"])
     store.get(2, [b"key"], [page])
     assert store.drain(10)
-    assert store.poll()[-1] == (2, [False])
+    assert store.poll() == [(1, [True]), (2, [False])]
     store.close()
 
 

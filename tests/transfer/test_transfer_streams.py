@@ -170,7 +170,7 @@ BAD_CONFIGS: list[tuple[Any, dict[str, Any], str]] = [
     (
         caches_of(GOOD),
         {"num_cpu_blocks": 1 << 50},
-        r"are \d+ bytes, but only \d+ bytes of host memory",
+        r"need \d+ bytes, but only \d+ bytes of host memory",
     ),
 ]
 

@@ -140,7 +140,7 @@ class CanaryHalf(SchedulerConnector):
         return jobs
 
     def is_ready_to_end(self, name: str) -> bool:
-        """Whether a request has received every call except the call at its end."""
+        """Whether every call for a request was made, except the call at its end."""
         return len(self._expected[name]) <= 1
 
     def expect_ended(self, *names: str) -> None:

@@ -217,7 +217,7 @@ def probe_connector() -> ConnectorSeam:
 
 
 def check_scheduler() -> None:
-    """Check that vLLM's ``Scheduler`` has the attributes that binding a pool reads.
+    """Check that vLLM's ``Scheduler`` has the attributes that are read when a pool is bound.
 
     Raises:
         UnsupportedEngineError: An attribute is missing.

@@ -40,7 +40,7 @@ class Difference:
     """One row of the table.
 
     Args:
-        name: The field of the seam.
+        name: Name of the field of the seam that records the difference.
         seam: The surface of vLLM that the difference belongs to.
         description: The behaviour of a release with the difference and, where needed, of a release
             without it.

@@ -220,8 +220,8 @@ def make_vllm_config(
         steps_in_flight: Steps that may be launched before the output of the first of them
             is processed; with several, scheduling is asynchronous.
         num_drafts: Maximum number of draft tokens in a step; 0 for no speculative decoding.
-        has_lookahead: Whether a step has slots for the drafts of the next one, as for a draft
-            model.
+        has_lookahead: Whether a step also allocates slots for the draft tokens of the next step, as
+            vLLM does for a draft model.
         ranks: Tensor-parallel and pipeline-parallel size; the model has this multiple of the heads
             and of the layers of one rank.
     """

@@ -37,7 +37,7 @@ class Forward:
 class Compute:
     """The KV of every block of a GPU, in the order of the compute stream.
 
-    1. A block that a step computes has its key from the launch of the step, in stream order.
+    1. A block that a step computes has its key as soon as the step is launched, in stream order.
     2. Its bytes exist once the step has run: at once, or when its output is processed.
 
     Args:

@@ -39,7 +39,7 @@ class PDHarness(ConnectorHarness, Protocol):
         """Return the number of blocks that requests have loaded."""
 
     def num_wrong_blocks(self) -> int:
-        """Return the number of cached and squeezed blocks that another writer has changed."""
+        """Return the number of cached or squeezed blocks that another writer has changed."""
 
 
 @dataclass(frozen=True)

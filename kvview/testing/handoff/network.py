@@ -143,7 +143,7 @@ class Network:
         return self._num_tickets
 
     def tick(self) -> None:
-        """Let a second pass: read and deliver the messages that are due."""
+        """Advance the clock by one second, and read and deliver the messages that are due."""
         self.now += 1
         due = [one for one in self._unread if one.read_at <= self.now]
         self._unread = [one for one in self._unread if one.read_at > self.now]

@@ -165,7 +165,7 @@ class HandoffPlayer(Player):
             copied = json.loads(json.dumps(dict(params)))
             handoff = self.pair.read_handoff(copied, num_tokens)
         except (TypeError, ValueError, HandoffError) as error:
-            self.fail("parameters are plain JSON", f"{params}: {error}", "a handoff", "HAND-1")
+            self.fail("the parameters are plain JSON", f"{params}: {error}", "a handoff", "HAND-1")
         if self.can(Capability.NAMES_THE_KV):
             self.equal(copied, dict(params), "parameters survive JSON", "HAND-1")
         named = handoff.engine_id, handoff.life, handoff.address
@@ -491,7 +491,7 @@ class HandoffPlayer(Player):
         )
 
     def tick_until(self, is_done: Callable[[], bool], what: str, law: str = "HAND-10") -> None:
-        """Let a few seconds pass until an event has happened."""
+        """Advance the clock second by second until an event has happened."""
         for _ in range(2 * GRACE):
             if is_done():
                 return

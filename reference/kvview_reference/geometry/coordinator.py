@@ -308,9 +308,9 @@ class KVCacheCoordinator:
         is_new = not any(manager.blocks(request_id) for manager in self.managers)
         if not 0 <= num_computed_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(
-                f"TABLE-1: room for {num_tokens} tokens was requested for request {request_id!r}, "
-                f"which has {num_computed_tokens} computed tokens; expected at least 1 token, and "
-                "at least the computed tokens"
+                f"TABLE-1: request {request_id!r} has {num_computed_tokens} computed tokens and "
+                f"requests room for {num_tokens} tokens; expected room for at least 1 token, and "
+                "for all computed tokens"
             )
         if not is_new and (any(hit_blocks) or num_computed_tokens):
             raise ValueError(

@@ -33,12 +33,12 @@ def list_kinds(rule: Rule, fields: Fields, num_layers: int) -> list[Stored] | No
 
 
 def _listed(fields: Fields, _: int, field: str) -> list[Stored] | None:
-    """A list with a word for each layer."""
+    """Read the layers from a list that names the type of each layer."""
     return _meanings(field, fields.sequence(field, str) or (), TABLE["words"], fields)
 
 
 def _lettered(fields: Fields, _: int, field: str) -> list[Stored] | None:
-    """A text with a letter for each layer."""
+    """Read the layers from a text with a letter for each layer."""
     return _meanings(field, fields.text(field, ""), TABLE["letters"], fields)
 
 

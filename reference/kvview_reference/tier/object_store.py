@@ -127,7 +127,7 @@ class ObjectStore(DeletingStore):
         return None
 
     def _claim(self) -> None:
-        """Write the namespace into its prefix, for the operator of the bucket."""
+        """Store the namespace under its prefix, so that the operator of the bucket can read it."""
         import obstore
 
         if self._is_claimed:

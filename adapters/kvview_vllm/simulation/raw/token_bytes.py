@@ -110,7 +110,7 @@ class TokenCompute:
         slots: The words of each state for each layer, ``(blocks, states of a block, ...)``.
         groups: The KV-cache groups.
         group_of_layer: The number of the group for each layer.
-        rank: Number of the rank, because each rank has other bytes.
+        rank: Number of the rank; the bytes of the ranks differ.
     """
 
     def __init__(

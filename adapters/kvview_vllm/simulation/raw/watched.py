@@ -156,8 +156,9 @@ class Watch:
                 raise InvariantBroken(
                     "POOL-4",
                     f"{self._inside[-1]} frees block {block.block_id} of the raw pool{_line()}, "
-                    f"which the connector no longer holds, because it was freed as often as it "
-                    f"was touched. view.free_blocks(ids) refuses such a call and changes nothing",
+                    f"but the connector no longer holds the block, because it has freed the block "
+                    f"as often as it touched the block; call view.free_blocks(ids), which refuses "
+                    f"such a call",
                 )
             self.held[block.block_id] -= 1
 
