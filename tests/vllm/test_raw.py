@@ -461,7 +461,8 @@ def _example_connector() -> Any:
 
 
 def test_vsim_4_tensors_are_those_of_the_gpu_backend() -> None:
-    run = RawRun(HostConnector, replace(generate_scenario(3), worker_half="job_by_job"), {})
+    scenario = replace(generate_scenario(3), worker_half="job_by_job", ranks=())
+    run = RawRun(HostConnector, scenario, {})
     assert run.run().failure is None
     caches = run.harness.worker.caches
     assert len({tensor.data_ptr() for tensor in caches.tensors.values()}) == len(caches.slots)
