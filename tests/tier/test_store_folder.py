@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -289,8 +290,9 @@ def test_a_put_replaces_a_file_that_cannot_be_read(root: Path) -> None:
     """No file can be opened for a while, as a full table of open files has it."""
     store = FileStore(HERE, root=str(root))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    num_open = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(num_open - 1, limits[0]), limits[1]))
+    gc.collect()  # otherwise a file that is closed later would leave a number for another file
+    os.close(first_free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, limits[1]))
     try:
         assert moved(store, "get", *OLD) == [False] * len(OLD)
         assert moved(store, "put", *NEW) == [False] * len(NEW)
