@@ -19,6 +19,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.run import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.process_groups import process_groups
 from kvview_vllm.releases.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness
@@ -73,7 +74,7 @@ class RawRun(Run):
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # tensors are small, and more threads wait for each other
         try:
-            with watchdog.watching(), self._stand_ins.installed(classes):
+            with watchdog.watching(), process_groups(), self._stand_ins.installed(classes):
                 result = super().run()
         finally:
             if self.stage.built is not None:

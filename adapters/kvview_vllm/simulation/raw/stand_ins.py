@@ -19,7 +19,6 @@ import torch
 
 from kvview.testing.connector.coverage import REPLACED
 from kvview.testing.connector.scenario import Fate
-from kvview_vllm.releases.process_groups import process_groups
 
 _CUDA_ONLY = {
     "OffloadingConnector": ("cpu_spec_copies", "replace_worker"),
@@ -125,7 +124,6 @@ class StandIns:
             connector_classes: The connectors that run.
         """
         with ExitStack() as stack:
-            stack.enter_context(process_groups())
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", _cuda))
                 for kind in _bases(connector_classes):
