@@ -217,9 +217,8 @@ def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
 
 def _bytes_of(one: object) -> int:
     # The table of a dictionary doubles, so its size does not show a growth by a few entries.
-    for kind in (dict, set):
-        if isinstance(one, kind):
-            return _BYTES_OF_AN_ENTRY * kind.__len__(one)
+    if isinstance(one, dict | set):
+        return _BYTES_OF_AN_ENTRY * len(one)
     return sys.getsizeof(one, 0)
 
 
