@@ -234,7 +234,7 @@ class Threaded(ABC):
             if entry.parts_left:
                 return
             entry.pages = []
-            del self.__jobs[job]
+            self.__jobs.pop(job, None)
             self.__done.append((job, entry.flags))
             self._changed.notify_all()
         self.__wake_up()

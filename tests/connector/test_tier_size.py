@@ -121,7 +121,7 @@ def test_a_size_of_its_own_is_not_enough() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", [LosesPages, MixesPagesUp])
 def test_a_full_tier_shows_faults(connector: type[OwnOption]) -> None:
-    assert check(connector, seeds=45, max_blocks="{blocks}").failures
+    assert check(connector, seeds=120, max_blocks="{blocks}").failures
 
 
 def test_loads_that_fail_by_themselves_are_a_gap() -> None:

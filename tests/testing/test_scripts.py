@@ -80,7 +80,7 @@ def test_scripts_fail_on_the_faulty_code_and_pass_on_the_right_one() -> None:
     right = {m.name: on_the_right_one(m, scripts[m.name]) for m in DRAWN}
     passed = run_scripts({name: script for name, script in right.items() if script})
     assert [name for name, error in passed.items() if error is not None] == []
-    assert len(passed) >= 12
+    assert len(passed) >= 10
 
 
 @pytest.mark.parametrize("mutant", [DRAWN[0], CONNECTORS[3]], ids=lambda mutant: mutant.name)
