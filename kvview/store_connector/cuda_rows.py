@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvview.cuda_copies import CUDADriver, Ids
+from kvview.store_connector.cuda_copies import CUDADriver, Ids
 
 _SLAB_BYTES = 16 << 20  # of pinned memory
 

@@ -31,7 +31,7 @@ class GPURows:
         self.num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
         blocks: Callable[[list[torch.Tensor]], _Blocks] = _HostBlocks
         if self._device is not None:
-            from kvview.cuda_copies import CUDADriver  # needs numpy
+            from kvview.store_connector.cuda_copies import CUDADriver  # needs numpy
             from kvview.store_connector.cuda_rows import CUDABlocks
 
             blocks = partial(CUDABlocks, driver=CUDADriver(self._device))

@@ -21,8 +21,6 @@ CONTRACT_ORDER = (
     "geometry",
     "events",
     "transfer",
-    "cuda_copy_kernel",
-    "cuda_copies",
     "offloading",
     "pool",
     "connector",
@@ -42,8 +40,6 @@ CONTRACT_ORDER = (
 # The modules that may import a heavy package at their own import.
 ALLOWED_AT_IMPORT = {
     "torch": (
-        "kvview.cuda_copies",
-        "kvview.cuda_copy_kernel",
         "kvview.store_connector",
         "kvview.testing.connector",
         "kvview_reference.transfer",
@@ -55,13 +51,13 @@ ALLOWED_AT_IMPORT = {
         "kvview_sglang",
     ),
     "numpy": (
-        "kvview.cuda_copies",
-        "kvview.cuda_copy_kernel",
+        "kvview.store_connector.cuda_copies",
+        "kvview.store_connector.cuda_copy_kernel",
         "kvview.store_connector.cuda_rows",
         "kvview.testing.connector.kv_bytes",
         "kvview_reference.transfer",
     ),
-    "triton": ("kvview.cuda_copy_kernel",),
+    "triton": ("kvview.store_connector.cuda_copy_kernel",),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.suite",),

@@ -20,7 +20,7 @@ from kvview import (
     ConfigError,
     TransferResult,
 )
-from kvview.cuda_copies import _BATCH_SIGNATURE, _CopyAttributes, batch_copy
+from kvview.store_connector.cuda_copies import _BATCH_SIGNATURE, _CopyAttributes, batch_copy
 from kvview_reference.transfer import CPUGPUTransferWorker
 from kvview_reference.transfer.cuda import StreamCopier
 from tests.transfer.test_transfer import (

@@ -53,9 +53,9 @@ needs_loads_between_steps = pytest.mark.skipif(
 
 @needs_loads_between_steps
 def test_two_schedulers_hand_over() -> None:
-    result = search(HandoffPlayer, pd_factory(PullConnector, "vllm"), Effort(seeds=SEEDS))
+    result = search(HandoffPlayer, pd_factory(PullConnector, "vllm"), Effort(seeds=SEEDS + 5))
     assert result.failures == {}
-    assert result.compared["HAND-10"] > SEEDS / 2  # handoffs that must be used
+    assert result.compared["HAND-10"] > SEEDS  # handoffs that must be used
 
 
 @needs_loads_between_steps

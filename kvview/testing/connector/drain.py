@@ -45,8 +45,7 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
         ended += sum(worker.num_reported for worker in stage.workers)
         still = still + 1 if ended == before else 0
         has_waited &= still > 0
-        is_looking_up = any(part.scheduler.unanswered for part in stage.parts)
-        if still > _STILL_STEPS_AT_ONCE and is_looking_up and threading.active_count() > 1:
+        if still > _STILL_STEPS_AT_ONCE and _threads_may_look_up(stage):
             time.sleep(_SECONDS_A_STEP)
         if still > _MAX_STILL_STEPS:
             if has_waited or not stage.expiring_blocks():
@@ -65,6 +64,11 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
         for _ in range(3):
             stage.step()
     check_drained(engine.held_blocks(), "when everything has ended")
+
+
+def _threads_may_look_up(stage: Stage) -> bool:
+    is_looking_up = any(part.scheduler.unanswered for part in stage.parts)
+    return is_looking_up and threading.active_count() > 1
 
 
 def _check_asleep(stage: Stage) -> None:

@@ -1,8 +1,8 @@
 """The CUDA side of transfers: one stream per direction, pinned host memory, one call per job.
 
 :class:`StreamCopier` orders the jobs. The copier uses streams and events only through
-:class:`Driver`, so it can be tested without a GPU. :class:`~kvview.cuda_copies.CUDADriver` is the
-real driver.
+:class:`Driver`, so it can be tested without a GPU. The real driver is
+:class:`~kvview.store_connector.cuda_copies.CUDADriver`.
 
 Source: vLLM #45704 for the faults without this order.
 """

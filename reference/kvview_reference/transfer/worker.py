@@ -267,7 +267,7 @@ class CPUGPUTransferWorker:
         self._copier: Copier
         compute_stream = kv_caches.compute_stream
         if device.type == "cuda":
-            from kvview.cuda_copies import CUDADriver
+            from kvview.store_connector.cuda_copies import CUDADriver
             from kvview_reference.transfer.cuda import StreamCopier
 
             driver = CUDADriver(device)

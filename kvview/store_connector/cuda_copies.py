@@ -179,7 +179,7 @@ class CUDADriver:
 
 def _find_kernel() -> _Copy | None:
     try:
-        from kvview.cuda_copy_kernel import copy_small_pages
+        from kvview.store_connector.cuda_copy_kernel import copy_small_pages
     except ImportError:
         return None
     return copy_small_pages
