@@ -108,6 +108,13 @@ def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_bloc
     assert report.is_clean
 
 
+def test_threads_do_not_change_the_figures() -> None:
+    """The copies of a store's threads end before the next step."""
+    first, second = (run(StoreConnector, 400, {"cpu_blocks": 100})[0] for _ in range(2))
+    for name in ("gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "steps"):
+        assert getattr(first, name) == getattr(second, name), name
+
+
 def test_several_connectors_are_no_worse_either() -> None:
     target = "kvview_reference.connector:OffloadConnector"
     children = [{"connector": target, "options": {"cpu_blocks": size}} for size in (0, 50, 3000)]

@@ -63,16 +63,6 @@ class Clock:
         self._ends: dict[int, float] = {}  # by job in flight
         self._decoded = 0
 
-    def time_transfers(self, connector: Connector) -> Connector:
-        """Make the worker half of a connector report each transfer at its simulated end.
-
-        Returns:
-            The same object.
-        """
-        make_worker = connector.make_worker
-        object.__setattr__(connector, "make_worker", lambda: _TimedWorker(make_worker(), self))
-        return connector
-
     def begin(self, plan: StepPlan) -> None:
         """Add the jobs of a plan."""
         for job in plan.loads:
@@ -119,10 +109,37 @@ class Clock:
         return sum(n * size for n, size in zip(spec.group_sizes, self._block_bytes, strict=True))
 
 
+class OneStep:
+    """The time of the transfers in a replay without a clock: each ends before the next step."""
+
+    def __init__(self) -> None:
+        self._started: list[int] = []
+
+    def begin(self, plan: StepPlan) -> None:
+        """Add the jobs of a plan."""
+        self._started += [job.job_id for job in (*plan.loads, *plan.stores)]
+
+    def take_ended(self) -> list[int]:
+        """Take the jobs that were added since the last call, in this order."""
+        ended, self._started = self._started, []
+        return ended
+
+
+def time_transfers(connector: Connector, clock: Clock | OneStep) -> Connector:
+    """Make the worker half of a connector report each transfer at its simulated end.
+
+    Returns:
+        The same object.
+    """
+    make_worker = connector.make_worker
+    object.__setattr__(connector, "make_worker", lambda: _TimedWorker(make_worker(), clock))
+    return connector
+
+
 class _TimedWorker(WorkerConnector):
     """Moves the bytes at once, and reports each job at its simulated end."""
 
-    def __init__(self, worker: WorkerConnector, clock: Clock) -> None:
+    def __init__(self, worker: WorkerConnector, clock: Clock | OneStep) -> None:
         self._worker, self._clock = worker, clock
         self._ended: list[int] = []
         self._results: dict[int, TransferResult] = {}
@@ -152,7 +169,7 @@ class _TimedWorker(WorkerConnector):
 
     @override
     def wait(self, job_ids: Sequence[int]) -> None:
-        pass  # the clock advances to the next end
+        pass  # the end is simulated, so the next get_finished has the results
 
     @override
     def shutdown(self) -> None:

@@ -31,7 +31,7 @@ from kvview.connector.hook_errors import build_connector, watch_hooks
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.replay.arrivals import Arrivals
-from kvview_reference.replay.clock import Clock
+from kvview_reference.replay.clock import Clock, OneStep, time_transfers
 from kvview_reference.replay.time_model import TimeModel
 from kvview_reference.replay.traces import TraceRequest
 
@@ -220,7 +220,7 @@ def replay(
     built = watch_hooks(build_connector(connector, ConnectorConfig(geometry, config.options)))
     engine = Engine(
         geometry,
-        clock.time_transfers(built) if clock else built,
+        time_transfers(built, clock or OneStep()),
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
         max_running=config.closed_loop or config.time.max_running,
