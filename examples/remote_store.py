@@ -55,7 +55,8 @@ class RemoteStore(AsyncStore):
     async def disconnect(self) -> None:
         for _, writer in self.free:
             writer.close()
-            await writer.wait_closed()
+        ends = (writer.wait_closed() for _, writer in self.free)
+        await asyncio.gather(*ends, return_exceptions=True)  # the server may be gone
 
 
 class RemoteConnector(StoreConnector):

@@ -23,7 +23,7 @@ class AsyncStore(Threaded):
     1. All coroutines run in one thread, so they share a client without locks.
     2. If ``fetch`` or ``send`` raises, the key has failed; if ``find`` raises, the key is a miss.
     3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Unfinished
-       removals fail.
+       removals fail. The threads end even if ``disconnect`` raises.
 
     Args:
         namespace: Namespace of the store, which must share no bytes with another (use
@@ -96,10 +96,12 @@ class AsyncStore(Threaded):
                 self._is_ending = True
                 self._loop.call_soon_threadsafe(self._cancel_all)
             super().close()
-            asyncio.run_coroutine_threadsafe(self.disconnect(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join()
-            self._loop.close()
+            try:
+                asyncio.run_coroutine_threadsafe(self.disconnect(), self._loop).result()
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop_thread.join()
+                self._loop.close()
 
     def _cancel_all(self) -> None:
         for task in asyncio.all_tasks(self._loop):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import pytest
 from typing_extensions import override
 
 from kvview.tier import AsyncStore, Namespace
@@ -54,6 +55,19 @@ def test_pages_come_back() -> None:
     assert try_store(store) == ""
     store.close()
     store.close()
+
+
+def test_the_thread_ends_although_disconnect_raises() -> None:
+    class CannotDisconnect(SlowDictionary):
+        @override
+        async def disconnect(self) -> None:
+            raise ConnectionResetError("the server has gone")
+
+    before = threading.active_count()
+    store = CannotDisconnect()
+    with pytest.raises(ConnectionResetError, match="the server has gone"):
+        store.close()
+    assert threading.active_count() == before
 
 
 def test_a_deleted_page_is_dropped_by_a_coroutine() -> None:

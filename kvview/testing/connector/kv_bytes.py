@@ -1,7 +1,9 @@
 """KV bytes as a function of the block hash, so that a stale block is detected at once.
 
 A real model writes keys and values. The simulated model writes numbers that follow from the hash of
-the prefix, the group and the layer, so each byte of a loaded block can be compared.
+the prefix, the group and the layer, so each byte of a loaded block can be compared. One block in
+four repeats a word in most of its page, so a connector that compresses meets pages that shrink and
+pages that do not.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ _POISON = -0x21524112  # even, because every expected word is odd
 _MIX = 0x1E3779B97F4A7C15  # odd, so that a multiplication mod 2**64 loses no information
 _NUM_WORDS = 2**64
 _UNMIX = pow(_MIX, -1, _NUM_WORDS)
+_COMPRESSIBLE = 4  # one key in so many
 _REMEMBERED_WRITES = 1000  # keys of the last steps, to describe wrong bytes
 
 
@@ -80,6 +83,9 @@ class KVBytes:
         self._device = device
         self._positions = [
             np.arange(size // WORD_BYTES) + index * 0x10001 for index, size in enumerate(pages)
+        ]
+        self._repeated = [  # the positions of pages that can be compressed
+            np.minimum(positions, positions[len(positions) // 4]) for positions in self._positions
         ]
         self._refs = [
             [CanonicalKVCacheRef(index, size) for index, size in enumerate(used) if size]
@@ -165,7 +171,10 @@ class KVBytes:
                     key = keys.get((mixed * _UNMIX - position) % _NUM_WORDS)
                     if key is not None:
                         at = f", from byte {number * WORD_BYTES} of tensor {tensor}"
-                        return f"the KV of key {short(key)}{at * ((tensor, number) != place)}"
+                        shrinks = _word(key) % _COMPRESSIBLE == 0
+                        own = (self._repeated if shrinks else self._positions)[tensor]
+                        is_there = tensor == place[0] and position == own[place[1]]
+                        return f"the KV of key {short(key)}{at * (not is_there)}"
         return "bytes that are not KV of the last steps"
 
     def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -188,16 +197,22 @@ class KVBytes:
             places = {group: groups == group for group in sorted({*groups.tolist()})}
         for group, at in places.items():
             seeds = (words[at] ^ group)[:, None]
+            can_shrink = (words[at] % _COMPRESSIBLE == 0)[:, None]
             pages = []
             for ref in self._refs[group]:
-                index = ref.tensor_idx
-                expected = seeds + self._positions[index][: ref.page_size_bytes // WORD_BYTES]
+                index, size = ref.tensor_idx, ref.page_size_bytes // WORD_BYTES
+                positions, repeated = self._positions[index][:size], self._repeated[index][:size]
+                expected = seeds + np.where(can_shrink, repeated, positions)
                 expected *= _MIX
                 expected |= 1
                 pages.append((self._layers[index], self._on_device(expected)))
             yield self._on_device(named[at]), pages
 
 
+def _word(key: OffloadKey) -> int:
+    return int.from_bytes(key[:WORD_BYTES].rjust(WORD_BYTES, b"\0"))
+
+
 def _seed(key: OffloadKey) -> int:
     """Return the number from which the words of a key follow."""
-    return int.from_bytes(key[:WORD_BYTES].rjust(WORD_BYTES, b"\0")) ^ get_offload_group_idx(key)
+    return _word(key) ^ get_offload_group_idx(key)
