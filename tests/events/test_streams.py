@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from kvview.events.channel import Listener, Publisher, read_frames
 from kvview.events.formats import find_format
 from kvview.events.recording import Message, Recording, read_recording
 from kvview.events.wire import Batch, codec, decode, encode
+from kvview.testing.events import consumers
 from kvview.testing.events.command import events as command
 from kvview.testing.events.consumers import CONSUMERS, Reception, find_consumer
 from kvview.testing.events.stream_fold import StreamFold
@@ -158,7 +160,9 @@ def test_arrays_and_their_readers() -> None:
 
 
 def test_every_reader_has_its_source() -> None:
-    assert all(consumer.source and consumer.read_on for consumer in CONSUMERS)
+    table = tomllib.loads(Path(consumers.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    assert list(table) == [consumer.name for consumer in CONSUMERS]
+    assert all(row["source"] and row["read_on"] for row in table.values())
     with pytest.raises(ConfigError, match="--consumer 'x' is unknown; expected dynamo, "):
         find_consumer("x")
 

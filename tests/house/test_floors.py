@@ -33,7 +33,6 @@ CONTRACT_ORDER = (
     "bridge",
     "config",
     "web_page",
-    "web_chart",
     "cli",
 )
 

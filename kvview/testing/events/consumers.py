@@ -2,15 +2,17 @@
 
 Each profile follows one named version of one public decoder. Its rules also cover the treatment of
 decoded events, if that treatment loses or changes a block. A profile examines one batch at a time
-and keeps no state.
+and keeps no state. ``consumers.toml`` is the table of the profiles, with their sources; this module
+finds the problems of an event that the table names.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from pathlib import Path
 
 from kvview.errors import ConfigError
 from kvview.events.formats import find_format
@@ -74,27 +76,16 @@ class ReaderRule:
     thread: str = ""
 
 
-lost = partial(ReaderRule, Reception.BATCH_LOST)
-rejected = partial(ReaderRule, Reception.REJECTED)
-partly = partial(ReaderRule, Reception.PARTLY)
-
-
 @dataclass(frozen=True, slots=True)
 class Consumer:
     """A reader of KV events.
 
     Args:
         name: Name of the reader for ``--consumer``.
-        title: Full name of the reader.
-        source: Source of the rules: repository, file, commit.
-        read_on: Date of the commit; without a commit, date on which the source was read.
         rules: The rules of the reader; the worst outcome of all rules counts.
     """
 
     name: str
-    title: str
-    source: str
-    read_on: str
     rules: tuple[ReaderRule, ...]
 
     def treat(self, batch: Batch) -> list[Treatment]:
@@ -217,7 +208,6 @@ def _lacks_fields_of(name: str) -> Problem:
 # --- Dynamo ---
 
 _DYNAMO_MEDIA = ("GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
-_DYNAMO_EMPTY = "vllm-project/vllm#43468"
 
 
 def _dynamo_group(event: AnyEvent, batch: Batch) -> str:
@@ -261,18 +251,6 @@ def _dynamo_last_tokens(event: AnyEvent, batch: Batch) -> str:
     lost = len(event.block_hashes) - len(event.token_ids or ()) // event.block_size
     return f"token_ids too short: the last {lost} blocks are lost" if lost > 0 else ""
 
-
-_DYNAMO = (
-    lost(_unreadable),
-    lost(_has_no_rank),
-    lost(_hash_is_bytes),
-    rejected(_kind_is_not_full),
-    rejected(_dynamo_group),
-    rejected(_dynamo_place),
-    rejected(_dynamo_repeats),
-    rejected(_dynamo_tokens, _DYNAMO_EMPTY),
-    partly(_dynamo_last_tokens),
-)
 
 # --- AIBrix ---
 
@@ -373,18 +351,6 @@ def _llmd_adapter(event: AnyEvent, batch: Batch) -> str:
     return "the adapter's name in extra_keys is read as the name of an image" if is_named else ""
 
 
-_LLMD = (
-    lost(_unreadable),
-    lost(_has_no_rank),
-    lost(_llmd_hash),
-    lost(_has_metadata, "ai-dynamo/dynamo#14530"),
-    partly(_llmd_place, "llm-d/llm-d-kv-cache#561"),
-    lost(_llmd_group),
-    partly(_clears_all),
-    partly(_llmd_adapter),
-)
-_LLMD_FILE = "pkg/kvevents/engineadapter/vllm_adapter.go and pkg/kvevents/pool.go"
-
 # --- SGLang's routers ---
 
 _SGLANG_MEDIA = ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")
@@ -420,144 +386,37 @@ def _smg_tokens(event: AnyEvent, batch: Batch) -> str:
     )
 
 
-_MAPS = "vllm-project/vllm#42892"
-_ALL_BUT_HASHES = ("medium", "group_idx", "extra_keys", "lora_name")
+# --- the table ---
 
-CONSUMERS: tuple[Consumer, ...] = (
-    Consumer(
-        "dynamo",
-        "NVIDIA Dynamo's router, 1.6, with the block size of the events",
-        "ai-dynamo-runtime 1.6.1, run by tests/events/test_dynamo_indexer.py",
-        "2026-11-22",
-        _DYNAMO,
-    ),
-    Consumer(
-        "dynamo-1.5",
-        "NVIDIA Dynamo's router before its pull request 14530",
-        "ai-dynamo-runtime 1.5.1, run by tests/events/test_dynamo_indexer.py",
-        "2026-11-22",
-        (*_DYNAMO, lost(_has_metadata, "ai-dynamo/dynamo#14530")),
-    ),
-    Consumer(
-        "llm-d-arrays",
-        "llm-d's index before its pull request 661",
-        f"llm-d/llm-d-kv-cache {_LLMD_FILE} at 7be76e1",
-        "2026-06-12",
-        (
-            lost(_is_map, _MAPS),
-            *_LLMD,
-            partly(_llmd_kind_is_lost),
-        ),
-    ),
-    Consumer(
-        "llm-d",
-        "llm-d's index, arrays and maps",
-        f"llm-d/llm-d-router {_LLMD_FILE} at ebab68792",
-        "2026-08-22",
-        (
-            *_LLMD,
-            rejected(_llmd_format_has_no_kind),
-            partly(_llmd_kind_of_earlier),
-            rejected(_llmd_kind),
-            rejected(_llmd_tokens),
-        ),
-    ),
-    Consumer(
-        "aibrix",
-        "AIBrix's gateway",
-        "vllm-project/aibrix pkg/cache/kvcache/msgpack_decoder.go at e3e10f9e",
-        "2026-08-23",
-        (
-            lost(_unreadable),
-            lost(_is_map, "vllm-project/aibrix#2285"),
-            lost(_has_metadata, "ai-dynamo/dynamo#14530"),
-            lost(_aibrix_rank),
-            lost(_aibrix_division),
-            rejected(_aibrix_blocks),
-            partly(_ignores(*_ALL_BUT_HASHES), "vllm-project/aibrix#2285"),
-        ),
-    ),
-    Consumer(
-        "aibrix-0.4",
-        "AIBrix's gateway before its pull request 1848",
-        "vllm-project/aibrix issue 1720: the error it reports",
-        "2025-10-31",
-        (lost(_batch_is_array, "vllm-project/aibrix#1720"),),
-    ),
-    Consumer(
-        "kthena",
-        "kthena's runtime",
-        "volcano-sh/kthena python/kthena/runtime/zmq_subscriber.py at 3cc05728",
-        "2026-08-21",
-        (
-            lost(_unreadable),
-            lost(_is_map, "volcano-sh/kthena#1535"),
-            lost(_hash_is_bytes),
-            partly(_ignores(*_ALL_BUT_HASHES)),
-        ),
-    ),
-    Consumer(
-        "vllm",
-        "vLLM's own classes, 0.24 and later",
-        "vllm/distributed/kv_events.py of 0.33.0",
-        "2026-11-21",
-        (
-            lost(_unreadable),
-            lost(_is_array),
-            lost(_lacks_fields_of("vllm-0.33")),
-        ),
-    ),
-    Consumer(
-        "vllm-0.23",
-        "vLLM's own classes, 0.14 to 0.23",
-        "vllm/distributed/kv_events.py of 0.23.0",
-        "2026-11-21",
-        (
-            lost(_unreadable),
-            lost(_is_map, _MAPS),
-            lost(_lacks_fields_of("vllm-0.22")),
-        ),
-    ),
-    Consumer(
-        "sglang-router",
-        "SGLang's experimental router, which reads ZMQ itself",
-        "sgl-project/sglang experimental/sgl-router/src/policies/kv_events/wire.rs at 4660d2a47, "
-        "with index.rs and tree.rs",
-        "2026-11-22",
-        (
-            lost(_unreadable),
-            lost(_hash_is_bytes),
-            lost(_hash_is_large),
-            rejected(_sglang_stored),
-            partly(_sglang_removed),
-            partly(_clears_all),
-            partly(_ignores("group_idx", "extra_keys", "lora_name")),
-        ),
-    ),
-    Consumer(
-        "smg",
-        "SMG, SGLang's model gateway until 2026, whose events an engine's classes decode",
-        "smg-project/smg grpc_servicer/smg_grpc_servicer/kv_events.py and "
-        "model_gateway/src/worker/kv_event_monitor.rs at f8daa8835",
-        "2026-08-22",
-        (
-            lost(_unreadable),
-            partly(_smg_tokens),
-            partly(_clears_all),
-            partly(_ignores(*_ALL_BUT_HASHES)),
-        ),
-    ),
-    Consumer(
-        "sglang",
-        "SGLang's own classes since its pull request 37482",
-        "sglang/srt/disaggregation/kv_events.py, as its tests copy it",
-        "2026-11-22",
-        (
-            lost(_unreadable),
-            lost(_is_array),
-            lost(_hash_is_bytes),
-            lost(_lacks_fields_of("sglang-maps")),
-        ),
-    ),
-)
+
+def _read_rule(verdict: Reception, text: str) -> ReaderRule:
+    """Read a rule: the name of a problem, its arguments, and the public report."""
+    name, *words = text.split()
+    thread = next((word for word in words if "#" in word), "")
+    arguments = [word for word in words if word != thread]
+    problem = globals()[f"_{name}"]
+    return ReaderRule(verdict, problem(*arguments) if arguments else problem, thread)
+
+
+def _read_table() -> tuple[Consumer, ...]:
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    outcomes = {
+        "lost": Reception.BATCH_LOST,
+        "rejected": Reception.REJECTED,
+        "partly": Reception.PARTLY,
+    }
+    return tuple(
+        Consumer(
+            name,
+            tuple(
+                _read_rule(verdict, text)
+                for key, verdict in outcomes.items()
+                for text in row.get(key, ())
+            ),
+        )
+        for name, row in table.items()
+    )
+
+
+CONSUMERS = _read_table()
 """All profiles."""
