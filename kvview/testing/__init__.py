@@ -22,7 +22,6 @@ from kvview.testing.harness import (
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.mutants import Mutant, MutantResult, load_mutants, run_mutants
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.player import PoolPlayer
@@ -61,8 +60,6 @@ __all__ = [
     "LawBroken",
     "ManagerHarness",
     "ManagerPlayer",
-    "Mutant",
-    "MutantResult",
     "NotExercised",
     "Outcome",
     "PoolHarness",
@@ -77,10 +74,8 @@ __all__ = [
     "check",
     "checks_for",
     "inspect_factory",
-    "load_mutants",
     "load_target",
     "parametrize_with_checks",
     "read_expected_failures",
     "run_checks",
-    "run_mutants",
 ]

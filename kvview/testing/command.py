@@ -23,7 +23,6 @@ from kvview.cli.output import (
     OutputFile,
     Whole,
     arguments_of,
-    given_parameters,
     json_option,
     naming,
     target_options,
@@ -55,7 +54,7 @@ SEEDS_OF_A_RELEASE = 100
 
 
 @click.command()
-@click.argument("target", required=False)
+@click.argument("target")
 @click.option(
     "--select",
     multiple=True,
@@ -135,7 +134,6 @@ SEEDS_OF_A_RELEASE = 100
 @json_option(
     {
         "report": "kvview.testing.schema:ReportModel",
-        "self-test": "kvview.testing.schema:SelfTestModel",
         "upgrade": "kvview.testing.schema:UpgradeModel",
     }
 )
@@ -147,13 +145,8 @@ SEEDS_OF_A_RELEASE = 100
     metavar="FILE",
     help="Write the printed report to FILE as an HTML page.",
 )
-@click.option(
-    "--self-test",
-    is_flag=True,
-    help="Test the checks themselves: each injected fault must be detected. Needs a checkout.",
-)
 def check(
-    target: str | None,
+    target: str,
     expected_failures_file: str | None,
     vllm: tuple[str, ...],
     options: tuple[str, ...],
@@ -162,7 +155,6 @@ def check(
     json_file: str | None,
     result_file: str | None,
     page_file: str | None,
-    self_test: bool,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -179,13 +171,6 @@ def check(
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     is_piped = "-" in (json_file, result_file)
     console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
-    if self_test:
-        _refuse_for_the_self_test(click.get_current_context())
-        _finish(*_self_test(console), json_file)
-    if target is None:
-        raise ConfigError(
-            "TARGET is missing; pass package.module:factory or file.py:factory, or --self-test"
-        )
     if vllm and settings["inference"]:
         raise ConfigError(
             "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "
@@ -402,41 +387,3 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _refuse_for_the_self_test(context: click.Context) -> None:
-    if context.params["target"] is not None:
-        raise ConfigError(
-            "--self-test takes no TARGET, because it checks its own injected faults; drop TARGET"
-        )
-    for option in given_parameters(context):
-        if option.name not in ("self_test", "json_file"):
-            raise ConfigError(
-                f"{option.opts[0]} needs a TARGET, but --self-test has none; drop {option.opts[0]}"
-            )
-
-
-def _self_test(console: Console) -> tuple[ExitCode, dict[str, Any]]:
-    from kvview.testing.mutants import load_mutants, run_mutants
-    from kvview.testing.schema import MutantModel, SelfTestModel
-    from kvview.testing.terminal import show_mutants
-
-    mutants = load_mutants()
-    with progress(f"running {len(mutants)} injected faults") as on_progress:
-        results = run_mutants(mutants, lambda result: on_progress(result.mutant.name))
-    show_mutants(console, results)
-    rows = [
-        MutantModel(
-            mutant=result.mutant.name,
-            what=result.mutant.what,
-            law=result.mutant.law,
-            incident=result.mutant.incident,
-            killed_by=result.killed_by,
-            is_killed=result.is_killed,
-            is_killed_by_its_law=result.is_named,
-        )
-        for result in results
-    ]
-    num_survivors = sum(not result.is_killed for result in results)
-    report = SelfTestModel(mutants=rows, num_survivors=num_survivors)
-    return ExitCode.WRONG if num_survivors else ExitCode.CLEAN, report.model_dump(mode="json")

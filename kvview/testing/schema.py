@@ -133,26 +133,6 @@ class ReportModel(_Model):
     )
 
 
-class MutantModel(_Model):
-    """One injected fault."""
-
-    mutant: str
-    what: str
-    law: str
-    incident: str | None
-    killed_by: str | None = Field(description="The law of the first failure; null for a survivor.")
-    is_killed: bool
-    is_killed_by_its_law: bool
-
-
-class SelfTestModel(_Model):
-    """The report of ``kvview check --self-test --json FILE``."""
-
-    schema_version: Literal[1] = SCHEMA_VERSION
-    mutants: list[MutantModel]
-    num_survivors: int
-
-
 class ReleaseModel(_Model):
     """The result of one release."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,7 +10,6 @@ from rich.table import Table
 
 from kvview.laws import titled
 from kvview.testing.connector_checks import COVERAGE, NotExercised
-from kvview.testing.mutants import MutantResult
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.urls import law_url
 
@@ -109,18 +107,6 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
 def _print(console: Console, line: str, style: str) -> None:
     """Print a text without wrapping it, because scripts and paths are copied."""
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def show_mutants(console: Console, results: Sequence[MutantResult]) -> None:
-    """Print the number of injected faults that a check detected, and the survivors."""
-    for result in results:
-        if not result.is_killed:
-            _print(console, f"  {result.mutant.name} survives: {result.mutant.what}", "red")
-    killed = sum(result.is_killed for result in results)
-    incidents = len({result.mutant.incident for result in results} - {None})
-    named = sum(result.is_named for result in results)
-    text = f"{killed} of {len(results)} injected faults killed; {incidents} incidents; "
-    _print(console, f"{text}{named} for their own law", "")
 
 
 def show_releases(console: Console, report: UpgradeReport) -> None:

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from docs.make_commands import PAGE, ROOT, files, targets
 from kvview.cli.commands import cli
 from kvview.events.recording import Message, Recording
-from kvview.testing.schema import SelfTestModel, UpgradeModel
+from kvview.testing.schema import UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 from kvview_vllm.partition.command import PartitionReport, PartitionRow
@@ -28,14 +28,6 @@ def run(arguments: str) -> Any:
     result = CliRunner().invoke(cli, [*arguments.split(), "--json", "-", "--quiet"])
     assert result.exit_code in (0, 1, 4), result.output
     return json.loads(result.stdout)
-
-
-def self_test() -> Any:
-    """A report made from its model, because the command takes minutes."""
-    row: dict[str, Any] = {"mutant": "m", "what": "w", "law": "POOL-1", "killed_by": "POOL-1"}
-    row |= {"incident": None, "is_killed": True, "is_killed_by_its_law": True}
-    report = {"mutants": [row], "num_survivors": 0}
-    return SelfTestModel.model_validate(report).model_dump(mode="json")
 
 
 def upgrade() -> Any:
@@ -64,7 +56,6 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
         "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds",
         f"check {CONNECTOR} --seeds 1",
     ],
-    "self-test": [self_test],
     "upgrade": [upgrade],
     "partition": [partition],
     "result": [result],

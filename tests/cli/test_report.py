@@ -11,12 +11,10 @@ from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
-from kvview.testing import load_mutants
 from kvview.urls import DOCS_URL
 
 pytest.importorskip("torch")
 
-load_mutants()
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 POOLS = """
@@ -39,10 +37,8 @@ class Wrong(ReferencePool):
         return View(self.pool, "<b>wrong</b>")
 """
 CONNECTORS = """
-import sys
-from kvview.testing import load_mutants
-load_mutants()
-Leaks = sys.modules["kvview_injected_faults.connector"].load_named("NeverFreesAfterFailure")
+from tests.mutants.connector import load_named
+Leaks = load_named("NeverFreesAfterFailure")
 """
 RAISES = """
 
@@ -173,7 +169,7 @@ def test_page_of_a_connector(tmp_path: Path) -> None:
 
 def test_what_comes_from_outside_is_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
-    source = CONNECTORS.replace("import sys", f"import sys\nevil = {evil!r}") + RAISES
+    source = f"evil = {evil!r}\n{CONNECTORS}{RAISES}"
     name = "<script>alert(3)<b>&\"'.py"
     (tmp_path / name).write_text(source)
     file = tmp_path / "report.html"
@@ -198,13 +194,3 @@ def test_interrupted_run_of_a_connector_is_not_clean(tmp_path: Path) -> None:
     assert num_seeds < 9
     page = Page(file.read_text())
     assert f"{num_seeds} of 9 seeds, 0 failed, interrupted" in page.text
-
-
-# --- bad input ---
-
-
-def test_self_test_has_no_page(tmp_path: Path) -> None:
-    result = run("--self-test", "--html", tmp_path / "report.html")
-    assert result.exit_code == 2
-    expected = "kvview: --html needs a TARGET, but --self-test has none; drop --html\n"
-    assert result.output == expected

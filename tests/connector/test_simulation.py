@@ -24,7 +24,6 @@ from kvview import (
     SchedulerConnector,
     make_offload_key,
 )
-from kvview.testing import Mutant
 from kvview.testing.connector import (
     Add,
     Fate,
@@ -61,6 +60,7 @@ from tests.mutants.connector.late import Flaky, Late
 from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 from tests.mutants.connector.two import Two
 from tests.mutants.connector.walker import Walker
+from tests.mutants.mutant import Mutant
 
 FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
 LAZY = "kvview_reference.connector:LazyOffloadConnector"

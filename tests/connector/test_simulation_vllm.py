@@ -17,7 +17,6 @@ with warnings.catch_warnings():
 from examples.host_cache import HostCacheConnector
 from kvview import Connector, ConnectorConfig, UnsupportedEngineError
 from kvview.targets import target_of
-from kvview.testing import Mutant
 from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, replay_seed, simulate
 from kvview.testing.connector.coverage import not_exercised
@@ -26,6 +25,7 @@ from kvview_vllm.releases.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
 from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
+from tests.mutants.mutant import Mutant
 
 # CONN-5 is left to the reference engine: here an id comes again only when no step has it.
 # So is CONN-13: pools are smaller here, and there is never room for all.

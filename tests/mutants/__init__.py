@@ -1,7 +1,6 @@
 """Planted faults: wrong implementations, each a few lines over a right one.
 
-Every module here that has ``MUTANTS`` adds to the list; ``kvview check
---self-test`` shows it.
+Every module here that has ``MUTANTS`` adds to the list.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from kvview.testing import Mutant
+from .mutant import Mutant
 
 MUTANTS: list[Mutant] = []
 for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):

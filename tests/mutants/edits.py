@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from kvview.targets import load_target
-from kvview.testing import Mutant
+
+from .mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 _files = tempfile.TemporaryDirectory(prefix="kvview-wrong-")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvview.testing import Mutant
-
 from .edits import inject
+from .mutant import Mutant
 from .offloading import BASE, make_harness
 
 MUTANTS: list[Mutant] = inject(Path(__file__).with_suffix(".txt"), BASE, make_harness)

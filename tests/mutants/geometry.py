@@ -12,10 +12,10 @@ from kvview import (
     SlidingWindow,
 )
 from kvview.prefix_search import CachedBlocks
-from kvview.testing import Mutant
 from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.harness import ReferenceGeometry
 
+from .mutant import Mutant
 from .planting import planter
 
 MUTANTS: list[Mutant] = []

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvview.guard import view
-from kvview.testing import Mutant
 from kvview_reference.harness import GuardedReferencePool
 
 from .edits import Base, Variant, inject
+from .mutant import Mutant
 
 BASE = Base("GuardedView", (Path(view.__file__),))
 

@@ -30,7 +30,6 @@ from kvview import (
 )
 from kvview.errors import HandoffError
 from kvview.handoff import Handoff, Offers, Peer, Wire
-from kvview.testing import Mutant
 from kvview.testing.handoff.harness import PDFactory
 from kvview_reference.handoff import pull
 from kvview_reference.handoff.pull import (
@@ -46,6 +45,7 @@ from kvview_reference.handoff.pull import (
 )
 
 from .edits import Base, read_variants
+from .mutant import Mutant
 
 MUTANTS: list[Mutant] = []
 Half = type[PullScheduler] | type[PullWorker]

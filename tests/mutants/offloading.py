@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvview.testing import Mutant
 from kvview_reference.harness import ReferenceManager
 from kvview_reference.offloading import manager
 
 from .edits import Base, Variant, inject
+from .mutant import Mutant
 
 BASE = Base("CPUOffloadingManager", (Path(manager.__file__),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvview.testing import Mutant
+from .mutant import Mutant
 
 HarnessT = TypeVar("HarnessT", bound=Callable[..., Any])
 

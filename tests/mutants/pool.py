@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from kvview import GPUBlockPoolView
-from kvview.testing import Mutant
 from kvview_reference import pool
 from kvview_reference.harness import ReferencePool
 
 from .edits import Base, Variant, inject
+from .mutant import Mutant
 
 BASE = Base("BlockPool", (Path(pool.__file__),))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvview.testing import Mutant, StoreHarness
+from kvview.testing import StoreHarness
 from kvview_reference.tier import file_store
 
 from .edits import Base, Variant, inject, read_variants
+from .mutant import Mutant
 
 BASE = Base("FileStore", (Path(file_store.__file__),))
 

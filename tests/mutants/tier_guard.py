@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvview.testing import GuardedStoreHarness, Mutant
+from kvview.testing import GuardedStoreHarness
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore
 
+from .mutant import Mutant
 from .planting import planter
 
 MUTANTS: list[Mutant] = []

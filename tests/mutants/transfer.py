@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvview.testing import Mutant
 from kvview_reference.harness import ReferenceTransfer
 from kvview_reference.transfer import worker
 
 from .edits import Base, Variant, inject
+from .mutant import Mutant
 
 BASE = Base("CPUGPUTransferWorker", (Path(worker.__file__),))
 

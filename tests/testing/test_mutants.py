@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from kvview import ConfigError
-from kvview.cli.commands import cli
 from kvview.targets import is_connector
-from kvview.testing import CHECKS, Mutant, load_mutants, mutants, run_checks
+from kvview.testing import CHECKS, run_checks
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.handoff import PDFactory
 from kvview_reference import harness
 from kvview_reference.handoff.pull import PullConnector
+from tests import mutants
+from tests.mutants.mutant import Mutant
 
 pytest.importorskip("torch")
 
-FAULTS = [fault for fault in load_mutants() if isinstance(fault, Mutant)]
-CONNECTORS = [fault for fault in FAULTS if is_connector(fault.factory)]
-MUTANTS = [fault for fault in FAULTS if fault not in CONNECTORS]
+CONNECTORS = [fault for fault in mutants.MUTANTS if is_connector(fault.factory)]
+MUTANTS = [fault for fault in mutants.MUTANTS if fault not in CONNECTORS]
 RIGHT: list[Callable[[], Any]] = [
     harness.pool,
     harness.guarded_pool,
@@ -68,20 +64,3 @@ def test_every_law_has_a_mutant_and_every_mutant_a_law() -> None:
     assert {law for law in laws if law.startswith("CONN-")} <= planted
     assert laws - {"*", EXCEPTIONS} <= planted | {mutant.law for mutant in MUTANTS}
     assert len({mutant.incident for mutant in MUTANTS} - {None}) >= 15
-
-
-@pytest.mark.slow
-def test_the_self_test_shows_every_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [m for m in FAULTS if m.name in ("FreesDuplicatesOnce", "NeverHits")]
-    monkeypatch.setattr(mutants, "load_mutants", lambda: few)
-    result = CliRunner().invoke(cli, ["check", "--self-test", "--json", "-"])
-    assert result.exit_code == 0, result.output
-    assert "3 of 3 injected faults killed; 2 incidents" in result.stderr
-    report = json.loads(result.stdout)
-    assert [row["is_killed"] for row in report["mutants"]] == [True, True, True]
-    assert {row["incident"] for row in report["mutants"]} >= {"vllm#42571", "vllm#53498"}
-
-
-def test_the_injected_faults_are_not_in_a_wheel(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="in a checkout"):
-        load_mutants(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -13,18 +14,19 @@ from typing import Any
 import pytest
 
 from kvview.targets import is_connector
-from kvview.testing import Mutant, load_mutants, run_checks
+from kvview.testing import run_checks
 from kvview_reference import harness
+from tests import mutants
+from tests.mutants.mutant import Mutant
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.slow
 
-FAULTS = [m for m in load_mutants() if isinstance(m, Mutant)]
-CONNECTORS = [m for m in FAULTS if is_connector(m.factory)]
-MUTANTS = [m for m in FAULTS if m not in CONNECTORS]
+CONNECTORS = [m for m in mutants.MUTANTS if is_connector(m.factory)]
+MUTANTS = [m for m in mutants.MUTANTS if m not in CONNECTORS]
 DRAWN = random.Random(9).sample(MUTANTS, 28)
-PREAMBLE = "from kvview.testing import load_mutants; load_mutants()\n"
+ROOT = Path(__file__).parents[2]
 RUNNER = """
 import json, os, sys
 outcomes = {}
@@ -41,7 +43,8 @@ os._exit(0)  # workers of wrong implementations may never end
 
 def run_scripts(scripts: dict[str, str]) -> dict[str, str | None]:
     done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + RUNNER],
+        [sys.executable, "-c", RUNNER],
+        cwd=ROOT,
         input=json.dumps(scripts),
         capture_output=True,
         text=True,
@@ -85,9 +88,13 @@ def test_scripts_fail_on_the_faulty_code_and_pass_on_the_right_one() -> None:
 
 @pytest.mark.parametrize("mutant", [DRAWN[0], CONNECTORS[3]], ids=lambda mutant: mutant.name)
 def test_a_script_alone_exits_1(mutant: Mutant, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(PREAMBLE + script_of(mutant))
+    (tmp_path / "script.py").write_text(script_of(mutant))
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120
+        [sys.executable, tmp_path / "script.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 1
     assert re.search(

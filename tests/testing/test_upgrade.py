@@ -150,7 +150,6 @@ def run(*args: str) -> Result:
         ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1 is not a known release"),
         ((EXAMPLE, "--vllm", "0.30", "--html", "a.html"), "--html shows one release"),
         ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
-        (("--self-test", "--vllm", "0.30"), "--vllm needs a TARGET"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(args: tuple[str, ...], told: str) -> None:

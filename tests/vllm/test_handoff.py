@@ -17,7 +17,7 @@ import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.targets import load_target
-from kvview.testing import Mutant, run_checks
+from kvview.testing import run_checks
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffPlayer, PDFactory, pd_factory
@@ -25,6 +25,7 @@ from kvview.testing.search import Plan, search
 from kvview_reference.handoff.pull import PullConnector
 from kvview_vllm.releases import installed
 from tests.mutants.handoff import MUTANTS
+from tests.mutants.mutant import Mutant
 
 SEEDS = 10
 TARGET = "kvview_reference.handoff.pull:PullConnector"

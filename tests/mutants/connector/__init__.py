@@ -39,13 +39,14 @@ from pathlib import Path
 from typing import cast
 
 from kvview import Connector
-from kvview.testing import LawBroken, Mutant
+from kvview.testing import LawBroken
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.coverage import not_exercised
 from kvview.testing.connector.first_seeds import in_order
 from kvview.testing.connector.generate import STEADY_PLACES
 
 from ..edits import ROOT, Base, Variant, read_variants
+from ..mutant import Mutant
 
 FOLDER = Path(__file__).parent
 _EXAMPLE = ROOT / "examples" / "host_cache.py"
