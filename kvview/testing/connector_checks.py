@@ -219,7 +219,6 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
         expected=expected,
         script=first.script,
         seeds=[failure.seed for failure in alike],
-        timeline=first.timeline,
         log=first.log,
         hint=first.hint,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from kvview.connector.hook_errors import where
 from kvview.laws import hint_of, titled
@@ -17,9 +17,6 @@ from kvview.testing.checks import running_check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.repetition import cut_repetitions
 from kvview.urls import law_url
-
-if TYPE_CHECKING:
-    from kvview.testing.connector.result import Snapshot
 
 _NUM_IMPORTS = 4  # number of import lines in the header
 _RESULT = reprlib.Repr()  # the class takes no arguments before Python 3.12
@@ -37,8 +34,6 @@ class LawBroken(AssertionError):
         expected: The value that the law requires.
         script: Python code that reproduces the failure, and fails as long as the law is broken.
         seeds: For a connector, the seeds that break the law; the script shows the first seed.
-        timeline: For a connector, the numbers of blocks by owner after each step of the script's
-            run.
         log: For a connector, the last hooks, transfers and holds of the script's run.
         hint: The remedy; None for the hint of the law.
     """
@@ -52,13 +47,11 @@ class LawBroken(AssertionError):
         expected: str,
         script: str,
         seeds: Sequence[int] = (),
-        timeline: Sequence[Snapshot] = (),
         log: Sequence[str] = (),
         hint: str | None = None,
     ) -> None:
         super().__init__(law, what)
         self.seeds = seeds
-        self.timeline = timeline
         self.log = log
         self.law = law
         self.what = what

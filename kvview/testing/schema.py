@@ -17,16 +17,6 @@ class _Model(BaseModel):
     model_config = ConfigDict(from_attributes=True, extra="forbid")
 
 
-class SnapshotModel(_Model):
-    """The number of blocks of each owner after a step of a simulated run."""
-
-    step: int
-    free: int
-    engine: int
-    held: int
-    in_flight: int
-
-
 class FailureModel(_Model):
     """The failure that a check found."""
 
@@ -39,7 +29,6 @@ class FailureModel(_Model):
         description="Python code that fails as long as the law is broken, or empty."
     )
     seeds: list[int] = Field(description="For a connector, the seeds that break the law.")
-    timeline: list[SnapshotModel] = Field(description="For a connector, the run of the script.")
 
 
 class CheckModel(_Model):
@@ -107,9 +96,6 @@ class RunsModel(_Model):
     )
     unrun: list[UnrunModel] = Field(
         default_factory=list, description="The statements that no run reached."
-    )
-    typical: list[SnapshotModel] = Field(
-        default_factory=list, description="A run with a typical number of loads, step by step."
     )
 
 

@@ -134,7 +134,6 @@ def test_the_number_of_processes_changes_nothing(
         for processes in (0, 3)
     )
     assert one.coverage == other.coverage
-    assert one.typical == other.typical
     assert (one.num_seeds, one.notes) == (other.num_seeds, other.notes)
     assert [(f.seed, f.script) for f in one.failures] == [
         (f.seed, f.script) for f in other.failures

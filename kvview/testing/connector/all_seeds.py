@@ -28,7 +28,6 @@ from kvview.testing.connector.result import (
     ConnectorRuns,
     Failure,
     SimulationResult,
-    Snapshot,
 )
 from kvview.testing.connector.scenario import Scenario, to_script
 from kvview.testing.connector.shrink import MAX_RUNS, Shrinker
@@ -38,7 +37,6 @@ from kvview.testing.placeholders import in_size
 # Maximum of seeds with a hook that does not return, because each takes the whole time limit.
 _MAX_TIMEOUTS = 2
 _SAMPLE = repeat.EVERY // 2
-_MOST_SAMPLES = 25  # number of green runs from which a typical one is chosen for the report
 _TRIES = 50  # runs that a script makes if its failure is not deterministic
 
 GoesOn = Callable[[str], bool]
@@ -128,7 +126,6 @@ def check_connector(
         is_interrupted,
         steps,
         check.notes,
-        check.typical(),
         seeds,
         check.gaps(),
         check.code.num_statements,
@@ -192,7 +189,6 @@ class _Check:
         self.num_seeds = 0
         self.max_shrink_runs = self.shrink_runs_left = 0
         self._num_timeouts = 0
-        self._green: list[SimulationResult] = []
         self._to_shrink: list[int] = []  # indices in self.failures
         self._connector_class = connector_class
         self._options = options
@@ -234,8 +230,6 @@ class _Check:
             self._fails_to_load = result.scenario
         if played.note:
             self._of_chance.append(played.note)
-        elif result.failure is None and len(self._green) < _MOST_SAMPLES:
-            self._green.append(result)
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
@@ -320,12 +314,6 @@ class _Check:
             times=1 if is_repeatable else _TRIES,
         )
         return ConnectorFailure(seed, failure.law, failure.message, script, result)
-
-    def typical(self) -> Sequence[Snapshot]:
-        """Return the snapshots of a green run with a typical number of loads."""
-        loads = [result for result in self._green if result.coverage.get("loads")]
-        shown = sorted(loads or self._green, key=lambda result: result.coverage.get("loads", 0))
-        return shown[len(shown) // 2].timeline if shown else ()
 
 
 def _death(scenario: Scenario, died: Died) -> SimulationResult:

@@ -106,11 +106,6 @@ class ConnectorFailure:
     result: SimulationResult | None = None
 
     @property
-    def timeline(self) -> Sequence[Snapshot]:
-        """Snapshots of the script's run, one per step."""
-        return () if self.result is None else self.result.timeline
-
-    @property
     def log(self) -> Sequence[str]:
         """The last hooks, transfers and holds of the script's run."""
         failure = None if self.result is None else self.result.failure
@@ -149,7 +144,6 @@ class ConnectorRuns:
         is_interrupted: Whether an interrupt ended the check before the last seed.
         steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         notes: Notes for the reader that no law covers, one line each.
-        typical: Snapshots of a run with a typical number of loads.
         num_asked: Number of seeds that were requested.
         gaps: Missing parts of the check that the coverage does not show.
         num_statements: Number of statements in the functions of the author's code that the
@@ -167,7 +161,6 @@ class ConnectorRuns:
     is_interrupted: bool = False
     steps: int | None = None
     notes: Sequence[str] = ()
-    typical: Sequence[Snapshot] = ()
     num_asked: int = 0
     gaps: Sequence[Gap] = ()
     num_statements: int = 0
