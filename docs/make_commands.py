@@ -16,41 +16,16 @@ from typing import Any
 import click
 from pydantic import TypeAdapter
 
+from docs.parts import ROOT, with_parts, write
 from kvview.cli.commands import SUMMARIES, cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import JSONOption
 from kvview.targets import load_target
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/commands.md"
 WIDTH = 80
 
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-_HEAD = """\
-# The commands
-
-<!-- Written by docs/make_commands.py from the commands; edit those and run it again. -->
-
-Run `kvview COMMAND`, or `python -m kvview COMMAND` if the script is not on the path. Every command
-has:
-
-- `--help`, 80 columns wide.
-- `--quiet`, `-q`: only errors are printed, and reports that go to standard output (`-`).
-- `--verbose`, `-v`: the versions are printed to standard error, and errors show their traceback.
-  Both options may also come before the command: `kvview --quiet check ...`.
-- Errors in one line on standard error, which starts with `kvview: `, and an exit code:
-
-| code | meaning |
-|---|---|
-{codes}
-
-Each JSON report (`--json FILE`, `-` for standard output) has a schema below. Its `schema_version`
-increases when a field is removed or changes its meaning; new fields do not increase it. The report
-is written if the command ends with 0, 1, 3, 4 or 130, and has reached its end.
-
-The shell completes commands and options after `eval "$(_KVVIEW_COMPLETE=bash_source kvview)"`, with
-`zsh_source` in zsh; in fish: `_KVVIEW_COMPLETE=fish_source kvview | source`.
-"""
 
 
 def leaves(group: click.Group = cli, path: str = "kvview") -> Iterator[tuple[str, click.Command]]:
@@ -115,30 +90,17 @@ def files() -> dict[Path, str]:
         ROOT / f"docs/{name}.schema.json": json.dumps(schema(target), indent=2) + "\n"
         for name, target in targets().items()
     }
-    codes = "\n".join(f"| {code:d} | {code.meaning} |" for code in ExitCode)
-    parts = [_HEAD.format(codes=codes)]
+    codes = ["| code | meaning |", "|---|---|"]
+    codes += [f"| {code:d} | {code.meaning} |" for code in ExitCode]
+    parts = []
     for path, command in leaves():
         parts.append(f"## {path}\n\n```text\n{help_of(path, command)}\n```\n")
         for option in command.params:
             if isinstance(option, JSONOption):
                 links = [f"[`{name}`]({name}.schema.json)" for name in option.schemas]
                 parts.append(f"JSON: {', '.join(links)}.\n")
-    return {PAGE: "\n".join(parts), **texts}
-
-
-def main() -> None:
-    """Write the files, or check that they are up to date."""
-    stale = [
-        path
-        for path, text in files().items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path in stale:
-        print(path.relative_to(ROOT))
-        if "--check" not in sys.argv:
-            path.write_text(files()[path], encoding="utf-8")
-    sys.exit(1 if stale and "--check" in sys.argv else 0)
+    return {PAGE: with_parts(PAGE, codes="\n".join(codes), commands="\n".join(parts)), **texts}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(write(files()))

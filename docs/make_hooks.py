@@ -1,4 +1,4 @@
-"""Write ``docs/hooks.md``, which lists every hook with its arguments and results, from the sources.
+"""Write the tables of ``docs/hooks.md``: every hook with its arguments and results.
 
     python docs/make_hooks.py           # write it
     python docs/make_hooks.py --check   # exit 1 when it is not up to date
@@ -12,9 +12,9 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from docs.parts import ROOT, with_parts, write
+
 PAGE = ROOT / "docs/hooks.md"
 
 _HALVES, _REQUEST, _PLAN, _TRANSFER = (
@@ -65,64 +65,13 @@ _HELPERS = {
     _REQUEST: ("StepInfo", "full_blocks"),
     "kvview/keys.py": ("make_offload_key", "get_offload_block_hash", "get_offload_group_idx"),
 }
-_HEAD = """\
-# Hooks, their arguments and results
-
-<!-- Written by docs/make_hooks.py from the sources; edit those and run it again. -->
-
-All names are in `kvview`. Override the hooks that you need; the tables show the default of each.
-[The life of a request](life-of-a-request.md) shows the order of the calls, and the laws are
-[CONN](laws.md#conn).
-
-- **Options.** Call `kvview.options.parse_options(Options, config.options)` in the `__init__` of
-  your connector: `Options` is your pydantic model, with `ConfigDict(extra="forbid")` so that a typo
-  is an error. The call returns an `Options`, or raises `ConfigError` with one line for the user.
-- **A spec of your own.** The side of a job that is not the GPU may be any object that can be
-  pickled and has a string as class attribute `medium`, such as a dataclass with keys, offsets or
-  file names. Only your two halves read it.
-- **A plan of your own.** A subclass of `StepPlan` may have more fields for the worker half. A plan
-  of such a class reaches the worker half in every step.
-- **The length of the prompt** is not a field: `num_tokens` is the prompt and the tokens generated
-  so far. In the first `match_prefix` of a request it is the length of the prompt. Keep this length
-  by `request_id` until `on_request_finished`, because a preempted request is passed to
-  `match_prefix` again, with its generated tokens.
-- **A hold** (`touch_blocks`, `lease`) may be taken in any hook of the scheduler half, and is
-  released when the job is reported. A block that your connector does not want to store does not
-  count as skipped (CONN-13).
-- **A thread of your own** in the worker half is allowed. `get_finished` takes the results of the
-  thread under a lock, `wait` blocks until the given jobs have ended, and `shutdown` joins the
-  thread (CONN-12). The thread uses GPU pages only after an event that was recorded in `start_plan`
-  has occurred (XFER-6). In the thread, `event.synchronize()` may block.
-"""
-_TAIL = """
-## A medium on disk
-
-- Make the folder an option of your connector, `directory: str | None = None` for example. The user
-  passes it with `--option directory=/var/cache/kv`, and None means a temporary folder.
-- Each worker process builds its own half from an equal configuration. Every worker receives every
-  plan, moves its own part of each page, and reports each job. A job has ended when all workers have
-  reported it. So two workers must not share a file.
-- `CanonicalKVCaches.rank`, which `register_kv_caches` receives, is the rank of the worker in its
-  engine. Use the rank in the name of the file. Two engines have equal ranks, so files in a folder
-  that engines share need a further distinction: `tempfile.mkstemp(dir=directory)` returns a name
-  that no other process uses. Remove the file in `shutdown`. The table of keys and offsets belongs
-  to the scheduler half, and is lost when that half ends.
-- For files that must survive a restart, or that several engines share, write a [store below the
-  host](tier.md). A store receives the namespace of the model, its weights and its layout, and must
-  satisfy its own laws.
-- Read and write in a thread, because `start_plan` must not wait. Report a load with `success=False`
-  if its bytes may be wrong; the engine then computes the blocks (XFER-4). The check never changes
-  the bytes on your medium, so it requires no checksums. If the medium can return bytes that differ
-  from the written ones (a disk, a network), keep a checksum of each page, or use a
-  [store](tier.md), whose guard keeps checksums.
-"""
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?: {4}.*\n?|\n)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def page() -> str:
     """The whole of ``docs/hooks.md``."""
-    lines = [_HEAD]
+    lines = []
     classes = _classes(_HALVES)
     for name, when in _HOOKS.items():
         declared = {node.name: node for node in _functions(classes[name])}
@@ -143,7 +92,7 @@ def page() -> str:
             lines += ["| field | type | what |", "|---|---|---|"]
             lines += [_row(*field) for field in _fields(classes[name])]
     lines += ["", *_calls()]
-    return "\n".join(lines) + "\n" + _TAIL
+    return with_parts(PAGE, hooks="\n".join(lines))
 
 
 def _calls() -> Iterator[str]:
@@ -246,16 +195,5 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def main() -> int:
-    """Write the page, or only compare it."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print("docs/hooks.md is not up to date: python docs/make_hooks.py", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write({PAGE: page()}))

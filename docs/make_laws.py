@@ -16,15 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 
 from docs.law_examples import Example, examples, faults
+from docs.parts import ROOT, with_parts, write
 from kvview.laws import laws as laws_of_the_contract
 from kvview.testing import CHECKS
 
 import_module("kvview.testing.handoff")  # registers its checks
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/laws.md"
 
 _CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "HAND", "GUARD", "TIER")
@@ -32,24 +31,6 @@ _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
 _IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")
 _NOT_ABOUT_ONE_LAW = ("tests/house/test_laws.py", "tests/mutants/")
-_HEAD = """\
-# The laws
-
-<!-- Written by docs/make_laws.py from kvview/laws.toml and docstrings; edit those instead. -->
-
-Every implementation must satisfy these laws, and every user may rely on them. A number is never
-given to another law, and errors, checks and tests repeat it.
-
-Two lines under a law can be unfolded. The first is a wrong implementation, with the shortest
-script that fails because of it. Run the script in the root of a checkout; with the class of the
-reference in place of the wrong one, it passes. For a wrong connector the script is a command,
-which finds and prints a failing run. The second line has the law's *checks* (of `kvview check` and
-`parametrize_with_checks`), its *injected faults* (wrong implementations that a check must detect)
-and its tests.
-
-The families KEY to TIER are the contract. The others are rules of the reference and of the vLLM
-adapter.
-"""
 
 
 @dataclass
@@ -137,7 +118,7 @@ def page(all_laws: Iterable[Law]) -> str:
     for law in all_laws:
         families[law.family].append(law)
     shown = examples()
-    lines = [_HEAD]
+    lines = []
     for name, family in families.items():
         paths = ", ".join(_link(path) for path in dict.fromkeys(law.path for law in family))
         lines += [f"- **{name}** ({paths})"]
@@ -156,7 +137,7 @@ def page(all_laws: Iterable[Law]) -> str:
             rows = [f"- {kind}: {', '.join(names)}" for kind, names in _named_by(law) if names]
             lines += ['<details markdown="1"><summary>Module, checks and tests</summary>', ""]
             lines += [*rows, "", "</details>"]
-    return "\n".join(lines) + "\n"
+    return with_parts(PAGE, laws="\n".join(lines))
 
 
 def _example(example: Example) -> list[str]:
@@ -185,17 +166,5 @@ def _markdown(text: str) -> str:
     return text.replace("``", "`")
 
 
-def main() -> int:
-    """Write or compare the page."""
-    text = page(laws().values())
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print("docs/laws.md is not up to date: python docs/make_laws.py", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write({PAGE: page(laws().values())}))

@@ -19,10 +19,10 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from docs.parts import ROOT, with_parts, write
+
 PAGE = ROOT / "docs/results.md"
 RESULTS = ROOT / "results"
 SECONDS = 600
@@ -34,32 +34,6 @@ _CLASSES = {
     "layouts": "layouts",
 }
 _LONGEST = 260  # characters of evidence
-
-_HEAD = """\
-# Results
-
-<!-- Written by docs/make_results.py from results/*.json and results/field.toml; edit those. -->
-
-Connectors and tiers under the [raw check](raw.md) (life of requests), and under
-[`kvview partition`](partition.md) (keys and memory layouts). Each cell is the verdict of a file in
-[`results/`](https://github.com/kvview/kvview/tree/main/results), which `--report-json FILE` wrote
-([schema](result.schema.json)). All runs had no GPU; CUDA's own operations run on the CPU.
-
-- **green**: nothing is wrong, and everything that must be exercised was exercised.
-- **red**: at least one result is wrong. The section *Findings* has the evidence.
-- *not checked*: nothing is wrong, but a part was not exercised or was replaced.
-- –: it could not run here. The section *Connectors that could not run* has the error.
-- An empty cell: the check does not apply to the implementation, or has not run.
-- *replaced* lists the parts of an implementation that the check replaced. Without such a part it
-  ran unmodified.
-"""
-
-_REPRODUCE = """\
-## Reproduce
-
-In a checkout of kvview, in an environment with the packages that vLLM imports
-([requirements](upgrade.md#requirements)); `--report-json FILE` writes the result.
-"""
 
 
 @dataclass(frozen=True)
@@ -203,7 +177,7 @@ def verdicts() -> list[Verdicts]:
 def page() -> str:
     """Return the text of ``docs/results.md``."""
     found = verdicts()
-    lines = [_HEAD, "## Verdicts", ""]
+    lines = ["## Verdicts", ""]
     heads = ["implementation", "vLLM", *_CLASSES.values(), "replaced"]
     lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for each in found:
@@ -222,12 +196,12 @@ def page() -> str:
             errors = [finding["evidence"] for p in each.profiles() for finding in p["findings"]]
             error = _short(errors[0]) if errors else each.row.reason
             lines.append(f"| {each.row.name} | {each.release} | {error} |")
-    lines += ["", _REPRODUCE.rstrip()]
+    commands_of_all = []
     for each in (each for each in found if each.files):
         commands = [*each.row.setup, *(line for file in each.files for line in file["reproduce"])]
-        lines += ["", f"{each.row.name}, vLLM {each.release}:", "", "```sh"]
-        lines += [*dict.fromkeys(commands), "```"]
-    return "\n".join(lines) + "\n"
+        commands_of_all += ["", f"{each.row.name}, vLLM {each.release}:", "", "```sh"]
+        commands_of_all += [*dict.fromkeys(commands), "```"]
+    return with_parts(PAGE, verdicts="\n".join(lines), commands="\n".join(commands_of_all))
 
 
 def _findings(each: Verdicts, profile: Mapping[str, Any]) -> Iterator[str]:
@@ -263,7 +237,7 @@ def main() -> None:
         for row in rows():
             if not arguments.run or row.name in arguments.run:
                 run(row, engine_version())
-    PAGE.write_text(page(), encoding="utf-8")
+    write({PAGE: page()})
 
 
 if __name__ == "__main__":

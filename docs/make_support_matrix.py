@@ -8,12 +8,14 @@ A feature names the difference that it needs, so its first release is defined in
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from docs.parts import with_parts, write
 from kvview_vllm.releases import differences
 from kvview_vllm.releases.beyond import KNOWN
 from kvview_vllm.releases.versions import RELEASES, is_between
@@ -23,29 +25,6 @@ PAGE = Path(__file__).parent / "support-matrix.md"
 DIFFERENCES = differences()
 _SPANS = {each.name: (each.first_release, each.last_release) for each in DIFFERENCES}
 _SPANS |= {each.name: (each.since, None) for each, _ in KNOWN}
-
-_HEAD = f"""\
-# Support matrix
-
-<!-- Written by docs/make_support_matrix.py from support_matrix.toml and kvview_vllm/releases. -->
-
-kvview supports all {len(RELEASES)} releases of vLLM from {RELEASES[0]} to {RELEASES[-1]}. The
-tables list the features that some releases lack, with the reason. ✓ means supported, – means not
-supported. CI runs the tests of the adapter on the last patch release of each minor
-(`.ci/vllm-lane`); `python tests/vllm/matrix.py --all` runs them on every release.
-Real inference needs a CPU build of vLLM. It ran on 0.27.1 to 0.32.0 (`.ci/inference-lane`).
-
-Any other release is refused at the start, unless `KVVIEW_ALLOW_UNTESTED_VLLM=1` is set.
-`kvview doctor` reports the features of the installed vLLM.
-"""
-
-_DIFFERENCES_HEAD = """\
-
-## Differences between releases
-
-The adapter finds each of these differences on the classes of the installed vLLM, not by its
-version. The table is made from `kvview_vllm/releases/differences.toml`.
-"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], marks: int = 0) -
 
 def page() -> str:
     """Return the text of ``docs/support-matrix.md``."""
-    lines = [_HEAD.rstrip()]
+    lines = []
     for title, features in FEATURES.items():
         spans, columns = zip(*_spans(features), strict=True)
         rows = [
@@ -94,14 +73,20 @@ def page() -> str:
         ]
         lines += ["", f"## {title}"]
         lines += _table(["feature", *spans, "reason for –"], rows, len(spans))
-    lines += [_DIFFERENCES_HEAD.rstrip()]
     differences_found = [
         [d.seam, f"`{d.name}`", d.description, d.first_release, d.last_release or "", d.source]
         for d in DIFFERENCES
     ]
-    lines += _table(("seam", "flag", "description", "from", "to", "source"), differences_found)
-    return "\n".join(lines) + "\n"
+    first, *_, last = RELEASES
+    return with_parts(
+        PAGE,
+        releases=f"kvview supports all {len(RELEASES)} releases of vLLM from {first} to {last}.",
+        features="\n".join(lines),
+        differences="\n".join(
+            _table(("seam", "flag", "description", "from", "to", "source"), differences_found)
+        ),
+    )
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    sys.exit(write({PAGE: page()}))

@@ -47,6 +47,7 @@ WHAT_PER_1000 = 2
 
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\{[^}]*\}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
+_PART = re.compile(r"<!-- (\w+): written by .*?<!-- end of \1 -->", re.DOTALL)
 _REPORTS = {"echo", "secho", "print", "fail", "warning", "error", "info", "exception", "debug"}
 
 
@@ -54,6 +55,7 @@ def _markdown(path: Path) -> Iterator[str]:
     text = path.read_text("utf-8")
     if "Written by" in "\n".join(text.splitlines()[:8]):
         return
+    text = _PART.sub("", text)
     text = re.sub(r"^(```|~~~).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     yield "\n".join(line for line in text.splitlines() if not line.startswith(("|", "<", "#")))
 
