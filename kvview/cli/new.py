@@ -24,45 +24,8 @@ from kvview.cli.echo import echo
 from kvview.errors import ConfigError
 from kvview.version import __version__
 
-_HERE = Path(__file__).resolve().parent
-_TEMPLATES = (
-    _HERE / "templates",  # the place in a wheel
-    _HERE.parents[1] / "examples",  # the place in a checkout
-)
-_TEST = '''\
-"""Check the connector in simulated runs: pytest {test}"""
-
-from collections.abc import Callable
-
-from kvview.testing import parametrize_with_checks
-
-from {module} import {name}Connector
-
-
-@parametrize_with_checks({name}Connector, seeds=50, {arguments})
-def test_{module}(check: Callable[[], None]) -> None:
-    check()
-'''
-_WORKFLOW = """\
-name: kvview
-on: [push, pull_request]
-jobs:
-  check:
-    runs-on: ubuntu-latest
-    steps:
-      - uses: actions/checkout@v4
-      - uses: actions/setup-python@v5
-        with:
-          python-version: "3.11"
-      - run: {install}
-      - run: pip install 'kvview[cli,reference,testing]>={version}'
-{steps}
-      - uses: actions/upload-artifact@v4
-        if: always()
-        with:
-          name: kvview
-          path: kvview.html
-"""
+_TEMPLATES = Path(__file__).resolve().parent / "templates"
+_EXAMPLES = (_TEMPLATES, _TEMPLATES.parents[2] / "examples")  # in a wheel, and in a checkout
 
 
 @dataclass(frozen=True)
@@ -164,7 +127,7 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     words = {"module": stem, "name": name, "test": test.name, "arguments": kind.arguments}
     texts = {
         file: _connector(kind, name, stem),
-        test: _TEST.format(**words),
+        test: _template("test_connector.txt").format(**words),
         workflow: _workflow(kind, f"{file.name}:{name}Connector", test.name),
     }
     if there := [str(path) for path in texts if os.path.lexists(path)]:
@@ -216,8 +179,7 @@ def _in_capitals(stem: str) -> str:
 
 
 def _connector(kind: _Kind, name: str, stem: str) -> str:
-    path = next(path for path in _TEMPLATES if path.exists()) / f"{kind.template}.py"
-    text = path.read_text(encoding="utf-8").replace(f"examples/{kind.template}", stem)
+    text = _template(f"{kind.template}.py").replace(f"examples/{kind.template}", stem)
     # The user has vLLM, with its types.
     text = text.replace(kind.template, stem).replace("  # type: ignore[misc]", "")
     return text.replace(kind.class_prefix, name)
@@ -229,4 +191,10 @@ def _workflow(kind: _Kind, target: str, test: str) -> str:
         for command in kind.commands
     ]
     steps = "\n".join(f"      - run: {line}" for line in [*commands, f"python -m pytest {test}"])
-    return _WORKFLOW.format(install=kind.install, version=__version__, steps=steps)
+    words = {"install": kind.install, "version": __version__, "steps": steps}
+    return _template("workflow.yml").format(**words)
+
+
+def _template(name: str) -> str:
+    path = next(path for folder in _EXAMPLES if (path := folder / name).exists())
+    return path.read_text(encoding="utf-8")

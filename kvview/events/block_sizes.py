@@ -88,14 +88,6 @@ class BlockSizeIndex:
             self._apply(event)
         self._forget()
 
-    def apply_gpu_event(self, event: GPUEvent) -> None:
-        """Apply one event of the GPU prefix cache."""
-        self.apply_batch((event,))
-
-    def apply_offloading_event(self, event: OffloadingEvent) -> None:
-        """Apply one event of an offloading tier."""
-        self.apply_batch((event,))
-
     def _apply(self, event: GPUEvent | OffloadingEvent) -> None:
         if isinstance(event, AllBlocksCleared):
             self._release(self._fold.clear_gpu())

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
-from docs.make_commands import PAGE, ROOT, files, targets
+from docs.make_commands import PAGE, files, targets
+from docs.parts import ROOT
 from kvview.cli.commands import cli
 from kvview.events.recording import Message, Recording
 from kvview.testing.schema import UpgradeModel

@@ -18,7 +18,7 @@ from examples.host_cache import HostCacheConnector
 from kvview import Connector, ConnectorConfig, UnsupportedEngineError
 from kvview.targets import target_of
 from kvview.testing.command import check as check_command
-from kvview.testing.connector import check_connector, generate_scenario, replay_seed, simulate
+from kvview.testing.connector import check_connector, generate_scenario, simulate
 from kvview.testing.connector.coverage import not_exercised
 from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.releases.calls import preemptions_drop_drafts
@@ -90,12 +90,12 @@ def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> Non
 
 def test_a_failure_is_shrunk_to_a_script_that_fails(engines: VLLMEngines) -> None:
     connector = connectors.load_named("FreesAtPlan")
-    found = (
-        replay_seed(connector, seed, engines=engines, max_shrink_runs=150)
+    runs = (
+        check_connector(connector, seeds=1, first_seed=seed, engines=engines, max_shrink_runs=150)
         for seed in range(SEEDS)
         if generate_scenario(seed).worker_half == "job_by_job"  # threads shrink slowly
     )
-    failure = next(filter(None, found))
+    failure = next(failure for run in runs for failure in run.failures)
     assert failure.result is not None
     assert len(failure.result.scenario.events) <= 12
     with pytest.raises(AssertionError, match="CONN-"):

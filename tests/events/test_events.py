@@ -70,9 +70,9 @@ def index_of(*events: BlockStored | BlockRemoved | AllBlocksCleared | Offloading
     index = index or BlockSizeIndex()
     for event in events:
         if isinstance(event, OffloadingEvent):
-            index.apply_offloading_event(event)
+            index.apply_batch([event])
         else:
-            index.apply_gpu_event(event)
+            index.apply_batch([event])
     return index
 
 
@@ -149,7 +149,7 @@ def test_a_size_is_known_while_its_key_is_held(
         key = make_offload_key(name, group)
         is_removal = move.isupper()
         if move == "x":
-            index.apply_gpu_event(AllBlocksCleared())
+            index.apply_batch([AllBlocksCleared()])
             fold.clear_gpu()
         elif move in "gG":
             if fold.change(MEDIUM_GPU, key, removed=is_removal):
@@ -158,12 +158,12 @@ def test_a_size_is_known_while_its_key_is_held(
                     if is_removal
                     else gpu_stored(name, size=10 + group, group=group)
                 )
-                index.apply_gpu_event(event)
+                index.apply_batch([event])
                 seen.add(key)
         else:
             medium = {"o": MEDIUM_CPU, "d": "DISK"}[move.lower()]
             fold.change(medium, key, removed=is_removal)  # a second store changes nothing
-            index.apply_offloading_event(OffloadingEvent([key], medium, is_removal))
+            index.apply_batch([OffloadingEvent([key], medium, is_removal)])
         for one in (make_offload_key(n, g) for n in (b"a", b"b") for g in (0, 1)):
             is_known = one in seen and one in fold.advertised()
             expected = 10 + get_offload_group_idx(one) if is_known else None

@@ -162,8 +162,6 @@ class _Stats:
     mismatches: int = 0
     most_in_flight: int = 0
     running_resets: int = 0  # resets that preempt running requests
-    running_resets_raised: int = 0  # resets that vLLM gave up
-    gave_up: int = 0  # requests that vLLM would have left waiting for each other
 
 
 @dataclass(eq=False)
@@ -399,7 +397,6 @@ class VLLMConnectorHarness:
         try:
             return cpu_scheduler.reset_caches(self._scheduler, running_too=True)
         except RuntimeError:
-            self.stats.running_resets_raised += 1
             return False
 
     def shutdown(self) -> Mapping[int, int]:
@@ -585,7 +582,6 @@ class VLLMConnectorHarness:
             return
         holds = [name for name in unfinished if any(self._manager.get_block_ids(name))]
         if holds:
-            self.stats.gave_up += 1
             self.abort(holds[-1])
 
     def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:

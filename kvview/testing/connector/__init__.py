@@ -13,7 +13,7 @@ script. :func:`kvview.testing.run_checks` reports law by law.
 
 from __future__ import annotations
 
-from kvview.testing.connector.all_seeds import check_connector, replay_seed
+from kvview.testing.connector.all_seeds import check_connector
 from kvview.testing.connector.generate import generate_scenario
 from kvview.testing.connector.harness import load_engines
 from kvview.testing.connector.result import (
@@ -36,7 +36,6 @@ from kvview.testing.connector.scenario import (
     Squeeze,
     Step,
 )
-from kvview.testing.connector.shrink import shrink
 
 __all__ = [
     "Abort",
@@ -57,7 +56,5 @@ __all__ = [
     "check_connector",
     "generate_scenario",
     "load_engines",
-    "replay_seed",
-    "shrink",
     "simulate",
 ]

@@ -133,40 +133,6 @@ def check_connector(
     )
 
 
-def replay_seed(
-    connector_class: type[Any],
-    seed: int,
-    *,
-    options: Mapping[str, Any] | None = None,
-    max_shrink_runs: int = MAX_RUNS,
-    engines: EngineFactory | None = None,
-    steps: int | None = None,
-) -> ConnectorFailure | None:
-    """Run one seed again, and shrink its failure.
-
-    Args:
-        connector_class: A kvview connector, or a connector for the engine's own interface.
-        seed: Seed of a failure.
-        options: Options of the connector in the failing run.
-        max_shrink_runs: Maximum number of runs to shrink the failure; 0 turns shrinking off.
-        engines: Engines of the failing run.
-        steps: Minimum of steps of the failing run.
-
-    Returns:
-        The failure, or None if the seed passes now.
-    """
-    runs = check_connector(
-        connector_class,
-        seeds=1,
-        first_seed=seed,
-        options=options,
-        max_shrink_runs=max_shrink_runs,
-        engines=engines,
-        steps=steps,
-    )
-    return runs.failures[0] if runs.failures else None
-
-
 class _Check:
     """The seeds of a connector, which run one after another, and their results."""
 

@@ -127,8 +127,7 @@ class BranchTracer:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._coverage: Any = None
-        self._known: dict[str, set[tuple[int, int]]] = {}
-        self._of_children: dict[str, set[tuple[int, int]]] = {}
+        self._ran: dict[str, set[tuple[int, int]]] = {}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -151,19 +150,16 @@ class BranchTracer:
             _active.clear()
 
     def take(self) -> Branches:
-        """Return the branches that ran since the last call, also in child processes."""
-        ran = self._of_children
+        """Return the branches that have run so far, also in child processes."""
         if self._coverage is not None:
             data = self._coverage.get_data()
-            for path in data.measured_files():
-                ran.setdefault(path, set()).update(data.arcs(path) or ())
-        new = {path: branches - self._known.get(path, set()) for path, branches in ran.items()}
-        self._of_children, self._known = {}, _union(self._known, new)
-        return {path: branches for path, branches in new.items() if branches}
+            self.add({path: data.arcs(path) or () for path in data.measured_files()})
+        return self._ran
 
     def add(self, branches: Branches) -> None:
-        """Add the branches that ran in a child process."""
-        self._of_children = _union(self._of_children, branches)
+        """Add branches that ran in a child process."""
+        for path, some in branches.items():
+            self._ran.setdefault(path, set()).update(some)
 
 
 def why_not() -> str | None:
@@ -176,7 +172,7 @@ def why_not() -> str | None:
 
 
 def take_branches() -> Branches:
-    """Return the branches of this process since its fork or the last call."""
+    """Return the branches of this process so far."""
     return _active[0].take() if _active else {}
 
 
@@ -184,10 +180,6 @@ def add_branches(branches: Branches) -> None:
     """Add the branches of a child process to the measurement of this process."""
     if _active:
         _active[0].add(branches)
-
-
-def _union(one: Branches, other: Branches) -> dict[str, set[tuple[int, int]]]:
-    return {path: {*one.get(path, ()), *other.get(path, ())} for path in {*one, *other}}
 
 
 def _make_coverage(paths: Sequence[str]) -> Any:

@@ -43,7 +43,7 @@ class CodeThatRan:
         return not self._is_complete and (is_due or ARE_CHEAP)
 
     def add(self, branches: Branches) -> None:
-        """Add the branches that a seed took for the first time."""
+        """Add the branches that ran in the process of a seed."""
         if self._code is None:
             return
         has_new_lines = False

@@ -24,31 +24,24 @@ ENTRY_POINTS = "kvview.engines"
 
 
 class SimulationStats(Protocol):
-    """Counters since the engine was built."""
+    """Counters since the engine was built.
 
-    @property
-    def requests(self) -> int:
-        """Number of queued requests."""
+    Attributes:
+        requests: Number of queued requests.
+        finished: Number of requests that ended without an abort.
+        aborted: Number of aborted requests.
+        preemptions: Number of preemptions, in which a request lost its blocks.
+        steps: Number of scheduler steps.
+        mismatches: Number of blocks that had wrong bytes for their hashes when a request read
+            them.
+    """
 
-    @property
-    def finished(self) -> int:
-        """Number of requests that ended without an abort."""
-
-    @property
-    def aborted(self) -> int:
-        """Number of aborted requests."""
-
-    @property
-    def preemptions(self) -> int:
-        """Number of preemptions, in which a request lost its blocks."""
-
-    @property
-    def steps(self) -> int:
-        """Number of scheduler steps."""
-
-    @property
-    def mismatches(self) -> int:
-        """Number of blocks that had wrong bytes for their hashes when a request read them."""
+    requests: int
+    finished: int
+    aborted: int
+    preemptions: int
+    steps: int
+    mismatches: int
 
 
 class ConnectorHarness(Protocol):

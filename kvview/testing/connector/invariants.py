@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from typing_extensions import override
 
@@ -37,7 +35,7 @@ class InvariantBroken(AssertionError):
         is_hook_error: bool = False,
         hint: str | None = None,
     ) -> None:
-        super().__init__(f"{law}: {message}")
+        super().__init__(law, message)
         self.law = law
         self.message = message
         self.is_timeout = is_timeout
@@ -45,14 +43,8 @@ class InvariantBroken(AssertionError):
         self.hint = hint
 
     @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(
-            type(self),
-            is_timeout=self.is_timeout,
-            is_hook_error=self.is_hook_error,
-            hint=self.hint,
-        )
-        return make, (self.law, self.message)
+    def __str__(self) -> str:
+        return f"{self.law}: {self.message}"
 
 
 class EndedLoudly(InvariantBroken):

@@ -35,8 +35,8 @@ class Played:
         result: The result of the run; None if the connector refuses the geometry.
         is_repeatable: Whether both runs had the same result, if the seed was run twice.
         note: Note for the report, or empty.
-        branches: Branches of the author's code that ran for the first time in this seed; empty if
-            not measured.
+        branches: Branches of the author's code that have run so far in the process that played
+            the seed; empty if not measured.
     """
 
     result: SimulationResult | None

@@ -23,28 +23,13 @@ MAX_RUNS = 400
 _STEPS_THAT_COUNT = 50  # count as one more run, so that long runs are shrunk in time
 
 
-def shrink(
-    result: SimulationResult, play_all: PlayAll, max_runs: int = MAX_RUNS
-) -> SimulationResult:
-    """Find the smallest run that breaks the same law.
+class Shrinker:
+    """Finds the smallest run that breaks the same law as a failing run.
 
     Args:
         result: A run that failed.
         play_all: Plays scenarios.
         max_runs: Maximum number of scenarios to try; a long scenario counts as several.
-    """
-    shrinker = Shrinker(result, play_all, max_runs)
-    shrinker.shrink()
-    return shrinker.best
-
-
-class Shrinker:
-    """Shrinks one failing run.
-
-    Args:
-        result: The run.
-        play_all: As for :func:`shrink`.
-        max_runs: As for :func:`shrink`.
     """
 
     def __init__(self, result: SimulationResult, play_all: PlayAll, max_runs: int) -> None:
