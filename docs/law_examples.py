@@ -72,9 +72,8 @@ class Example:
     def script(self) -> str:
         """The whole script, or the command that checks a wrong connector."""
         if not self.body:
-            is_half = self.module == "tests.mutants.handoff"
-            suffix, option = ("Connector", " --pd") if is_half else ("", "")
-            return f"kvview check {self.module}:{self.fault}{suffix}{option}\n"
+            option = " --pd" if self.module == "tests.mutants.handoff" else ""
+            return f"kvview check {self.module}:{self.fault}{option}\n"
         wrong = f"from {self.module} import {self.fault} as Subject  # not {self.right}"
         return f"{self.imports}{wrong}\n\n{self.body}"
 

@@ -99,7 +99,7 @@ def test_a_foreign_handoff_reads_and_ends_nothing(changes: Any) -> None:
     ("target", "code", "text"),
     [
         ("kvview_reference.handoff.pull:PullConnector", 0, "10 passed"),
-        ("tests.handoff.wrong_connector:NeverConfirms", 1, "HAND-3"),
+        ("tests.mutants.handoff:NeverConfirms", 1, "HAND-3"),
         ("kvview_reference.connector:OffloadConnector", 2, "makes a HandoffScheduler"),
     ],
 )

@@ -31,10 +31,8 @@ SEEDS = 10
 TARGET = "kvview_reference.handoff.pull:PullConnector"
 HANDOFFS = {"wire": "kvview_reference.handoff.zmq_wire:ZmqWire", "address": "tcp://127.0.0.1:*"}
 SEEN_EARLY = {
-    "BytesInParameters",
     "DropsFailedLoads",
     "NeverConfirms",
-    "NeverOffers",
     "OffersWithoutHolding",
     "ReleasesAtTheFirstRead",
     "ServesConsumed",
