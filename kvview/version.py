@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
+from functools import cache
 
 from kvview.errors import UnsupportedContractError
 
@@ -64,7 +66,7 @@ def versions_of(target: object = None) -> dict[str, str]:
     }
     names = {name for name in _NAMED if name in sys.modules}
     top = str(getattr(target, "__module__", "")).partition(".")[0]
-    names.update(metadata.packages_distributions().get(top, ()))
+    names.update(_distributions().get(top, ()))
     for name in sorted(names - {"kvview"}):
         try:
             found[name] = metadata.version(name)
@@ -72,3 +74,11 @@ def versions_of(target: object = None) -> dict[str, str]:
             if version := getattr(sys.modules.get(name), "__version__", None):
                 found[name] = str(version)
     return found
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Return the distributions of each top-level module, which takes a fifth of a second."""
+    from importlib import metadata
+
+    return metadata.packages_distributions()

@@ -180,7 +180,6 @@ def check(
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
-    from kvview.testing.connector.coverage import REPLACED, notes_on
     from kvview.testing.terminal import show_report
 
     path = expected_failures_file
@@ -218,7 +217,9 @@ def check(
         )
     show_report(console, report)
     replaced = getattr(found, "replaced", ()) if report.runs is None else report.runs.replaced
-    if report.runs is None:
+    if report.runs is None and replaced:
+        from kvview.testing.connector.coverage import REPLACED, notes_on
+
         for note in notes_on(dict.fromkeys((f"{REPLACED}{part}" for part in replaced), 1)):
             console.print(note, style="yellow", markup=False, highlight=False)
     if page_file is not None:

@@ -79,6 +79,7 @@ class Mine(StoreConnector):
     assert not runs.unrun
 
 
+@pytest.mark.slow
 def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option(tmp_path: Path) -> None:
     place = f"two_levels.py:{line_of('            self.shorten()')}"
     result = run("TwoLevels", *SEEDS)

@@ -51,15 +51,18 @@ class CodeThatRan:
             known = self._ran.setdefault(path, set())
             has_new_lines |= not lines_of(new) <= lines_of(known)
             known.update(new)
+        if branches:
+            vars(self).pop("unrun", None)
+            vars(self).pop("num_statements", None)
         if has_new_lines:
-            self._is_complete = not any(one.is_judged for one in self._code.unrun(self._ran))
+            self._is_complete = not any(one.is_judged for one in self.unrun)
 
-    @property
+    @cached_property
     def num_statements(self) -> int:
         """Number of statements in the functions of the code; 0 without a measurement."""
         return self._code.num_statements(self._ran) if self._code and self._ran else 0
 
-    @property
+    @cached_property
     def unrun(self) -> Sequence[Unrun]:
         """Statements that no seed reached; empty without a measurement."""
         return self._code.unrun(self._ran) if self._code and self._ran else ()
