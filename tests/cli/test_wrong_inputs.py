@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from docs.make_commands import leaves
-from kvview.cli.commands import cli
+from kvview.cli.commands import EntryPointGroup, cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import OutputFile
 from kvview.events.recording import Message, Recording
@@ -23,6 +23,7 @@ from tests.cases import read_cases
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "replay" / "model_configs.json"
+POINTS = EntryPointGroup()._points()
 COMMANDS = {path.removeprefix("kvview "): command for path, command in leaves()}
 POOL = ["kvview_reference.harness:pool", "--select", "POOL-1"]
 ARGUMENTS = {
@@ -105,6 +106,7 @@ FREE = {"endpoint", "file", "--topic"}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EntryPointGroup, "_points", lambda group: POINTS)  # once for 1,400 calls
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("text")

@@ -206,6 +206,7 @@ def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
             assert blocks == first.scenario.num_gpu_blocks - 1
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_run_in_another_process() -> None:
     code = (
         "from kvview.testing.connector import generate_scenario, simulate\n"

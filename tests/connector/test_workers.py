@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import signal
 import subprocess
@@ -211,7 +212,9 @@ class Leaves(OffloadConnector):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_command_leaves_its_result_and_no_process(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -219,7 +222,8 @@ def test_an_interrupted_command_leaves_its_result_and_no_process(
     pids.mkdir()
     (tmp_path / "target.py").write_text(LEAVES_TRACES.format(folder=pids))
     command = [sys.executable, "-m", "kvview", "check", f"{tmp_path / 'target.py'}:Leaves"]
-    process = subprocess.Popen([*command, "--seeds=5000"], stdout=subprocess.PIPE, text=True)
+    command += ["--seeds=5000", "--json", str(tmp_path / "report.json")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     while not list(pids.iterdir()) and process.poll() is None:
         time.sleep(0.05)
     time.sleep(0.5)  # the processes play
@@ -227,6 +231,7 @@ def test_an_interrupted_command_leaves_its_result_and_no_process(
     stdout, _ = process.communicate(timeout=120)
     assert process.returncode == 130, stdout
     assert "of 5000 seeds, 0 failed, interrupted" in stdout
+    assert json.loads((tmp_path / "report.json").read_text())["is_interrupted"]
     end = time.monotonic() + 30
     while any(Path("/proc", file.name).exists() for file in pids.iterdir()):
         assert time.monotonic() < end, "a process outlives the command"

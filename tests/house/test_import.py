@@ -33,11 +33,15 @@ def test_import_kvview_is_light() -> None:
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
-        ("kvview_reference.pool, kvview_reference.geometry", {"torch", "vllm", "hypothesis"}),
-        ("kvview_reference.offloading", {"torch", "vllm", "hypothesis"}),
+        (
+            "kvview_reference.pool, kvview_reference.geometry, kvview_reference.offloading",
+            {"torch", "vllm", "hypothesis"},
+        ),
         ("kvview_reference.engine, kvview_reference.replay", {"vllm", "hypothesis"}),
-        ("kvview_vllm.simulation.engine", {"vllm", "kvview_reference"}),
-        ("kvview_vllm.simulation.scheduler", {"vllm", "kvview_reference"}),
+        (
+            "kvview_vllm.simulation.engine, kvview_vllm.simulation.scheduler",
+            {"vllm", "kvview_reference"},
+        ),
     ],
 )
 def test_parts_import_only_the_libraries_that_they_need(modules: str, forbidden: set[str]) -> None:

@@ -67,6 +67,7 @@ def test_mypy_strict_finds_only_the_wrong_lines(check: Callable[..., str], proje
     assert "no_such_attribute" in output
 
 
+@pytest.mark.slow
 def test_pyright_strict_finds_nothing(check: Callable[..., str], project: Path) -> None:
     pytest.importorskip("pyright", reason="needs pyright")
     if "pyright 1." not in check("pyright", "--version"):

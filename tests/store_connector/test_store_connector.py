@@ -88,7 +88,8 @@ def test_examples_are_green(example: str, given: list[str]) -> None:
     assert_green(str(EXAMPLES / example), *given)
 
 
-@pytest.mark.parametrize("mode", ["victim", *map(slow, ["eager", "finish", "exclusive"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["victim", "eager", "finish", "exclusive"])
 def test_each_mode_is_green(mode: str) -> None:
     assert_green(
         "kvview:StoreConnector", "cpu_blocks={blocks}", f"mode={mode}", "enable_events=true"

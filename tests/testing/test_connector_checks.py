@@ -261,8 +261,7 @@ def test_a_worker_without_a_wait_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "is_in_fork"),
-    [(OFFLOAD, False), (OFFLOAD, True), ("kvview_reference.harness:pool", False)],
+    ("target", "is_in_fork"), [(OFFLOAD, True), ("kvview_reference.harness:pool", False)]
 )
 def test_sigterm_leaves_the_summary(tmp_path: Path, target: str, is_in_fork: bool) -> None:
     file = tmp_path / "report.json"

@@ -137,7 +137,7 @@ class Tells(Step):
 def test_the_kit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trial, "_AT_LEAST", 2.0)
+    monkeypatch.setattr(trial, "_AT_LEAST", 0.5)
     of_tiny = {site.change: site for site in operators.find_sites("tiny", SOURCE)}
     reached = frozenset(("tiny", site.line) for site in sites() if site.function != "never")
     step = Tells(Subject("tiny:first"))

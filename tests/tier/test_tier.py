@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from examples import folder_store
 from examples.folder_store import FolderStore
-from examples.sqlite_store import SQLiteStore
 from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
@@ -29,8 +27,6 @@ from kvview_reference.harness import guarded_tier, tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
-from tests.mutants.edits import Base, Variant, read_variants
-from tests.tier.author_stores import RIGHT
 from tests.tier.jobs import HERE, THERE, moved
 from tests.tier.shown import expected, shown
 
@@ -52,51 +48,6 @@ def test_the_guard_over_it(check: BoundCheck) -> None:
 def test_longer_runs(factory: Any) -> None:
     report = run_checks(factory)
     assert report.is_clean, report.summary()
-
-
-FOLDER = Path(__file__).parent
-FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
-
-
-@pytest.mark.parametrize(
-    "store", [RIGHT[0], *(pytest.param(store, marks=pytest.mark.slow) for store in RIGHT[1:])]
-)
-def test_right_stores_of_authors_are_green(store: Any) -> None:
-    report = run_checks(store, options={"root": "{tmp}"}, steps=10, select=FEW)
-    assert report.is_clean, report.summary()
-
-
-@pytest.mark.slow
-def test_the_example_with_a_byte_budget_is_green() -> None:
-    report = run_checks(SQLiteStore, options={"root": "{tmp}"}, seeds=3, select=["TIER-8"])
-    assert report.is_clean, report.summary()
-
-
-WRONG = [
-    *read_variants(
-        FOLDER / "wrong_folder.txt", Base("FolderStore", (Path(folder_store.__file__),))
-    ),
-    *read_variants(
-        FOLDER / "wrong_sqlite.txt", Base("SqliteStore", (FOLDER / "author_stores.py",))
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(
-            wrong,
-            marks=[pytest.mark.slow] if "killed_process" in wrong.notes["check"] else [],
-            id=wrong.name,
-        )
-        for wrong in WRONG
-    ],
-)
-def test_wrong_stores_of_authors_are_red(wrong: Variant) -> None:
-    select = [wrong.notes["check"]]
-    report = run_checks(wrong.load(), options={"root": "{tmp}"}, steps=20, select=select)
-    assert wrong.law in {failure.check.law for failure in report.failures}, report.summary()
 
 
 def test_the_page_shows_the_results_of_its_programs() -> None:

@@ -1,0 +1,107 @@
+"""The kit on stores as authors write them, in five media: right ones, and wrong edits of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import folder_store, page_server, remote_store
+from examples.sqlite_store import SQLiteStore
+from kvview.testing import run_checks
+from kvview.testing.effort import Effort
+from kvview.testing.offloading.policy import as_factory
+from kvview.testing.runner import plan_checks, run_planned
+from tests.mutants.edits import Base, Variant, read_variants
+from tests.tier.author_stores import RIGHT
+
+pytest.importorskip("xxhash")
+
+FOLDER = Path(__file__).parent
+LMDB = Base("LMDBStore", (FOLDER / "lmdb_store.py",))
+REMOTE = Base("RemoteStore", (Path(remote_store.__file__),))
+BASES = {
+    "wrong_folder.txt": Base("FolderStore", (Path(folder_store.__file__),)),
+    "wrong_sqlite.txt": Base("SqliteStore", (FOLDER / "author_stores.py",)),
+    "wrong_lmdb.txt": LMDB,
+    "wrong_remote.txt": REMOTE,
+}
+WRONG = [wrong for file, base in BASES.items() for wrong in read_variants(FOLDER / file, base)]
+FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
+LONG = ("killed_process", "broken_connections")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Of a page server in another process."""
+    code = """
+import asyncio
+from examples.page_server import serve
+
+async def main():
+    server = await serve(0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+    root = Path(page_server.__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.kill()
+
+
+def assert_green(store: Any, options: dict[str, object], **effort: Any) -> None:
+    report = run_checks(store, options=options, **effort)
+    assert report.is_clean, report.summary()
+
+
+def test_the_store_of_a_server_is_green(port: int) -> None:
+    assert_green(Variant(REMOTE, "", "", "right").load(), {"port": port}, seeds=5, steps=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", RIGHT)
+def test_right_stores_are_green(store: Any) -> None:
+    assert_green(store, {"root": "{tmp}"}, steps=10, select=FEW)
+
+
+@pytest.mark.slow
+def test_the_store_of_lmdb_is_green() -> None:
+    pytest.importorskip("lmdb")
+    assert_green(Variant(LMDB, "", "", "right").load(), {"root": "{tmp}"}, seeds=20)
+
+
+@pytest.mark.slow
+def test_the_example_with_a_byte_budget_is_green() -> None:
+    assert_green(SQLiteStore, {"root": "{tmp}"}, seeds=3, select=["TIER-8"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(
+            wrong,
+            marks=[pytest.mark.slow] if wrong.notes["check"].endswith(LONG) else [],
+            id=wrong.name,
+        )
+        for wrong in WRONG
+    ],
+)
+def test_a_wrong_store_is_red(wrong: Variant, request: pytest.FixtureRequest) -> None:
+    if wrong.base == LMDB:
+        pytest.importorskip("lmdb")
+    is_remote = wrong.base == REMOTE
+    options = {"port": request.getfixturevalue("port")} if is_remote else {"root": "{tmp}"}
+    store, effort = as_factory(wrong.load()), Effort(steps=20, options=options, is_brief=True)
+    (planned,) = plan_checks(store, effort, select=[wrong.notes["check"]])[1]
+    failure = run_planned(store, planned, effort).failure
+    assert failure is not None
+    assert failure.law == wrong.law
