@@ -1,20 +1,20 @@
-"""The alerts of docs/metrics.md and the Grafana board, evaluated by a real Prometheus.
+"""The alerts of docs/metrics.md and the Grafana board, evaluated by Prometheus's own ``promtool``.
 
-vLLM's own front end exports the series: a scheduler's stats go over vLLM's wire format
-into the registry, which the server scrapes over HTTP. Needs vLLM's Python sources (``sources.py``)
-and the programs ``prometheus`` and ``promtool`` (Debian's package ``prometheus``).
+vLLM's own front end exports the series: a scheduler's stats go over vLLM's wire format into the
+registry of ``prometheus_client``. Needs vLLM's Python sources (``sources.py``) and the program
+``promtool`` (Debian's package ``prometheus``).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,82 +27,105 @@ pytest.importorskip(
     reason="needs vLLM's Python sources: tests/vllm/sources.py",
     exc_type=ImportError,
 )
-if not all(map(shutil.which, ("prometheus", "promtool"))):
-    pytest.skip("needs the programs prometheus and promtool", allow_module_level=True)
+if not shutil.which("promtool"):
+    pytest.skip("needs the program promtool", allow_module_level=True)
 
 from kvview import KVViewError
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.tier import GuardedTier, Namespace
 from kvview_reference.tier import FileStore
-from tests.docs.prometheus_server import (
-    DASHBOARD,
-    Prometheus,
-    alerts,
-    export,
-    panels,
-    questions,
-    serve,
-    write_rules,
-)
 from tests.house.source_tree import ROOT
 
 sys.path.insert(0, str(ROOT / "tests/vllm"))
 from front_end import FrontEnd  # type: ignore[import-not-found]
 
 import engine as lane  # type: ignore[import-not-found]
-from kvview_vllm.metrics import COUNTERS, GAUGES, PREFIX
+from kvview_vllm.metrics import PREFIX
 from kvview_vllm.tier_metrics import TierReporter
 
 CONNECTOR = f"{ROOT / 'tests/vllm/faulty_connectors.py'}:FailingAtLastConnector"
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/kvview.json").read_text("utf-8"))
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
 LEAK, STUCK, DAMAGE = "Is there a leak?", "Are loads stuck?", "Are bytes being damaged?"
-SLOW = {LEAK, STUCK, "Are stores stuck?"}  # they need minutes: promtool plays them below
+SLOW = {LEAK, STUCK, "Are stores stuck?"}  # they need minutes
 HERE = Namespace("m", weights="1")
+BEFORE, AFTER, LAST = "4m30s", "9m30s", "14m30s"
+"""Times at which each moment has been scraped for nearly five minutes."""
+Samples = Mapping[str, float]
+"""Values by series."""
 
 
-@dataclass
-class Seen:
-    """The results of every expression at one moment, and the alerts that fire."""
+def questions() -> dict[str, str]:
+    """The expressions of the page by their questions; ``(2)`` follows that of a second one."""
+    found = {}
+    text = (ROOT / "docs/metrics.md").read_text("utf-8")
+    for question, cell in re.findall(r"^\| ([^|]*\?) \| (.*) \|$", text, re.MULTILINE):
+        for number, expression in enumerate(re.findall("`([^`]*)`", cell), 1):
+            found[question + f" ({number})" * (number > 1)] = expression
+    return found
 
-    results: dict[str, list[Any]]
-    firing: set[str]
-    variables: dict[str, list[str]]
+
+def panels() -> dict[str, str]:
+    """The expressions of the dashboard, with every variable at All."""
+    return {
+        f"{panel['title']} {target['refId']}": re.sub(r"\$\w+", ".*", target["expr"])
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    }
+
+
+def alerts() -> dict[str, str]:
+    """The questions whose expression has a comparison."""
+    return {each: text for each, text in questions().items() if re.search(" (>|==) ", text)}
+
+
+def promtool(folder: Path, **test: Any) -> None:
+    """Run a unit test of the alerts; JSON is YAML."""
+    rules = [{"alert": name, "expr": text} for name, text in alerts().items()]
+    groups = {"groups": [{"name": "kvview", "rules": rules}]}
+    (folder / "alerts.yml").write_text(json.dumps(groups), "utf-8")
+    interval = test["interval"]
+    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": interval, "tests": [test]}
+    (folder / "test.yml").write_text(json.dumps(tests), "utf-8")
+    command = ["promtool", "test", "rules", str(folder / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Seen, Seen, Seen]]:
+def moments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Samples]]:
     """Before the first event of any kind, after them, and after the connector was left out."""
-    folder = tmp_path_factory.mktemp("prometheus")
-    write_rules(folder / "alerts.yml", alerts())
+    folder = tmp_path_factory.mktemp("metrics")
     engine = lane.Engine(folder / "model", lane.connector_config(CONNECTOR, cpu_blocks=64))
     front = FrontEnd(engine, CONNECTOR)
     tiers = _TierFrontEnd()
     try:
-        with export() as port, serve(folder, port, [folder / "alerts.yml"]) as server:
-            server.scrape()
-            before = _look(server)
-            _have_events(engine)
-            tiers.have_events(folder)
-            assert front.value("loads") == front.value("failed_loads") == 1
-            server.scrape()
-            after = _look(server)
-            _fail(engine)
-            server.scrape()
-            yield before, after, _look(server)
+        before = _samples()
+        _have_events(engine)
+        tiers.have_events(folder)
+        assert front.value("loads") == front.value("failed_loads") == 1
+        after = _samples()
+        _fail(engine)
+        yield before, after, _samples()
     finally:
         importlib.import_module("vllm.v1.metrics.prometheus").unregister_vllm_metrics()
 
 
-def _look(server: Prometheus) -> Seen:
-    variables = {
-        each["name"]: server.label_values(each["definition"])
-        for each in DASHBOARD["templating"]["list"]
-        if each["type"] == "query"
+def _samples() -> Samples:
+    client: Any = importlib.import_module("prometheus_client")
+    return {
+        sample.name + json.dumps(sample.labels): sample.value
+        for metric in client.REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name.startswith("vllm:kvview")
     }
-    names = [PREFIX + name for name in GAUGES] + [f"{PREFIX}{name}_total" for name in COUNTERS]
-    expressions = questions() | panels() | {name: name for name in names}
-    results = {name: server.query(text) for name, text in expressions.items()}
-    return Seen(results, server.firing(), variables)
+
+
+def _series(name_and_labels: str) -> str:
+    """A series as PromQL writes it."""
+    name, _, labels = name_and_labels.partition("{")
+    pairs = json.loads("{" + labels).items()
+    return name + "{" + ",".join(f"{key}={json.dumps(value)}" for key, value in pairs) + "}"
 
 
 def _have_events(engine: Any) -> None:
@@ -186,35 +209,46 @@ def _moved(guard: GuardedTier, method: str, number: int) -> None:
     guard.poll()
 
 
-def test_every_series_has_a_sample_before_its_first_event(seen: tuple[Seen, ...]) -> None:
-    before, *_ = seen
-    for name in (*GAUGES, *(f"{each}_total" for each in COUNTERS)):
-        values = [each["value"][1] for each in before.results[PREFIX + name]]
-        assert values == ["0"], name
-    assert before.variables == {"model": ["m"], "connector": [CONNECTOR]}
-    assert before.firing == set()
+def test_the_variables_of_the_board_have_values(moments: Sequence[Samples]) -> None:
+    found = {}
+    for one in DASHBOARD["templating"]["list"]:
+        if one["type"] == "query":
+            [(name, label)] = re.findall(r"label_values\(([\w:]+).*, (\w+)\)", one["definition"])
+            labels = [json.loads(each.removeprefix(name)) for each in moments[0] if name in each]
+            found[one["name"]] = {each[label] for each in labels}
+    assert found == {"model": {"m"}, "connector": {CONNECTOR}}
 
 
-@pytest.mark.parametrize("panel", panels())
-def test_a_panel_has_something_to_show(panel: str, seen: tuple[Seen, ...]) -> None:
-    before, after, _ = seen
-    assert before.results[panel] or "leak" in panel, "nothing is held: nothing leaks"
-    assert after.results[panel]
+def test_every_panel_question_and_alert_has_a_result(
+    moments: Sequence[Samples], tmp_path: Path
+) -> None:
+    def values(name: str) -> str:
+        return " ".join(f"{one[name]}x19" if name in one else "_x19" for one in moments)
 
+    given = [{"series": _series(name), "values": values(name)} for name in moments[-1]]
+    some = [{"labels": "{}", "value": 1}]
+    expected: list[dict[str, Any]] = [
+        {"expr": 'ALERTS{alertstate="firing"}', "eval_time": BEFORE, "exp_samples": []}
+    ]
 
-@pytest.mark.parametrize("question", questions())
-def test_a_question_is_answered(question: str, seen: tuple[Seen, ...]) -> None:
-    assert any(each.results[question] for each in seen) or question in SLOW
+    def expect(expression: str, time: str) -> None:
+        expected.append({"expr": f"group({expression})", "eval_time": time, "exp_samples": some})
 
-
-@pytest.mark.parametrize("alert", [name for name in alerts() if name not in SLOW])
-def test_an_alert_fires_at_the_first_event(alert: str, seen: tuple[Seen, ...]) -> None:
-    assert alert in seen[1].firing | seen[2].firing
+    for panel, text in panels().items():
+        if "leak" not in panel:  # nothing is held: nothing leaks
+            expect(text, BEFORE)
+        expect(text, AFTER)
+    for question, text in questions().items():
+        if question not in SLOW:
+            expect(f"last_over_time(({text})[14m:15s])", LAST)
+    for alert in alerts().keys() - SLOW:
+        labels = f'alertname="{alert}", alertstate="firing"'
+        expect(f"last_over_time(ALERTS{{{labels}}}[14m])", LAST)
+    promtool(tmp_path, interval="15s", input_series=given, promql_expr_test=expected)
 
 
 def test_alerts_over_time(tmp_path: Path) -> None:
     """An old hold, the first load stuck, and damage whose first sample is one."""
-    write_rules(tmp_path / "alerts.yml", alerts())
     series = {
         f"{PREFIX}oldest_hold_timestamp_seconds": "0 60x200",
         f"{PREFIX}loads_in_flight": "0x9 1x200",
@@ -239,10 +273,4 @@ def test_alerts_over_time(tmp_path: Path) -> None:
         for minutes, alert, firing in moments
     ]
     given = [{"series": name, "values": values} for name, values in series.items()]
-    tests = [{"interval": "1m", "input_series": given, "alert_rule_test": expected}]
-    file = tmp_path / "test.yml"
-    file.write_text(json.dumps({"rule_files": ["alerts.yml"], "tests": tests}), "utf-8")
-    done = subprocess.run(
-        ["promtool", "test", "rules", file], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool(tmp_path, interval="1m", input_series=given, alert_rule_test=expected)

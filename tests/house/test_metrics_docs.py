@@ -1,6 +1,6 @@
 """The metrics page and the Grafana dashboard name exactly the exported metrics.
 
-A real server evaluates their expressions in ``tests/docs/test_prometheus.py``. The dashboard has
+Prometheus evaluates their expressions in ``tests/docs/test_prometheus.py``. The dashboard has
 the structure of Grafana's own reference of the dashboard JSON
 (``docs/sources/developers/kinds/core/dashboard/schema-reference.md`` in grafana/grafana).
 """
