@@ -1,7 +1,25 @@
-"""Settings of all tests."""
+"""Settings of all tests, and a page server."""
 
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_PAGE_SERVER = """
+import asyncio
+from examples.page_server import serve
+
+async def main():
+    server = await serve(0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
 
 
 def pytest_configure() -> None:
@@ -13,3 +31,14 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def port() -> Iterator[int]:
+    """Port of the server of ``examples/page_server.py``, in another process."""
+    command = [sys.executable, "-c", _PAGE_SERVER]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.kill()

@@ -94,7 +94,7 @@ def hits_alone(num_requests: int) -> float:
 
 
 @pytest.mark.parametrize(
-    "cpu_blocks", [20, 5000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 100))]
+    "cpu_blocks", [5000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 20, 100))]
 )
 @pytest.mark.parametrize(
     "connector", [*CONNECTORS, StoreConnector], ids=lambda connector: connector.__name__

@@ -171,13 +171,15 @@ def check_worker(worker: type[HostCacheWorker], seed: int) -> ConnectorFailure |
     return runs.failures[0] if runs.failures else None
 
 
+def test_a_copy_that_waits_for_compute_on_its_thread_is_right() -> None:
+    assert check_worker(OnAThread, 48) is None
+
+
 @pytest.mark.parametrize(("worker", "kind"), [(LoadsTooEarly, "load"), (StoresTooEarly, "store")])
 def test_a_copy_that_does_not_wait_for_compute_is_named_as_the_cause(
     worker: type[HostCacheWorker], kind: str
 ) -> None:
-    seed = 48
-    assert check_worker(OnAThread, seed) is None
-    failure = check_worker(worker, seed)
+    failure = check_worker(worker, 48)
     assert failure is not None
     assert failure.law == "XFER-6"
     assert f"a copy of {kind} job" in failure.message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,8 +46,11 @@ class Module:
         """The package of relative imports."""
         return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
 
-    def imports(self) -> Iterator[tuple[str, int, bool]]:
-        """Yield its imports as ``(module, line, whether at its own import)``."""
+    def imports(self) -> Sequence[tuple[str, int, bool]]:
+        """Its imports as ``(module, line, whether at its own import)``."""
+        return imports_of(self)
+
+    def _imports(self) -> Iterator[tuple[str, int, bool]]:
         for node, is_late in _with_lateness(self.tree, False):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -68,6 +71,11 @@ def _with_lateness(node: ast.AST, is_late: bool) -> Iterator[tuple[ast.AST, bool
         late = late or (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING")
         yield child, late
         yield from _with_lateness(child, late)
+
+
+@cache
+def imports_of(module: Module) -> Sequence[tuple[str, int, bool]]:
+    return tuple(module._imports())
 
 
 @cache

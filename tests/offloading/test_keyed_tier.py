@@ -51,12 +51,12 @@ class KeyedManagerHarness(ReferenceManager):
         return super().capabilities - {Capability.PAGES}
 
 
-@parametrize_with_checks(KeyedTransfer, seeds=10)
+@parametrize_with_checks(KeyedTransfer, seeds=5)
 def test_worker(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(KeyedManagerHarness, seeds=50)
+@parametrize_with_checks(KeyedManagerHarness, seeds=20)
 def test_manager(check: BoundCheck) -> None:
     check()
 

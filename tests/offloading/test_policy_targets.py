@@ -30,7 +30,7 @@ def source() -> str:
 def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(source)
     target = f"{tmp_path / 'mine.py'}:FirstInFirstOut"
-    report = run_checks(load_target(target), seeds=30)
+    report = run_checks(load_target(target), seeds=15)
     assert report.contract == "offloading"
     assert report.is_clean, report.failures
     assert report.counts[Outcome.PASSED] >= 14

@@ -254,7 +254,7 @@ def test_a_block_costs_at_most_100_bytes_and_nothing_to_the_garbage_collector() 
     before = len(gc.get_objects())
     tracemalloc.start()
     try:
-        pool = BlockPool(1_000_000)
+        pool = BlockPool(200_000)
         size, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from typing_extensions import override
 
 from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
 from kvview.bridge import TierOptions, open_tier
-from kvview.targets import load_connector, load_target
+from kvview.targets import load_connector
 from kvview.testing.command import check
 from kvview.testing.connector import generate_scenario, simulate
 from kvview.tier import AsyncStore, Namespace
@@ -94,30 +93,6 @@ def test_each_mode_is_green(mode: str) -> None:
     assert_green(
         "kvview:StoreConnector", "cpu_blocks={blocks}", f"mode={mode}", "enable_events=true"
     )
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """Of a running page server."""
-    serve = load_target(f"{EXAMPLES / 'page_server.py'}:serve")
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    server = asyncio.run_coroutine_threadsafe(serve(0), loop).result()
-    yield server.sockets[0].getsockname()[1]
-
-    async def stop() -> None:
-        server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # the transports of these tasks close in the next round
-
-    asyncio.run_coroutine_threadsafe(stop(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 @pytest.mark.slow

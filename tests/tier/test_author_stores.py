@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples import folder_store, page_server, remote_store
+from examples import folder_store, remote_store
 from examples.sqlite_store import SQLiteStore
 from kvview.testing import run_checks
 from kvview.testing.effort import Effort
@@ -33,29 +30,6 @@ BASES = {
 WRONG = [wrong for file, base in BASES.items() for wrong in read_variants(FOLDER / file, base)]
 FEW = ["check_tier_1", "TIER-6", "TIER-7", "TIER-9", "TIER-10", "TIER-11"]
 LONG = ("killed_process", "broken_connections")
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Of a page server in another process."""
-    code = """
-import asyncio
-from examples.page_server import serve
-
-async def main():
-    server = await serve(0)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
-
-asyncio.run(main())
-"""
-    root = Path(page_server.__file__).parents[1]
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        yield int(process.stdout.readline())
-        process.kill()
 
 
 def assert_green(store: Any, options: dict[str, object], **effort: Any) -> None:

@@ -33,12 +33,12 @@ from tests.tier.shown import expected, shown
 pytest.importorskip("xxhash")
 
 
-@parametrize_with_checks(tier, seeds=25)
+@parametrize_with_checks(tier, seeds=10)
 def test_the_store_of_files(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(guarded_tier, seeds=15)
+@parametrize_with_checks(guarded_tier, seeds=10)
 def test_the_guard_over_it(check: BoundCheck) -> None:
     check()
 

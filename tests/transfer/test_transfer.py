@@ -236,7 +236,7 @@ class Streams(Engine):
 
 
 def play(factory: Callable[[], Any]) -> None:
-    result = search(TransferPlayer, factory, Effort(seeds=8))
+    result = search(TransferPlayer, factory, Effort(seeds=4))
     assert not result.failures, next(iter(result.failures.values()))
 
 
