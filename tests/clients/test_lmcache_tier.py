@@ -25,6 +25,7 @@ import torch
 from kvview import ConfigError
 from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
+from tests.clients import FAULTS
 from tests.tier.shown import expected, shown
 
 # LMCache's logging uses a class that OpenTelemetry has deprecated.
@@ -179,12 +180,7 @@ def test_a_wrong_task_fails_alone(driven: Driven) -> None:
     assert driven.store(3)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["put raises", "put blocks", "get raises", "lookup raises", "lookup blocks", "poll raises",
-     "never reports", "reports twice", "too few flags", "lookup lies", "put lies", "flips a bit",
-     "swaps keys", "is full"],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> None:
     driven = Driven(store=FAULTY, deadline=0.3, lookup_deadline=0.2)
     assert driven.store(0, 1, 2, 3)

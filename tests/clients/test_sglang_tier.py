@@ -23,7 +23,7 @@ from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
 from tests.tier.shown import expected, shown
 
-from . import sglang_sources
+from . import FAULTS, sglang_sources
 
 try:
     sglang_sources.make_importable()
@@ -234,12 +234,7 @@ def faulty() -> Iterator[Any]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["put raises", "put blocks", "get raises", "lookup raises", "lookup blocks", "poll raises",
-     "never reports", "reports twice", "too few flags", "lookup lies", "put lies", "flips a bit",
-     "swaps keys", "is full"],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_store_ends_every_call_and_gives_no_wrong_bytes(fault: str, faulty: Any) -> None:
     keys = ["a", "b", "c"]
     pages = [torch.full((500,), float(n + 1)) for n in range(3)]

@@ -24,7 +24,7 @@ from kvview_reference.replay.workload import generate_trace
 from tests.cases import read_cases
 from tests.traces import CC as CC_NAME
 from tests.traces import MOONCAKE as MOONCAKE_NAME
-from tests.traces import trace_file
+from tests.traces import mooncake_row, trace_file
 
 MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
 BAILIAN = {
@@ -298,15 +298,6 @@ def test_a_folder_is_a_trace(tmp_path: Path) -> None:
 
 
 # --- streaming ---
-
-
-def mooncake_row(request: TraceRequest) -> dict[str, Any]:
-    return {
-        "timestamp": round(request.arrival_s * 1000),
-        "input_length": request.num_prompt_tokens,
-        "output_length": request.num_output_tokens,
-        "hash_ids": list(request.hash_ids),
-    }
 
 
 def test_a_generated_trace_is_read_unchanged_from_a_file(path: Path) -> None:

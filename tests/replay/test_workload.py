@@ -12,7 +12,8 @@ import pytest
 from kvview.errors import ConfigError
 from kvview_reference.replay.traces import TraceRequest
 from kvview_reference.replay.workload import generate_trace
-from tests.replay.test_traces import mooncake_row, peak_bytes, prefix_hit_rate, to_line
+from tests.replay.test_traces import peak_bytes, prefix_hit_rate, to_line
+from tests.traces import mooncake_row
 
 
 def digest(requests: Iterable[TraceRequest]) -> str:

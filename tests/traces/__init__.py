@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvview_reference.replay.traces import TraceRequest
 from kvview_reference.replay.workload import generate_trace
 
 MOONCAKE = "mooncake_conversation_trace.jsonl"
@@ -65,20 +66,21 @@ def trace_file(name: str) -> TraceFile:
 def write_look_alike(path: Path) -> None:
     """Write a look-alike of the real file of this name."""
     if path.name == MOONCAKE:
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in _mooncake_rows()))
+        requests = generate_trace(num_requests=_MOONCAKE_REQUESTS, seed=0, block_size=512)
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in map(mooncake_row, requests)))
     else:
         with gzip.open(path, "wt", compresslevel=1) as file:
             file.writelines(f"{json.dumps(row)}\n" for row in _cc_sessions(Random(0)))
 
 
-def _mooncake_rows() -> Iterator[dict[str, Any]]:
-    for request in generate_trace(num_requests=_MOONCAKE_REQUESTS, seed=0, block_size=512):
-        yield {
-            "timestamp": round(request.arrival_s * 1000),
-            "input_length": request.num_prompt_tokens,
-            "output_length": request.num_output_tokens,
-            "hash_ids": list(request.hash_ids),
-        }
+def mooncake_row(request: TraceRequest) -> dict[str, Any]:
+    """A request as a row of Mooncake's format."""
+    return {
+        "timestamp": round(request.arrival_s * 1000),
+        "input_length": request.num_prompt_tokens,
+        "output_length": request.num_output_tokens,
+        "hash_ids": list(request.hash_ids),
+    }
 
 
 def _cc_sessions(random: Random) -> Iterator[dict[str, Any]]:
