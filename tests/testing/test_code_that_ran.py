@@ -157,6 +157,44 @@ class Mine(kvview.Connector):
     assert [one.source for one in unrun if one.is_judged] == ["self.made = made"]
 
 
+BASES = """
+import kvview
+
+class Base(kvview.Connector):
+    def make_worker(self):
+        return BaseWorker()
+
+class BaseWorker(kvview.WorkerConnector):
+    def start_plan(self, plan):
+        plan.stores.clear()
+
+class Mine(Base):
+    def make_worker(self):
+        return OwnWorker(BaseWorker)
+
+class OwnWorker(BaseWorker):
+    def start_plan(self, plan):
+        plan.loads.clear()
+"""
+
+
+@pytest.mark.parametrize("uses_the_base", [False, True])
+def test_a_method_that_a_class_replaces_is_listed_only(tmp_path: Path, uses_the_base: bool) -> None:
+    target = tmp_path / "mine.py"
+    target.write_text(
+        BASES if uses_the_base else BASES.replace("OwnWorker(BaseWorker)\n", "OwnWorker()\n")
+    )
+    code = AuthorCode(load_connector(f"{target}:Mine"))
+    lines = [
+        number
+        for number, line in enumerate(BASES.splitlines(), 1)
+        if "Own" in line or "loads" in line
+    ]
+    unrun = code.unrun({str(target): [(line, -1) for line in lines]})
+    judged = [one.function for one in unrun if one.is_judged]
+    assert judged == (["BaseWorker.start_plan"] if uses_the_base else [])
+
+
 def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
     code = CodeThatRan(AuthorCode(TwoLevels), {})
     code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})

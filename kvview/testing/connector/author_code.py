@@ -40,8 +40,8 @@ class Unrun:
         condition: Source of the condition that never led to these statements; empty for a whole
             function.
         is_judged: Whether a check that does not reach these statements is incomplete. False for a
-            branch, for code that handles errors, a GPU or a log, and for code without an effect or
-            without a caller.
+            branch, for code that handles errors, a GPU or a log, for code without an effect or
+            without a caller, and for a method that a class of the author replaces.
     """
 
     place: str
@@ -132,10 +132,17 @@ class AuthorCode:
         called = self._hooks.union(
             *(_names_used(file.lines, lines_of(ran.get(str(file.path), ()))) for file in self._own)
         )
+        replaced = self._replaced(called)
         return [
             one
             for file, name, node, region in regions
-            for one in self._unrun_in(file, name, node, region, is_called=node.name in called)
+            for one in self._unrun_in(
+                file,
+                name,
+                node,
+                region,
+                is_called=node.name in called and (file.module.__name__, name) not in replaced,
+            )
         ]
 
     def options(self) -> dict[str, object]:
@@ -272,21 +279,39 @@ class AuthorCode:
     def _hooks(self) -> set[str]:
         """Return the names of methods that override a method of another author's base class."""
         found: set[str] = set()
+        for kind in self._classes():
+            found.update(
+                attribute
+                for base in kind.__mro__
+                if self._file(base.__module__) is None and base is not object
+                for attribute in vars(base)
+            )
+        if not found:  # a class that is defined in a function cannot be found by name
+            for base in self.connector_class.__mro__:
+                found.update(vars(base))
+        return found
+
+    def _replaced(self, used: Collection[str]) -> set[tuple[str, str]]:
+        """Return the methods, by module and name, of a base class that only exists as a base.
+
+        A method counts if a class of the author overrides it, and no line that ran uses the base.
+        """
+        return {
+            (base.__module__, f"{base.__qualname__}.{method}")
+            for kind in self._classes()
+            for base in kind.__mro__[1:]
+            if base is not self.connector_class and base.__name__ not in used
+            for method in vars(base).keys() & vars(kind).keys()
+        }
+
+    def _classes(self) -> Iterator[type[Any]]:
+        """Yield the classes of the code that can be found by name."""
         for module, name in self._parts:
             kind: Any = vars(self._files[module].module).get(name.partition(".")[0])
             for part in name.split(".")[1:]:
                 kind = getattr(kind, part, None)
             if isinstance(kind, type):
-                found.update(
-                    attribute
-                    for base in kind.__mro__
-                    if self._file(base.__module__) is None and base is not object
-                    for attribute in vars(base)
-                )
-        if not found:  # a class that is defined in a function cannot be found by name
-            for base in self.connector_class.__mro__:
-                found.update(vars(base))
-        return found
+                yield kind
 
 
 def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
