@@ -96,7 +96,7 @@ class Large(FolderStore):
 
     def __init__(self, namespace: Namespace, root: str, max_bytes: int = 10**9) -> None:
         super().__init__(namespace, root)
-        Path(root, "a.journal").write_bytes(bytes(60_000))
+        Path(root, "a.journal").write_bytes(bytes(80_000))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ class Large(FolderStore):
         (
             100_000,
             "a store without a put occupies bytes for its own notes only",
-            "30,000 bytes (0 pages of 0, 512 more for each, 30,000 for notes)",
+            "65,536 bytes (0 pages of 0, 512 more for each, 65,536 for notes)",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_store_that_takes_too_much_room_is_shown_its_files(
     finally:
         player.end()
     assert broken.value.what == what
-    assert "(a.journal 60,000" in broken.value.got
+    assert "(a.journal 80,000" in broken.value.got
     assert broken.value.expected == f"at most {limit}"
 
 

@@ -26,6 +26,7 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
+from kvview.testing.connector.generate import INVALID_CAPS
 from kvview.testing.connector.scenario import Fate
 from kvview_vllm.releases import calls, installed
 from kvview_vllm.releases.calls import ended_requests_take_no_output
@@ -359,6 +360,9 @@ def test_caps_of_a_client_reach_the_connector(engines: VLLMEngines) -> None:
         "max_offload_tokens": (replace(prompt, max_offload_tokens=40), again),
     }.items():
         assert promised(*requests) == (32 if cap in text else 64)
+    for invalid in INVALID_CAPS:
+        assert promised(prompt, replace(again, max_load_tokens=invalid)) == 64
+        assert promised(replace(prompt, max_offload_tokens=invalid), again) == 64
 
 
 def test_late_stores_of_preempted_requests_corrupt_releases_up_to_0_13(

@@ -66,6 +66,8 @@ SHARE_WITH_RANKS = 0.2
 SHARE_WITH_CAPS = 0.15
 SHARE_OF_CAPS = 0.5
 """Share of the requests that have a cap on loads or stores, in a run with caps."""
+INVALID_CAPS: tuple[int | str, ...] = (-1, "all")
+SHARE_OF_INVALID_CAPS = 0.2
 SHARE_WITH_DRAFTS = 0.35
 SHARE_WITH_TWO_CONNECTORS = 0.2
 SHARE_ENDING_ABRUPTLY = 0.15
@@ -202,14 +204,19 @@ def _over_ranks(draw: Draw, scenario: Scenario) -> Scenario:
 
 
 def _with_caps(draw: Draw, scenario: Scenario) -> Scenario:
-    """Draw requests with caps on the tokens to load and to store; a cap may end inside a block."""
+    """Draw requests with caps on the tokens to load and to store.
+
+    A cap may end inside a block. Some caps are invalid, because a client may send any value.
+    """
     if not draw.chance(SHARE_WITH_CAPS):
         return scenario
 
     def with_cap(event: Event) -> Event:
         if not isinstance(event, Add) or not draw.chance(SHARE_OF_CAPS):
             return event
-        cap = draw.number(0, event.num_prompt_tokens)
+        cap: int | str = draw.number(0, event.num_prompt_tokens)
+        if draw.chance(SHARE_OF_INVALID_CAPS):
+            cap = draw.one_of(INVALID_CAPS)
         if draw.chance(0.5):
             return replace(event, max_load_tokens=cap)
         return replace(event, max_offload_tokens=cap)

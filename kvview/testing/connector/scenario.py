@@ -34,8 +34,9 @@ class Add:
             token; steps in flight are then discarded. With None, it ends after
             ``num_output_tokens``, which every engine knows in advance.
         num_shared_blocks: Number of hash blocks at the start of the prompt that all prompts share.
-        max_load_tokens: The client's cap on the tokens to load.
-        max_offload_tokens: The client's cap on the tokens to store.
+        max_load_tokens: The client's cap on the tokens to load; a negative number or a text is an
+            invalid cap, which the connector must ignore or bear.
+        max_offload_tokens: The client's cap on the tokens to store, likewise.
     """
 
     request_id: str
@@ -45,11 +46,11 @@ class Add:
     continues: str | None = None
     stops_after: int | None = None
     num_shared_blocks: int = 2
-    max_load_tokens: int | None = None
-    max_offload_tokens: int | None = None
+    max_load_tokens: int | str | None = None
+    max_offload_tokens: int | str | None = None
 
     @property
-    def transfer_params(self) -> Mapping[str, int] | None:
+    def transfer_params(self) -> Mapping[str, int | str] | None:
         """Return the parameters that the client sends to the connector; None without a cap."""
         caps = {name: getattr(self, name) for name in ("max_load_tokens", "max_offload_tokens")}
         return {name: cap for name, cap in caps.items() if cap is not None} or None
