@@ -47,6 +47,7 @@ def run(connector: str, *args: str | Path) -> Result:
 # --- code that never ran ---
 
 
+@pytest.mark.slow
 def test_pages_that_shrink_and_pages_that_do_not_are_both_stored(tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
     target.write_text("""
