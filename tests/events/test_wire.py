@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvview import ConfigError, WireFormatError
@@ -140,7 +140,11 @@ def damaged(draw: st.DrawFn) -> bytes:
 VALUES = st.tuples(ANYTHING, EVENTS) | st.tuples(st.floats(), EVENTS, ANYTHING)
 
 
+WITHOUT_BLOCK_SIZE = pack([0.0, [{"type": "BlockStored", "block_hashes": [], "token_ids": [0]}]])
+
+
 @settings(deadline=None, max_examples=100)
+@example(WITHOUT_BLOCK_SIZE)
 @given(st.binary(max_size=200) | VALUES.map(pack) | damaged())
 def test_any_bytes_are_a_batch_or_our_error(payload: bytes) -> None:
     _is_sound(payload)

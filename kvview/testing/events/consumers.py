@@ -271,8 +271,8 @@ def _aibrix_division(event: AnyEvent, batch: Batch) -> str:
 def _aibrix_blocks(event: AnyEvent, batch: Batch) -> str:
     if not isinstance(event, StoredEvent):
         return ""
-    hashes, tokens = len(event.block_hashes), len(event.token_ids or ())
-    blocks = tokens // event.block_size if tokens and event.block_size > 0 else 0
+    hashes, tokens, size = len(event.block_hashes), len(event.token_ids or ()), event.block_size
+    blocks = tokens // size if tokens and size and size > 0 else 0
     return (
         f"length mismatch: {hashes} hashes, {blocks} blocks of tokens" if blocks != hashes else ""
     )
