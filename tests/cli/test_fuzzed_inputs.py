@@ -464,7 +464,7 @@ def problem_with(given: Input) -> tuple[int, str]:
         return code, f"a character that a terminal obeys: {found[0]!r}"
     if "enough memory" in output:
         return code, "more memory than the limit"
-    lines = [line for line in stderr.splitlines() if line]
+    lines = [line for line in stderr.splitlines() if line] or [""]
     if code == 2 and (
         not lines[-1].startswith("kvview: ")
         or any("Error" in line and not line.startswith("kvview: skipped: ") for line in lines[:-1])

@@ -89,6 +89,7 @@ class LeavesChildrenRunning(MultiConnector):
         return worker
 
 
+@pytest.mark.slow
 def test_threads_end_with_their_half() -> None:
     scenario = Scenario(CacheGeometry.single(4), 12, (Add("a", 1, 9), Step(4)))
 

@@ -149,6 +149,7 @@ def test_an_exception_of_a_connector_is_a_failure() -> None:
     assert re.match(raised, str(failure))
 
 
+@pytest.mark.slow
 def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None:
     failure = check_connector(load_named("NeverAnswers"), seeds=3, max_shrink_runs=0).failures[0]
     assert failure.law == "CONN-2"

@@ -59,6 +59,7 @@ def test_a_prompt_is_handed_over_and_the_producer_is_free(
     assert line(producer) == {}  # before the lease has passed, or the process still runs
 
 
+@pytest.mark.slow
 def test_a_killed_producer_costs_a_lease_and_no_token(
     producer: subprocess.Popen[str], consumer: PDEngine
 ) -> None:

@@ -49,6 +49,7 @@ def check(folder: Path, *names: str, target: str = EXAMPLE, options: Sequence[st
     return check_releases(target, "reference", Folders(folder), names, options).results
 
 
+@pytest.mark.slow
 def test_verdicts_of_real_processes(tmp_path: Path) -> None:
     few = ["--seed=3", "--seeds=1", "--select=CONN-4"]
     (ran,) = check(tmp_path, "reference", options=few)
