@@ -387,7 +387,8 @@ def connector_options(folder: Path, dice: random.Random) -> Input:
     names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
     args = f"replay --gpu-blocks=40 --connector=kvview_reference.connector:{kind}Connector"
     option = f"--option={dice.choice(names)}={wrong}"
-    return Input([*args.split(), option, "--", "t.jsonl"], (0, 1, 2))
+    codes = (0, 1, 2, 3)  # 3: the tier is larger than memory
+    return Input([*args.split(), option, "--", "t.jsonl"], codes)
 
 
 def messages(numbers: Sequence[int], payload: bytes = b"\x93\x01\x90\x00") -> bytes:
