@@ -399,6 +399,18 @@ def test_conn10_memory_must_not_grow_in_each_window(sizes: list[int], is_leak: b
     assert grows(sizes, 40) == is_leak
 
 
+def test_conn10_a_table_that_counts_differently_is_measured() -> None:
+    class Odd(dict[int, int]):
+        def __len__(self) -> int:
+            raise ValueError("this table has no length")
+
+    half = Growing()
+    half.table = Odd.fromkeys(range(100), 0)  # type: ignore[attr-defined]
+    memory = Memory(Connector, FEWEST_ROUNDS)
+    memory.end_round(0, [half], 0)
+    assert memory.sizes[0] > 0
+
+
 def test_conn10_a_history_of_keys_must_not_grow_in_each_window() -> None:
     assert grows_with_keys([1_000_000 * window for window in range(6)])
     assert not grows_with_keys([1_000_000 * min(window, 4) for window in range(6)])  # it is full

@@ -217,8 +217,11 @@ def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
 
 def _bytes_of(one: object) -> int:
     # The table of a dictionary doubles, so its size does not show a growth by a few entries.
-    if isinstance(one, dict | set):
-        return _BYTES_OF_AN_ENTRY * len(one)
+    # A subclass of an author may count differently.
+    if isinstance(one, dict):
+        return _BYTES_OF_AN_ENTRY * dict.__len__(one)
+    if isinstance(one, set):
+        return _BYTES_OF_AN_ENTRY * set.__len__(one)
     return sys.getsizeof(one, 0)
 
 

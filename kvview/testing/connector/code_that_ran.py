@@ -46,12 +46,13 @@ class CodeThatRan:
         """Add the branches that ran in the process of a seed."""
         if self._code is None:
             return
-        has_new_lines = False
+        has_new_lines = has_new_branches = False
         for path, new in branches.items():
+            has_new_branches |= path not in self._ran or not self._ran[path].issuperset(new)
             known = self._ran.setdefault(path, set())
             has_new_lines |= not lines_of(new) <= lines_of(known)
             known.update(new)
-        if branches:
+        if has_new_branches:
             vars(self).pop("unrun", None)
             vars(self).pop("num_statements", None)
         if has_new_lines:
