@@ -20,11 +20,15 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
+from kvview.errors import ConfigError
 from kvview_reference.engine import Engine
 from kvview_reference.replay.time_model import TimeModel
 
 _DECODE_STEPS = 16
 """Tokens that a running request generates in one engine step without a prompt."""
+
+_MAX_STEPS = 2**50
+"""Maximum of ``decode_step_s`` from the start: a float of a later time does not change by a step."""
 
 
 class _Link:
@@ -84,7 +88,16 @@ class Clock:
         Args:
             engine: The engine.
             next_arrival_s: Arrival of the next request; None at the end of the trace.
+
+        Raises:
+            ConfigError: The time is too late to be simulated in steps of ``decode_step_s``.
         """
+        if not self.now / self.model.decode_step_s <= _MAX_STEPS:
+            raise ConfigError(
+                f"a request arrives or ends {self.now:.3g} s after the start, too late for steps "
+                f"of {self.model.decode_step_s:.3g} s: correct the trace's timestamps, or the "
+                "options --speed, --prefill-rate and --decode-step"
+            )
         decoded = int(self.now / self.model.decode_step_s)
         engine.decode_tokens, self._decoded = decoded - self._decoded, decoded
         num_decoding = sum(r.num_tokens - r.num_computed_tokens <= 1 for r in engine.running)

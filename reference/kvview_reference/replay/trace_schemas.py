@@ -64,7 +64,7 @@ class RowError(ValueError):
 
 _Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 _PromptTokens = Annotated[int, Field(ge=1, lt=2**31)]
-_Time = Annotated[float, Field(ge=0, le=2**53, allow_inf_nan=False)]
+_Time = Annotated[float, Field(ge=0, le=2**42, allow_inf_nan=False)]  # 139 years in ms
 _HashIds = tuple[Annotated[int, Field(ge=0, lt=2**64)], ...]
 
 
