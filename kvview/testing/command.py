@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvview.cli.console import Console, progress
+from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
@@ -281,7 +282,7 @@ def _check_in_releases(
     console: Console, target: str, engine: str, names: tuple[str, ...]
 ) -> tuple[int, dict[str, Any]]:
     from kvview.testing.terminal import show_releases
-    from kvview.testing.upgrade import ReleaseResult, check_releases, load_releases
+    from kvview.testing.upgrade import ReleaseResult, Verdict, check_releases, load_releases
 
     def show(result: ReleaseResult) -> None:
         line = f"{engine} {result.release}: {result.verdict}, {result.seconds:.0f} s"
@@ -295,6 +296,10 @@ def _check_in_releases(
             target, engine, releases, wanted, options, on_progress=on_progress, on_result=show
         )
     show_releases(console, report)
+    for result in report.results:
+        if result.verdict is Verdict.COULD_NOT_RUN:
+            text = f"{engine} {result.release} could not run: {result.reason}"
+            echo(f"kvview: {text}", err=True)
     return report.exit_code, report.to_dict()
 
 

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
+from kvview.testing import upgrade
 from kvview.testing.upgrade import ReleaseResult, UpgradeReport, Verdict, check_releases, judge
 
 pytest.importorskip("torch")
@@ -155,3 +156,12 @@ def test_what_cannot_be_asked_is_one_line(args: tuple[str, ...], told: str) -> N
     assert result.exit_code == ExitCode.COULD_NOT_RUN
     assert told in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_release_that_could_not_run_is_told_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upgrade, "load_releases", lambda engine: Folders(tmp_path))
+    result = run(EXAMPLE, "--vllm", "unheard-of")
+    assert result.exit_code == ExitCode.COULD_NOT_RUN
+    assert result.stderr == "kvview: vllm unheard-of could not run: no such release\n"

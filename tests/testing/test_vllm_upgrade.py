@@ -133,6 +133,6 @@ def test_names_of_releases() -> None:
     assert resolve("0.99.1") == ("0.99.1",)
     assert resolve("all") == LATEST_OF_MINORS
     assert resolve_all(["0.33", NEWEST_TESTED, "0.11"]) == [NEWEST_TESTED, "0.11.2"]
-    for name in ("", "0.1", "0.99", "newest", "33"):
+    for name in ("", "0", "0.1", "0.99", "newest", "33"):
         with pytest.raises(SourcesError, match="is not a known release"):
             resolve(name)

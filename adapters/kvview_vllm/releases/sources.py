@@ -66,7 +66,7 @@ def resolve(name: str) -> tuple[str, ...]:
         return LATEST_OF_MINORS
     if name in RELEASES:
         return (name,)
-    if found := [release for release in LATEST_OF_MINORS if release.startswith(f"{name}.")]:
+    if found := [one for one in LATEST_OF_MINORS if one.rpartition(".")[0] == name]:
         return (found[0],)
     if number(name) is not None and name.count(".") >= 2:
         return (name,)

@@ -28,7 +28,7 @@ _DECODE_STEPS = 16
 """Tokens that a running request generates in one engine step without a prompt."""
 
 _MAX_STEPS = 2**50
-"""Maximum of ``decode_step_s`` from the start: a float of a later time does not change by a step."""
+"""Largest number of ``decode_step_s`` from the start; a step does not change a later time."""
 
 
 class _Link:
