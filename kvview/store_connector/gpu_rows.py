@@ -6,11 +6,14 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvview.store_connector.cuda_copies import CUDADriver
 
 
 class GPURows:
@@ -27,14 +30,15 @@ class GPURows:
         tensors = [cache.tensor for cache in kv_caches.tensors]
         self._compute_stream = kv_caches.compute_stream
         on_gpu = (tensor.device for tensor in tensors if tensor.is_cuda)
-        self._device = next(on_gpu, None)  # all tensors of a worker are on one device
+        self._driver: CUDADriver | None = None
         self.num_blocks = min((tensor.shape[0] for tensor in tensors), default=0)
         blocks: Callable[[list[torch.Tensor]], _Blocks] = _HostBlocks
-        if self._device is not None:
-            from kvview.store_connector.cuda_copies import CUDADriver  # needs numpy
+        if (device := next(on_gpu, None)) is not None:  # all tensors of a worker are on one device
+            from kvview.store_connector.cuda_copies import CUDADriver  # needs torch and numpy
             from kvview.store_connector.cuda_rows import CUDABlocks
 
-            blocks = partial(CUDABlocks, driver=CUDADriver(self._device))
+            self._driver = CUDADriver(device)
+            blocks = partial(CUDABlocks, driver=self._driver)
         self._groups: list[_Blocks] = []
         for refs in kv_caches.group_data_refs:
             parts = [tensors[ref.tensor_idx][:, : ref.page_size_bytes] for ref in refs]
@@ -46,8 +50,8 @@ class GPURows:
         if self._compute_stream is not None:
             return self._compute_stream.record_event()
         event: ComputeEvent | None = None
-        if self._device is not None:
-            event = torch.cuda.current_stream(self._device).record_event()
+        if self._driver is not None:
+            event = self._driver.compute_stream().record_event()
         return event
 
     def read(self, gpu: GPULoadStoreSpec) -> Iterator[memoryview]:

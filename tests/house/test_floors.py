@@ -39,7 +39,9 @@ CONTRACT_ORDER = (
 # The modules that may import a heavy package at their own import.
 ALLOWED_AT_IMPORT = {
     "torch": (
-        "kvview.store_connector",
+        "kvview.store_connector.cuda_copies",
+        "kvview.store_connector.cuda_copy_kernel",
+        "kvview.store_connector.cuda_rows",
         "kvview.testing.connector",
         "kvview_reference.transfer",
         "kvview_reference.connector",
@@ -90,7 +92,7 @@ ALLOWED_AT_IMPORT = {
 # The modules that may import it later, inside a function, because only some callers need it.
 ALLOWED_LATER = {
     **dict.fromkeys(("hypothesis", "pytest"), (*FLOORS,)),
-    "torch": ("kvview.testing", "kvview_reference", "kvview_vllm"),
+    "torch": ("kvview.store_connector", "kvview.testing", "kvview_reference", "kvview_vllm"),
     "numpy": ("kvview.testing", "kvview_reference", "kvview_vllm"),
     "vllm": ("kvview_vllm",),
     **dict.fromkeys(("transformers", "tokenizers"), ("kvview_vllm.inference",)),
