@@ -311,6 +311,7 @@ def test_the_page_shows_the_output_for_sglangs_file_backend() -> None:
     assert shown(0, STORE=HiCacheFileStore, OPTIONS={"root": "{tmp}"}) == expected(3)
 
 
+@pytest.mark.slow
 def test_the_kit_finds_the_faults_of_sglangs_own_file_backend() -> None:
     report = run_checks(
         HiCacheFileStore, options={"root": "{tmp}"}, select=("TIER-1", "TIER-2", "TIER-10")

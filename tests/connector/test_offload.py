@@ -97,7 +97,9 @@ def hits_alone(num_requests: int) -> float:
     "cpu_blocks", [5000, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 20, 100))]
 )
 @pytest.mark.parametrize(
-    "connector", [*CONNECTORS, StoreConnector], ids=lambda connector: connector.__name__
+    "connector",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in CONNECTORS), StoreConnector],
+    ids=lambda connector: connector.__name__,
 )
 def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_blocks: int) -> None:
     """The requests in flight fill the pool, which is the worst case for holds."""

@@ -178,6 +178,7 @@ class Connector_that_does_nothing(Connector):
         return SchedulerConnector()
 
 
+@pytest.mark.slow
 def test_steps_make_runs_longer() -> None:
     short, long = (
         run_checks(OffloadConnector, seeds=1, steps=n, select=["CONN-3"]) for n in (1, 400)
@@ -230,7 +231,7 @@ def test_the_suite_and_its_junit(tmp_path: Path) -> None:
 # --- said so, by name ---
 
 
-@pytest.mark.parametrize("connector", [Loops, Waits])
+@pytest.mark.parametrize("connector", [Loops, pytest.param(Waits, marks=pytest.mark.slow)])
 def test_a_hook_that_does_not_return_is_named(connector: type[Connector]) -> None:
     runs = check_connector(connector, seeds=9, keep_going=True, hook_seconds=0.5)
     assert runs.num_seeds == 2, "each of them costs what a hook may take"
