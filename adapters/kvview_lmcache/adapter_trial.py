@@ -1,4 +1,4 @@
-"""``kvview doctor --tier``: LMCache's own factory makes the adapter, and a page goes through it."""
+"""``kvview doctor --tier``: LMCache's factory makes the adapter; a page is stored and loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def try_tier(given: Mapping[str, Any]) -> str:
     """Try a user's ``--l2-adapter`` of LMCache.
 
     Returns:
-        The problem; empty if there is none.
+        A description of the problem; empty without a problem.
     """
     options = {name: value for name, value in given.items() if name != "type"}
     store = L2AdapterStore(Namespace("kvview doctor", "any"), str(given.get("type")), **options)

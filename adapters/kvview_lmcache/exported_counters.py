@@ -1,6 +1,6 @@
 """The counters of a tier among LMCache's own metrics: ``lmcache_mp.kvview_tier_...``.
 
-LMCache exports through OpenTelemetry, to Prometheus or another configured exporter. If
+LMCache exports its metrics through OpenTelemetry, to Prometheus or another configured exporter. If
 OpenTelemetry is not installed, no counter is exported; ``report_status`` has the same numbers.
 """
 
@@ -26,7 +26,7 @@ def export(guard: GuardedTier, store: str) -> None:
 
     Args:
         guard: The tier.
-        store: Target of the store, which labels its series.
+        store: Target of the store, a label of its metric series.
     """
     _tiers[guard] = store
     if _instruments:

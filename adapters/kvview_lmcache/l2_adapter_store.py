@@ -37,7 +37,8 @@ class L2AdapterStore(Polled):
     """A :class:`~kvview.tier.TierStore` over an adapter that comes with LMCache.
 
     Args:
-        namespace: Namespace of the store; LMCache's key only has its model and rank.
+        namespace: Namespace of the store; LMCache's key contains only the model and the rank of the
+            namespace.
         adapter: Type of the adapter, ``"fs"`` for example.
         options: Options of the adapter.
     """
@@ -55,7 +56,7 @@ class L2AdapterStore(Polled):
         super().__init__(namespace)
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """Return the adapter's results, each once."""
+        """Return the result for each key, once, or None until the lookup of the key has ended."""
         if self._is_closed:
             return [False] * len(keys)
         for task in [*self._queried]:
@@ -72,7 +73,7 @@ class L2AdapterStore(Polled):
         return flags
 
     def delete(self, keys: Sequence[bytes], /) -> None:
-        """Delete keys and wait for the end, like LMCache."""
+        """Delete keys, and wait until they are deleted, as LMCache does."""
         if not self._is_closed:
             self._adapter.delete([self._key(key) for key in keys])
 
@@ -91,7 +92,7 @@ class L2AdapterStore(Polled):
         self._adapter.close()
 
     def collect(self) -> None:
-        """Report the tasks that have ended; in LMCache, all keys of a store task share one flag."""
+        """Report the tasks that have ended; a store task has one result for all of its keys."""
         self._stored |= self._adapter.pop_completed_store_tasks()
         for job, entry in [*self._tasks.items()]:
             if entry.is_get:

@@ -6,8 +6,8 @@
                          "store": "my_store.py:Store", "options": {"root": "/kv"}}}'
 
 1. LMCache does not pass weights and dtype to an adapter, so the user configures them.
-2. The key of a page is the whole of LMCache's key (model, rank, group, hash, salt).
-3. An object is LMCache's own memory; the guard copies it, so that no store can access it.
+2. The key of a page contains every field of LMCache's key (model, rank, group, hash, salt).
+3. The memory of a page belongs to LMCache, so the guard copies it, and no store accesses it.
 
 Source: ``L2AdapterInterface``, lmcache/v1/distributed/l2_adapters/base.py, 0.5.6.
 """
@@ -53,7 +53,8 @@ class LMCacheTierOptions(TierOptions):
     """The settings in ``adapter_params``.
 
     Args:
-        kv_dtype: Dtype of the KV cache, if you change it: LMCache does not pass it.
+        kv_dtype: Dtype of the KV cache, needed if it is not the default; LMCache does not pass the
+            dtype.
     """
 
     kv_dtype: str = ""
@@ -132,15 +133,15 @@ class KVViewL2Adapter(_Adapter):
         self._thread.start()
 
     def get_store_event_fd(self) -> int:
-        """File descriptor that is readable when a store has ended."""
+        """File descriptor that becomes readable when a store task has ended."""
         return int(self._stored_fd.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """File descriptor that is readable when a lookup has a result."""
+        """File descriptor that becomes readable when a lookup task has ended."""
         return int(self._found_fd.fileno())
 
     def get_load_event_fd(self) -> int:
-        """File descriptor that is readable when a load has ended."""
+        """File descriptor that becomes readable when a load task has ended."""
         return int(self._loaded_fd.fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
@@ -161,23 +162,23 @@ class KVViewL2Adapter(_Adapter):
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Return the ended store tasks; in LMCache, a task with a failed key has failed."""
+        """Return the ended store tasks; a task has failed if one of its keys has failed."""
         with self._lock:
             stored, self._stored = self._stored, {}
         return stored
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return a bit for each key at the first call after the lookup has ended, or None."""
+        """Return one bit for each key, once, after the lookup has ended; otherwise None."""
         with self._lock:
             return self._found.pop(task_id, None)
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return a bit for each key at the first call after the load has ended, or None."""
+        """Return one bit for each key, once, after the load has ended; otherwise None."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Do nothing: there are no locks."""
+        """Do nothing, because lookups take no locks."""
 
     def delete(self, keys: list[Any]) -> None:
         """Make keys a miss."""
@@ -186,7 +187,7 @@ class KVViewL2Adapter(_Adapter):
         self._count_gone(made)
 
     def report_status(self) -> dict[str, Any]:
-        """Report whether the store is in use, and the counters of the guard."""
+        """Return whether the store is in use, and the counters of the guard."""
         stats = self.guard.stats
         return {
             "is_healthy": self.guard.is_healthy and not self._is_closed,
@@ -196,7 +197,7 @@ class KVViewL2Adapter(_Adapter):
         }
 
     def close(self) -> None:
-        """Fail the jobs in flight and close the store; may be called twice."""
+        """Fail the jobs in flight and close the store; a second call does nothing."""
         if self._is_closed:
             return
         self.guard.close()
@@ -252,7 +253,7 @@ class KVViewL2Adapter(_Adapter):
         self._look_up()
 
     def _count_gone(self, made: Sequence[bytes]) -> None:
-        """Subtract pages that the store no longer has from LMCache's counts."""
+        """Reduce LMCache's counts by the pages that the store no longer has."""
         with self._lock:
             keys = [self._keys.pop(each) for each in made if each in self._keys]
             sizes = [self._sizes.pop(key) for key in keys]

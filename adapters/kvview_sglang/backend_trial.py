@@ -1,4 +1,4 @@
-"""``kvview doctor --tier``: SGLang's own factory makes the backend, and a page goes through it."""
+"""``kvview doctor --tier``: SGLang's own factory makes the backend; a page is stored and loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def try_tier(given: Mapping[str, Any]) -> str:
     """Try a user's ``--hicache-storage-backend-extra-config`` of SGLang.
 
     Returns:
-        The problem; empty if there is none.
+        A description of the problem; empty without a problem.
     """
     namespace = Namespace("kvview doctor", "any")
     config = storage_config(namespace, dict(given))

@@ -62,7 +62,7 @@ class HiCacheFileStore(HiCacheStore):
     """SGLang's own file backend, ``HiCacheFile``, as a store.
 
     Args:
-        namespace: Namespace of the store; SGLang's file names only have its model and ranks.
+        namespace: Namespace of the store; SGLang's file names contain only the model and the ranks.
         root: Folder of the files.
         threads: Number of threads that call the backend.
     """

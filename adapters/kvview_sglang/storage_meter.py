@@ -25,7 +25,7 @@ class StorageMeter:
 
     Args:
         guard: The tier.
-        store: Target of the store, a label of its series.
+        store: Target of the store, a label of its metric series.
         config: ``HiCacheStorageConfig``; its ranks are labels too.
     """
 
@@ -42,7 +42,7 @@ class StorageMeter:
         self._series = {name: _counters[name].labels(**labels) for name in TIER_COUNTERS}
 
     def count(self, num_pages: int, num_bytes: int, seconds: float, *, is_get: bool) -> None:
-        """Count a job that ended, without its failed pages."""
+        """Count the pages of an ended job that did not fail."""
         name = "prefetch" if is_get else "backup"
         if num_pages:
             with self._lock:
@@ -51,7 +51,7 @@ class StorageMeter:
                 self._new.setdefault(f"{name}_bandwidth", []).append(rate)
 
     def take(self) -> Any:
-        """Return SGLang's ``StorageMetrics`` since the last call of SGLang's scheduler."""
+        """Return the jobs since the last call as SGLang's ``StorageMetrics``."""
         stats = self._guard.stats
         for name, series in self._series.items():
             if more := getattr(stats, name) - self._sent[name]:

@@ -7,10 +7,10 @@ r"""``KVViewHiCache``: a storage backend of SGLang's cache controller over any t
         "tier": {"weights": "REVISION",
                  "store": "my_store.py:Store", "options": {"root": "/kv"}}}'
 
-1. SGLang's storage threads wait in these methods, each for its own pages, at most until the guard's
-   deadlines.
-2. The key of a page includes the facts on which its bytes depend and which SGLang's own key
-   lacks: the pool, its type, layout, dtype and shape, and the rank unless ranks share the page.
+1. SGLang's storage threads call these methods; each call waits for its pages, at most until the
+   guard's deadline.
+2. The key of a page includes the properties that decide its bytes and that SGLang's own key lacks:
+   the pool, its type, layout, dtype and shape, and the rank unless ranks share the page.
 
 Source: ``HiCacheStorage``, sglang/srt/mem_cache/hicache_storage.py, and
 storage/backend_factory.py, 0.5.23.
@@ -116,7 +116,7 @@ class KVViewHiCache(_Storage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> Any:
-        """Return the length of the prefix that can be restored from all pools together."""
+        """Return the longest prefix that can be restored in every pool."""
         stored = self._held(PoolName.KV, keys)
         num = _leading(stored)
         hits: dict[Any, int] = {PoolName.KV: num} if num else {}
@@ -177,13 +177,13 @@ class KVViewHiCache(_Storage):
         return all(self._put(PoolName.KV, keys, values))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Load one page into a tensor, which is returned; None for a miss."""
+        """Load one page into a tensor and return the tensor, or None for a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Load pages into tensors; None for each miss."""
+        """Load pages into tensors and return the tensors, with None for each miss."""
         flags = self._get(PoolName.KV, keys, target_locations)
         return [
             tensor if flag else None for flag, tensor in zip(flags, target_locations, strict=True)
@@ -194,11 +194,11 @@ class KVViewHiCache(_Storage):
         return self._held(PoolName.KV, [key])[0]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """The number of stored pages before the first missing one."""
+        """Return the number of stored pages before the first missing page."""
         return _leading(self._held(PoolName.KV, keys))
 
     def get_stats(self) -> Any:
-        """SGLang's own storage metrics of the jobs since the last call."""
+        """Return SGLang's own storage metrics, for the jobs since the last call."""
         return None if self._meter is None else self._meter.take()
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class KVViewHiCache(_Storage):
     def _moved(
         self, call: Callable[..., None], name: Any, keys: list[str], pages: list[memoryview]
     ) -> list[bool]:
-        """Run a job to its end, at most until its deadline."""
+        """Run a job, and wait for its end, at most until its deadline."""
         began = time.monotonic()
         try:
             with self._lock:
@@ -285,7 +285,7 @@ def _bytes(tensor: Any) -> memoryview:
 
 
 def _places(indices: Any, keys: list[str], pool: Any) -> list[int]:
-    """The first token of each page; empty if the numbers of pages and keys differ."""
+    """Return the position of each page's first token; empty unless each key has one page."""
     size = getattr(pool, "page_size", 1) or 1
     if indices is None or indices.numel() != len(keys) * size:
         return []

@@ -1,4 +1,4 @@
-"""kvview on vLLM: wrappers of the real objects of every release; the import needs no vLLM."""
+"""kvview on vLLM: wrappers for every release, which can be imported without vLLM."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 - BIND-2 Binding the same pool again **must** change nothing; another pool closes
   the view of the first one (POOL-10).
 - BIND-3 A connector that needs the view and has no view **must** report this at its first scheduler
-  step, with the missing flag.
+  step, and name the missing flag.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``, 0.19.0 (a hook
 under ``hasattr``), 0.22.0 (a base method), 0.30.0 (``bind_kv_cache_manager``).
@@ -26,17 +26,17 @@ _FIRST_CALLS_OF_A_STEP = ("get_num_new_matched_tokens", "build_connector_meta")
 
 
 class BlockPoolViewMixin:
-    """Adds the view to a ``KVConnectorBase_V1`` subclass; list it before the base class.
+    """Adds the view to a subclass of ``KVConnectorBase_V1``, which lists the mixin first.
 
     1. ``bind_gpu_block_pool_view`` is called once for each pool, on the scheduler's
        side only, before the first request.
     2. While :attr:`needs_block_pool_view` is true, a scheduler step without a view
        raises :class:`~kvview.ViewNotBoundError` (BIND-3).
-    3. The view is a :class:`~kvview.GuardedView`. Set :attr:`pin_budget` (the largest
-       share of the pool to hold), :attr:`trace_holds` (record the line that took each
-       hold; slow), :attr:`leak_report_seconds` (age at which the log reports a hold;
-       None for never) and :attr:`view_owner` (the owner in reports; the class if empty)
-       before the pool is bound.
+    3. The view is a :class:`~kvview.GuardedView`. Set its options before the pool is bound:
+       :attr:`pin_budget` (the largest share of the pool that the connector may hold),
+       :attr:`trace_holds` (whether to record the line that took each hold; slow),
+       :attr:`leak_report_seconds` (the age at which a hold is logged; None for never) and
+       :attr:`view_owner` (the owner in reports; by default the class).
     """
 
     needs_block_pool_view: bool = True
@@ -100,7 +100,7 @@ class BlockPoolViewMixin:
         return self.view_owner or type(self).__name__
 
     def _describe_hold(self, leak: Leak) -> Leak:
-        """Add the engine's facts to a leak before it is logged."""
+        """Add facts about the engine to a leak before the leak is logged."""
         return leak
 
     def _late_work(self, seconds: float) -> list[str]:
@@ -108,7 +108,7 @@ class BlockPoolViewMixin:
         return []
 
     def close_block_pool_view(self) -> None:
-        """Close the view, if it exists; blocks that it still holds are logged."""
+        """Close the view, if it exists, and log the blocks that it still holds."""
         view = self._bound_view
         if view is not None:
             vars(self).pop("_bound_pool", None)
@@ -119,7 +119,7 @@ class BlockPoolViewMixin:
     # --- for the engine: whichever of these the release calls ---
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Bind the pool: the hook of 0.19.0 and later, and of ``ViewScheduler`` (BIND-2)."""
+        """Bind the pool; called by vLLM 0.19.0 and later, and by ``ViewScheduler`` (BIND-2)."""
         if gpu_block_pool is self._bound_pool:
             return
         bound = guarded_view(
@@ -134,7 +134,7 @@ class BlockPoolViewMixin:
         self.bind_gpu_block_pool_view(bound)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Hook of 0.30.0 and later; the base method calls :meth:`bind_gpu_block_pool`."""
+        """Bind the pool in 0.30.0 and later: the base method calls :meth:`bind_gpu_block_pool`."""
         if installed().binding.manager_hook:
             super().bind_kv_cache_manager(kv_cache_manager)  # type: ignore[misc]
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)

@@ -1,13 +1,12 @@
 """The conversion of a connector's offloading events into KV-cache events of the installed vLLM.
 
-1. An event describes its block as the GPU's own events do: with tokens, parent, LoRA and extra
-   keys, and with hash, size, group and medium. Routers drop an event of a store without these
-   fields (EVENT-2).
-2. The content of a block is remembered from its request, for as many blocks as the pool has. For an
-   older block, or with ``location_only``, an event only has the location, because the content is
-   never guessed.
+1. An event has the same fields as an event of a GPU block: tokens, parent, LoRA, extra keys, hash,
+   size, group and medium. Routers drop an event of a store without these fields (EVENT-2).
+2. The content of a block is taken from its request, and is remembered for as many blocks as the
+   pool has. For an older block, or with ``location_only``, an event contains only the location,
+   because the content is never guessed.
 3. The block size is the block size of the key's group, never 0, and hashes have the same form as in
-   the GPU's own events. The medium is published under the connector's name for it.
+   events of GPU blocks. The medium has the name that the connector uses.
 
 Source: vllm/distributed/kv_events.py, vllm/v1/core/block_pool.py.
 """
@@ -38,8 +37,8 @@ class _Chain:
     Args:
         hashes: Block hashes of the request, a live list.
         content: Content of the request.
-        extra_keys: For each group, an entry for each of its blocks.
-        num_known: Blocks of each group whose keys are in the index.
+        extra_keys: For each group, the extra keys of each of its blocks.
+        num_known: Number of blocks of each group whose keys are in the index.
     """
 
     hashes: Sequence[BlockHash]
@@ -56,8 +55,8 @@ class _Place(NamedTuple):
 class BlockDescriptions:
     """Remembers the content of blocks (rule 2).
 
-    A request takes one entry until the next events are converted, because its keys are indexed only
-    then.
+    A request takes only one entry until the next events are converted, because its keys are not
+    indexed before that.
 
     Args:
         geometry: Geometry of the engine.
@@ -131,7 +130,7 @@ def _kept(extra_keys: list[Any]) -> Sequence[Any]:
 
 
 class _Nothing(Sequence[Any]):
-    """Return one None per block, as a single shared object."""
+    """A sequence of one None per block that stores only its length."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -150,12 +149,12 @@ def to_vllm_events(
     descriptions: BlockDescriptions | None = None,
     group_kinds: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Any]:
-    """Convert events, splitting each by KV-cache group, and stores by runs of blocks.
+    """Convert events: one event per KV-cache group, and for stores one event per run of blocks.
 
     Args:
         events: The events, in order.
         geometry: Geometry of the engine, for the block size of each group.
-        descriptions: The content of blocks; None for locations only.
+        descriptions: The content of blocks; with None, events contain only locations.
         group_kinds: The release's event fields for each group, in addition to the number of the
             group.
 
@@ -183,7 +182,7 @@ def to_vllm_events(
 def _runs(
     event: OffloadingEvent, places: Mapping[OffloadKey, _Place]
 ) -> Iterator[list[OffloadKey]]:
-    """Yield the keys of one event, in runs of consecutive blocks of one group's prefix."""
+    """Yield the keys of one event, in runs of consecutive blocks of one request and one group."""
     runs: dict[int, list[OffloadKey]] = {}  # keys without a known place, by group
     run: list[OffloadKey] = []
     for key in event.keys:

@@ -2,7 +2,7 @@
 
 - VGEO-1 Block sizes **must** be those that vLLM resolved. If a release has a function for this
   (0.20.0 and later), that function is called.
-- VGEO-2 A group whose needs a :class:`~kvview.CacheGeometry` cannot express is refused
+- VGEO-2 A group that a :class:`~kvview.CacheGeometry` cannot express is refused
   with :class:`~kvview.UnsupportedEngineError`, never approximated.
 
 Source: ``resolve_kv_cache_block_sizes``, vllm/v1/core/kv_cache_utils.py, and the
@@ -48,8 +48,9 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any | None) -> CacheGeometr
             group whenever a connector is used.
 
     Raises:
-        UnsupportedEngineError: A group or a setting cannot be expressed.
-        GeometryError: Sizes do not match each other (GEO-2).
+        UnsupportedEngineError: A :class:`~kvview.CacheGeometry` cannot express a group or a
+            setting.
+        GeometryError: The block sizes contradict each other (GEO-2).
     """
     release = installed().geometry
     for name, size in context_parallel_sizes(vllm_config.parallel_config, release).items():
@@ -88,7 +89,7 @@ def read_facts(
         kv_cache_config: vLLM's ``KVCacheConfig``; without it (0.11.0) the page sizes are computed
             from the model's configuration.
         geometry: Result of :func:`read_geometry`.
-        num_gpu_blocks: Blocks of the pool, the null block included.
+        num_gpu_blocks: Number of blocks of the pool, including the null block.
     """
     scheduler = vllm_config.scheduler_config
     if kv_cache_config is None:
@@ -114,7 +115,7 @@ def read_group(index: int, spec: Any) -> CacheGroup:
     """Convert one KV-cache group.
 
     Raises:
-        UnsupportedEngineError: The group cannot be expressed (VGEO-2).
+        UnsupportedEngineError: A :class:`~kvview.CacheGeometry` cannot express the group (VGEO-2).
     """
     return _group(index, spec, installed().geometry)
 

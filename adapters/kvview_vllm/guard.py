@@ -1,4 +1,4 @@
-"""The guard in vLLM: it makes the view of a connector, and logs its holds.
+"""The guard in vLLM, which makes the view of a connector and logs old holds.
 
 Source: :mod:`kvview.guard`, whose laws it satisfies.
 """
@@ -23,12 +23,12 @@ _MOST_LINES = 5
 def guarded_view(
     block_pool: Any, owner: str, *, pin_budget: float | None, trace_holds: bool
 ) -> GuardedView:
-    """A guarded view of a real ``BlockPool``.
+    """Make a guarded view of a real ``BlockPool``.
 
     Args:
         block_pool: The scheduler's pool.
-        owner: Owner in errors and reports: the user's connector.
-        pin_budget: Largest share of the pool to hold; None for no limit.
+        owner: Name of the user's connector, the owner in errors and reports.
+        pin_budget: Largest share of the pool that the owner may hold; None for no limit.
         trace_holds: Whether to record the line that took each hold (slow).
     """
     return GuardedView(
@@ -37,7 +37,7 @@ def guarded_view(
 
 
 def close_view(guard: GuardedView) -> None:
-    """Close the view; blocks that it still holds are logged."""
+    """Close the view, and log the blocks that it still holds."""
     _log("at close", guard.leaks())
     guard.close()
 
@@ -45,14 +45,15 @@ def close_view(guard: GuardedView) -> None:
 class LeakReporter:
     """Expires leases and reports long-held blocks, once per step.
 
-    1. Holds are examined every ten seconds, and never for more than a thousandth of the time.
-    2. Holds older than ``report_after`` are logged, first when they are found, then after
-       twice as long each time, at most an hour apart.
+    1. Holds are examined every ten seconds, or less often if that would take more than a
+       thousandth of the time.
+    2. Holds older than ``report_after`` are logged when they are found, and then at intervals that
+       double up to one hour.
 
     Args:
         guard: The view of the connector.
-        report_after: Age of a hold that is reported, in seconds; None for no reports.
-        describe: Adds the engine's facts to a leak before it is logged.
+        report_after: Age in seconds from which a hold is reported; None for no reports.
+        describe: Adds facts about the engine to a leak before the leak is logged.
         late_work: Returns log lines about other work that has taken at least the given number of
             seconds.
     """
@@ -74,7 +75,7 @@ class LeakReporter:
         self._pause = 0.0
 
     def step(self) -> None:
-        """Expire leases, and examine holds if it is time."""
+        """Expire leases, and examine holds if the next examination is due."""
         guard = self.guard
         if guard.is_open and guard.next_deadline <= guard.now():
             _log("a lease expired", guard.release_expired())

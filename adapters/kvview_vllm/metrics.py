@@ -4,16 +4,16 @@ All metrics are counted on the scheduler's side, which knows every hold and the 
 Changes are sent to the front end with the step's output. The front end adds them to Prometheus
 (0.11.1 and later) and to the log line of vLLM's stats.
 
-- METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (empty
-  except for the children of a connector of several).
+- METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (the name of a
+  child; empty for the connector itself).
 - METRIC-2 The last values of an engine **must** stay true while the engine is idle, because an idle
   engine sends no values. So the age of a hold is exported as the time at which it started, and
   values that are sent once a second are sent at every step when no request is left.
 - METRIC-3 A series **must** have a sample before its first event, because otherwise an alert on its
-  increase would miss this event. The series that the configuration names start with the front end;
-  the series of any other child start at the first step.
+  increase would miss this event. The series of children that the configuration names start with the
+  front end; the series of any other child start at the first step.
 
-``docs/metrics.md`` lists the names and the questions for which they are useful.
+``docs/metrics.md`` lists the metrics and the questions that they answer.
 
 Source: ``KVConnectorStats`` and ``KVConnectorPromMetrics``,
 vllm/distributed/kv_transfer/kv_connector/v1/metrics.py, 0.11.0 to 0.33.0.
@@ -116,7 +116,8 @@ class Meter:
         Args:
             half: The scheduler half, which may count the blocks that it skipped.
             guard: View of the half; None before the half has a view.
-            oldest: Unix time of the oldest reference of each owner, as of the last examination.
+            oldest: Unix time of each owner's oldest reference, at the last examination of the
+                holds.
         """
         found: dict[str, Values] = {child: dict(counts) for child, counts in self._counts.items()}
         if isinstance(half, SupportsSkippedBlocks):
@@ -153,10 +154,10 @@ class Reporter:
         self._sent: dict[str, Values] = {}
 
     def update(self, children: Mapping[str, Mapping[str, float]]) -> MetricUpdate | None:
-        """Return the changes; None without changes.
+        """Return the changes since the last update; None without changes.
 
         Args:
-            children: All values of each child, counters from the start.
+            children: All values of each child; counters count from the start.
         """
         news: dict[str, Values] = {}
         for child, values in children.items():
@@ -174,7 +175,7 @@ class Reporter:
 
 
 def merge(before: MetricUpdate, after: MetricUpdate) -> MetricUpdate:
-    """Join an earlier and a later update, or updates of two halves."""
+    """Merge an earlier and a later update, or the updates of two halves."""
     merged = {**before}
     for owner, update in after.items():
         children = dict(merged.get(owner, {}).get("children", {}))
@@ -207,7 +208,8 @@ def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the values of the label ``child``, for a connector with the option ``connectors``.
 
     Args:
-        extra: ``kv_connector_extra_config`` of any form, because the engine reports a wrong one.
+        extra: ``kv_connector_extra_config``; a wrong form is ignored, because the engine reports
+            it.
     """
     options = extra.get("options")
     children = options.get("connectors") if isinstance(options, Mapping) else None
@@ -220,7 +222,7 @@ def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class PromMetrics:
-    """The metrics in a Prometheus registry; in the front end.
+    """The metrics of the front end, in a Prometheus registry.
 
     Args:
         metric_types: vLLM's classes for ``prometheus_client``'s Gauge and Counter.
@@ -248,7 +250,7 @@ class PromMetrics:
         self._started: set[tuple[Any, ...]] = set()
 
     def start(self, connector: str, children: Sequence[str]) -> None:
-        """Give every series of some children a sample, in every engine (METRIC-3)."""
+        """Set a first sample for every series of these children, in every engine (METRIC-3)."""
         for labels in self.per_engine_labelvalues.values():
             for child in children:
                 self._start((*labels, connector, child))

@@ -73,10 +73,10 @@ _Result: Any = require_class("TransferResult")
 
 
 class KVViewOffloadingOptions(BaseModel):
-    """The settings in the key ``kvview`` of ``kv_connector_extra_config``.
+    """The settings under the key ``kvview`` of ``kv_connector_extra_config``.
 
     Args:
-        num_blocks: Capacity of the tier in offloaded blocks.
+        num_blocks: Capacity of the tier, in offloaded blocks.
         manager: Target of the manager, called with ``num_blocks`` and its options.
         manager_options: Options of the manager.
         worker: Target of the transfer worker, called with the KV caches,
@@ -157,7 +157,7 @@ class KVViewOffloadingSpec(_Spec):
     def get_handlers(
         self, kv_caches: Any, attn_backends: Any = None
     ) -> Iterator[tuple[Any, Any, WorkerForVLLM]]:
-        """Yield the handlers of the worker's side up to 0.24: one handler for both directions."""
+        """Yield the worker's handlers, up to 0.24; one handler serves both directions."""
         if isinstance(kv_caches, dict):  # tensors by layer, up to 0.18
             kv_caches = canonical_kv_caches(kv_caches, cache_config_of(self))
         worker = self.get_worker(kv_caches)
@@ -170,7 +170,7 @@ class WorkerForVLLM(_Worker):
 
     Args:
         worker: The kvview worker.
-        blocks_per_chunk: GPU blocks that an offloaded block holds.
+        blocks_per_chunk: Number of GPU blocks in an offloaded block.
     """
 
     def __init__(self, worker: TransferWorker, blocks_per_chunk: int) -> None:
@@ -184,7 +184,7 @@ class WorkerForVLLM(_Worker):
     def submit_load(
         self, job_id: int, src_spec: PagesSpec, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Start a load, which only waits for earlier jobs on the same pages."""
+        """Start a load, which waits only for earlier jobs on the same pages."""
         return self.worker.transfer_async(job_id, (src_spec.spec, self._blocks(dst_spec)))
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
@@ -230,7 +230,7 @@ class WorkerForVLLM(_Worker):
 
 
 def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
-    """Convert vLLM's caches, with only the fields that kvview's class has."""
+    """Convert vLLM's caches to kvview's class, which has fewer fields."""
     return CanonicalKVCaches(
         [CanonicalKVCacheTensor(one.tensor, one.page_size_bytes) for one in kv_caches.tensors],
         [
@@ -245,7 +245,7 @@ def check_spec() -> None:
     """Call a manager and a worker as vLLM does, once per process.
 
     Raises:
-        UnsupportedEngineError: A result differs from the result of the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
     seam = OffloadingSeam.seam
     check_our_managers()
@@ -267,7 +267,7 @@ def check_spec() -> None:
 
 
 class _EchoWorker(TransferWorker):
-    """A worker whose jobs end at once; its other methods do nothing."""
+    """A worker whose jobs end immediately, and whose other methods do nothing."""
 
     def __init__(self) -> None:
         self._ended: list[TransferResult] = []

@@ -1,11 +1,11 @@
 """The view over a real vLLM ``BlockPool``, the same for every release.
 
-The view satisfies the laws of :mod:`kvview.pool` over a pool without checks as follows.
+The pool itself has no checks, so the view satisfies the laws of :mod:`kvview.pool` as follows.
 
-1. The pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts the view's own
-   references and looks blocks up in the list taken at bind; a ``KVCacheBlock`` is passed
-   to nothing else and is never written (POOL-3, POOL-4).
-2. The null block is never passed on, because older releases count references to it.
+1. The pool's ledger (:mod:`kvview.guard.ledger`) checks ids, counts the view's own references and
+   finds blocks in the list that was taken at bind. A ``KVCacheBlock`` is passed only to the pool
+   and is never written (POOL-3, POOL-4).
+2. The null block is never passed to the pool, because older releases count references to it.
 3. A block that leaves the free queue loses its links, so a walk reads some blocks ahead and checks
    each block again when it is yielded (:mod:`kvview_vllm.walks`).
 
@@ -48,7 +48,7 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
         owner: Name of the owner in errors and reports.
 
     Raises:
-        UnsupportedEngineError: The pool has a shape that no tested release has.
+        UnsupportedEngineError: No tested release has a pool of this shape.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     probe_pool(block_pool)
@@ -69,10 +69,10 @@ def _view(block_pool: Any, owner: str = "kvview canary") -> VLLMBlockPoolView:
 class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
-    1. It satisfies every law of :mod:`kvview.pool` and has every optional query that all releases
-       support; each subclass adds one optional query.
+    1. The class satisfies every law of :mod:`kvview.pool` and has the optional queries that all
+       releases support; each subclass adds one optional query.
     2. Views of several owners may be open at once; each view counts its own references.
-    3. Use it on the scheduler's thread only.
+    3. Call a view only on the scheduler's thread.
 
     Args:
         block_pool: The pool, recognised by :func:`probe_pool`.
@@ -104,8 +104,9 @@ class VLLMBlockPoolView(LedgerView):
         """Walk the free blocks that still hold reusable KV, next victim first.
 
         Unhashed blocks in front of a hashed one are skipped, so the cost of the first item depends
-        on their number. A block that the engine itself takes *and* frees between two items looks
-        like a block that stayed: it may still be yielded, if its item is still true.
+        on their number. A block that the engine takes and frees between two items cannot be
+        distinguished from a block that stayed in the queue, so it may be yielded if its item is
+        still true.
         """
         with self._walking(hashed_only=True) as walk:
             for block in walk.blocks():
@@ -138,7 +139,7 @@ class VLLMBlockPoolView(LedgerView):
             self.ledger.before_free.remove(walk.before_free)
 
     def walk_free_blocks(self) -> ResumedWalk:
-        """A walk that is resumed in later steps (POOL-13)."""
+        """Return a walk that can be resumed in later steps (POOL-13)."""
         more = self._more_keys, self._has_more_keys
         walk = ResumedWalk(self._open_pool, *more, self.num_blocks, self.before_touch)
         self.ledger.resumed_walks.add(walk)
@@ -147,7 +148,7 @@ class VLLMBlockPoolView(LedgerView):
     # --- queries ---
 
     def num_free_blocks(self) -> int:
-        """Blocks that could be allocated now."""
+        """Return the number of blocks that could be allocated now."""
         return int(self._open_pool().get_num_free_blocks())
 
     def is_free(self, block_id: int) -> bool:
@@ -157,7 +158,7 @@ class VLLMBlockPoolView(LedgerView):
         return is_queued(self._blocks[block_id])
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        """The keys registered for each block, primary first."""
+        """Return the keys registered for each block, primary key first."""
         keys = self.primary_keys(block_ids)
         if not self._has_more_keys():
             return [() if key is None else (key,) for key in keys]
@@ -167,7 +168,7 @@ class VLLMBlockPoolView(LedgerView):
         ]
 
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
-        """The first key of each block, or None."""
+        """Return the primary key of each block, or None."""
         self._open_pool()
         # Done in C as far as possible, because connectors query in every step each block for which
         # they wait.
@@ -183,13 +184,13 @@ class VLLMBlockPoolView(LedgerView):
         return self.release.several_hashes and bool(self._pool.cached_block_hashes_by_block)
 
     def _more_keys(self, block_id: int) -> list[OffloadKey]:
-        """Hashes besides the primary one, in the same order in every process."""
+        """Return the hashes besides the primary hash, in the same order in every process."""
         if not self.release.several_hashes:  # before 0.24, PR #45939
             return []
         return sorted(self._pool.cached_block_hashes_by_block.get(block_id, ()))
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
-        """Id of a block that holds this key, or None."""
+        """Return the id of a block with this key, or None."""
         # The map behind get_cached_block is replaced at every cache reset.
         found = self._open_pool().get_cached_block(
             get_offload_block_hash(key), [get_offload_group_idx(key)]
@@ -201,7 +202,7 @@ class VLLMBlockPoolView(LedgerView):
 
 
 class PrependingBlockPoolView(VLLMBlockPoolView):
-    """The view of 0.23.0, the only release that can free to the head (PR #42656).
+    """The view of 0.23.0, the only release that can free any block to the head (PR #42656).
 
     Older releases free every block to the tail; later releases free only blocks without KV to the
     head.

@@ -18,7 +18,7 @@ _SEAM = PoolSeam.seam
 
 @cache
 def check_pool(make_view: Callable[..., object]) -> None:
-    """Touch, free, walk and watch, once per process.
+    """Touch, free, walk and watch blocks, once per process.
 
     Args:
         make_view: Called with a pool of the installed vLLM.

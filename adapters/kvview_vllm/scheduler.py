@@ -34,7 +34,7 @@ class ViewScheduler(Scheduler):  # type: ignore[misc]
 
 
 class AsyncViewScheduler(AsyncScheduler):  # type: ignore[misc]
-    """The same scheduler for ``--async-scheduling``."""
+    """The scheduler for ``--async-scheduling``, which binds the pool too."""
 
     @wraps(AsyncScheduler.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -4,11 +4,12 @@ r"""A secondary tier of vLLM with the interface of a store, so that the kit can 
       --option root_dir={tmp}
 
 1. The tier receives the arguments that vLLM would pass: a spec, rows of the host's memory, and keys
-   made of a hash and a group. All rows of a tier have one size. So each size of pages has its own
-   tier, and a job is split by size. The length of a page follows its bytes.
+   made of a hash and a group. All rows of a tier have one size, so the store makes one tier for
+   each size of page, and splits a job by size. A row contains the bytes of a page and, at its end,
+   their number.
 2. No result of the tier is cached: each lookup queries the tier again.
 
-For vLLM 0.26.0 and later, whose specs can be made without a model.
+This module needs vLLM 0.26.0 or later, whose specs can be made without a model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _BASE = "v1.kv_offload.base"
 
 @dataclass(slots=True, eq=False)
 class _Tier:
-    """The tier of one size of page."""
+    """The tier for pages of one size."""
 
     manager: Any
     tier: Any
@@ -72,7 +73,7 @@ class SecondaryTierStore(Polled):
         options: Options of the tier.
 
     Raises:
-        ConfigError: This vLLM is older than 0.26.0.
+        ConfigError: The installed vLLM is older than 0.26.0.
     """
 
     verifies = True  # vLLM does not verify pages
@@ -123,7 +124,7 @@ class SecondaryTierStore(Polled):
             self._submit(_Part(job, found, *chosen, is_get, self._tier(size)))
 
     def collect(self) -> None:
-        """Return the jobs of all tiers that ended."""
+        """Return the ended jobs of all tiers."""
         for tier in self._tiers.values():
             for result in tier.tier.get_finished_jobs():
                 self._finish(self._parts.pop(result.job_id), result)

@@ -81,10 +81,11 @@ class KVViewTier(_Tier):
         offloading_spec: The ``TieringOffloadingSpec``.
         primary_kv_view: The host's memory, one row per chunk.
         tier_type: The type in the user's configuration.
-        given: The rest of the entry, and the arguments that the release adds.
+        given: The other options of the entry, and the arguments that the release adds.
 
     Raises:
-        ConfigError: An option cannot be used, or the weights or hashes are unknown (VTIER-1).
+        ConfigError: An option cannot be used, or the weights or the root of the hashes are unknown
+            (VTIER-1).
         NamespaceMismatchError: The store already holds pages of other weights or another layout.
     """
 
@@ -120,7 +121,7 @@ class KVViewTier(_Tier):
         self._has_started = False
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
-        """Return whether a chunk is stored, or whether to retry."""
+        """Return whether a chunk is stored, or that vLLM must retry."""
         (flag,) = self.guard.lookup((bytes(key),))
         if flag is False and self._events is not None:
             self._events.gone(bytes(key))
@@ -160,15 +161,15 @@ class KVViewTier(_Tier):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Any) -> dict[str, Any]:
-        """Return the series of a tier (0.25)."""
+        """Return the metric series of a tier (0.25)."""
         return definitions()
 
     def get_stats(self) -> Any:
-        """Return the changes since the last call (0.25)."""
+        """Return the changes of the metrics since the last call (0.25)."""
         return self._reporter.news()
 
     def has_pending_work(self) -> bool:
-        """Whether a job was not reported, so that the engine must keep stepping."""
+        """Whether the engine must keep stepping, because a job has not been reported."""
         return bool(self._jobs)
 
     def touch(self, keys: Collection[Any], req_context: Any = None) -> None:

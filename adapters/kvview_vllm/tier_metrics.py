@@ -1,7 +1,7 @@
 """The metrics of a tier: series in vLLM's ``/metrics``, or lines in vLLM's log.
 
-From 0.25 on vLLM reads the metrics of its tiers. In older releases, changes are logged by a child
-of vLLM's own logger, at most every ten seconds.
+vLLM reads the metrics of its tiers in 0.25 and later. In older releases, changes are logged by a
+child of vLLM's own logger, at most every ten seconds.
 
 ``docs/metrics.md`` lists the names.
 """
@@ -25,7 +25,7 @@ _log = logging.getLogger("vllm.kvview_tier")  # because vLLM configures no other
 
 
 def definitions() -> dict[str, Any]:
-    """Return the series in the form in which vLLM declares the series of a tier."""
+    """Return the series, in the form in which a tier of vLLM declares them."""
     counters = {PREFIX + name: text for name, text in TIER_COUNTERS.items()}
     gauges = {PREFIX + name: text for name, text in GAUGES.items()}
     return metric_definitions(counters, gauges, LABELS)
@@ -36,7 +36,7 @@ class TierReporter:
 
     Args:
         guard: The tier.
-        store: Target of the store, which labels its series.
+        store: Target of the store, a label of its metric series.
     """
 
     def __init__(self, guard: GuardedTier, store: str) -> None:
@@ -47,7 +47,7 @@ class TierReporter:
         self._next_line = 0.0
 
     def news(self) -> Any:
-        """Return the changes as vLLM's stats; None without changes."""
+        """Return the changes since the last call as vLLM's stats; None without changes."""
         counters, gauges = self._changed()
         if not counters and not gauges:
             return None

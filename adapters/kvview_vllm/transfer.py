@@ -1,17 +1,17 @@
 """The KV-cache tensors of a vLLM worker, seen as pages (XFER).
 
 - PAGE-1 A page **must** be one run of bytes. A block of several runs, for example one for each
-  head, has a page in as many tensors. A block whose elements are not adjacent is refused with
-  :class:`~kvview.UnsupportedEngineError`.
+  head, has one page for each run, each in a separate tensor. A block whose elements are not
+  adjacent is refused with :class:`~kvview.UnsupportedEngineError`.
 - PAGE-2 Layers of several groups that share memory **must** share a tensor.
 - PAGE-3 Pages that vLLM passes to an offloading spec **must** hold all bytes of a block and no
-  bytes of another block. In 0.33.0 its connector passes one head only in the layout ``LHBNC``, and
-  Mamba states at wrong places in layouts that start with blocks; both are refused.
+  bytes of another block. In 0.33.0 vLLM's connector passes only one head in the layout ``LHBNC``,
+  and Mamba states at wrong places in layouts that start with blocks; both are refused.
 
-``compute_stream`` stays None, which is correct here: vLLM calls its workers on the thread and under
-the current stream of the forward pass, so a worker orders its copies after that stream (XFER-6).
+``compute_stream`` stays None, because vLLM calls its workers on the thread and under the current
+stream of the forward pass, so the copies of a worker run after that stream (XFER-6).
 
-Shapes of a layer: blocks first (CPU and FlashAttention of late releases), keys and
+A layer may have these shapes: blocks first (CPU and FlashAttention of late releases), keys and
 values first ``(2, blocks, ...)`` (up to 0.22), kernel blocks smaller than the
 manager's ``(k * blocks, ...)``, and lists of state tensors (Mamba).
 
@@ -72,10 +72,10 @@ def canonical_kv_caches(
 
 
 def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
-    """Check that vLLM's canonical caches hold the bytes of each block, and no others (PAGE-3).
+    """Check that the pages of each block hold all of its bytes and no others (PAGE-3).
 
     Args:
-        spec: vLLM's ``OffloadingSpec``; it states the bytes of a block from 0.26 on.
+        spec: vLLM's ``OffloadingSpec``, which states the bytes of a block in 0.26 and later.
         kv_caches: vLLM's ``CanonicalKVCaches``.
 
     Raises:
@@ -105,7 +105,7 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
 def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether a page of one tensor holds bytes of another block of a second, higher tensor.
 
-    Layers of several groups may share their pages: block by block, at the same address.
+    Layers of several groups may share pages, if each block has the same address in both.
     """
     distance = second.data_ptr() - first.data_ptr()
     stride, page_bytes = first.stride(0), first.shape[1]

@@ -1,9 +1,9 @@
 """Walks over the free queue of a real vLLM pool, either within one step or resumed in later steps.
 
-A block that leaves the real queue loses its links, and a block that joins it is linked at the
-front or the back; a view only sees its own touches. Both kinds of walk move to a safe block before
-the view touches blocks. When a walk resumes, it compares its place with the blocks that it has
-seen.
+A block that leaves the queue loses its links, and a block that joins the queue is linked at its
+front or its back. A view knows its touches, but not the changes that the engine makes. Both
+kinds of walk move to a safe block before the view touches blocks. A walk that resumes checks its
+place with the blocks that it has read before.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py``.
 """
@@ -26,17 +26,17 @@ def is_queued(block: Any) -> bool:
 
 
 class Walk:
-    """One walk over the real free queue, in chunks read ahead.
+    """One walk over the real free queue, which reads chunks of blocks ahead.
 
-    1. Each chunk has twice the size of the previous chunk, so taking k blocks reads at most about
-       2k.
+    1. Each chunk has twice the size of the previous chunk, so a caller that takes k blocks causes
+       about 2k reads at most.
     2. A block that leaves the queue loses its links, and a block that joins the queue is in front
        of the cursor or behind ``_last``; cursor and ``_last`` move before the view's own touches
        (:meth:`before_touch`).
-    3. If the engine took the block under the cursor, the walk finds its place from
-       the front, skipping the blocks that it has seen: no block is yielded twice.
-    4. If fewer blocks were seen than were free at the start, a last pass looks for hashed blocks
-       that were missed.
+    3. If the engine took the block under the cursor, the walk starts again at the front and skips
+       the blocks that it has read, so no block is yielded twice.
+    4. If the walk has read fewer blocks than were free at the start, a last pass finds the hashed
+       blocks that it missed.
     """
 
     def __init__(self, queue: Any, release: PoolSeam, hashed_only: bool) -> None:
@@ -75,7 +75,7 @@ class Walk:
         self._gone.update(block.block_id for block in blocks)
 
     def before_free(self, blocks: Iterable[Any]) -> None:
-        """Skip blocks that a view releases after the walk started."""
+        """Skip blocks that a view releases during the walk."""
         self._gone.update(block.block_id for block in blocks)
 
     def _read(self, size: int) -> list[Any]:
@@ -135,7 +135,7 @@ class ResumedWalk:
         open_pool: Returns the pool, or raises an exception if the view was closed.
         more_keys: Keys of a block besides its primary one.
         has_more_keys: Whether any block has more keys.
-        num_blocks: Blocks in the pool.
+        num_blocks: Number of blocks of the pool.
         before_touch: Callbacks that the view calls before it touches blocks; an open walk adds a
             callback.
     """
@@ -180,7 +180,7 @@ class ResumedWalk:
         self._place.restart()
 
     def pass_over(self, blocks: Iterable[Any]) -> None:
-        """Skip blocks that were released to the head, in front of the blocks that were taken."""
+        """Skip blocks that were released to the head, in front of the walk."""
         self._place.pass_over(blocks)
 
     def close(self) -> None:
@@ -202,15 +202,16 @@ class ResumedWalk:
 class Place:
     """The place of a resumed walk in the real free queue.
 
-    1. The place of the walk is behind ``_before``, the last block passed, which moves back before
-       the view's own touches. That block stayed if it is queued with the same key, and the block
-       before it was also passed.
-    2. If the engine moved it, the walk reads from the front and skips the blocks that it has
-       seen, so a block that stayed is neither missed nor yielded twice.
+    1. The place of the walk is behind ``_before``, the last block that it has passed; ``_before``
+       moves back before the view's own touches. That block has not moved if it is queued with the
+       same key, and the walk has also passed the block in front of it.
+    2. If the engine has moved that block, the walk reads from the front and skips the blocks that
+       it has passed, so a block that stayed is neither missed nor yielded twice.
     3. If the engine takes and releases a run of blocks together, with its keys, between two calls,
-       the move is invisible. So at the end of the queue, once as many blocks were read as are free,
-       the walk reads once more from the front to find missed blocks.
-    4. Blocks that the view releases to the head count as passed, once any block was passed.
+       the move is invisible. So at the end of the queue, once it has read as many blocks as are
+       free, the walk reads from the front once more to find missed blocks.
+    4. Blocks that the view releases to the head count as passed, if the walk has passed any block
+       before.
     """
 
     def __init__(self, queue: Any, num_blocks: int) -> None:
@@ -221,7 +222,7 @@ class Place:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the next victim."""
+        """Return to the front of the queue."""
         self._before = self._head
         self._seen[:] = [None] * len(self._seen)
         self._is_lost = False  # so that seen blocks are skipped, up to the end
@@ -229,7 +230,7 @@ class Place:
         self._num_read = 0  # since the last pass from the front
 
     def blocks(self) -> Iterator[tuple[int, OffloadKey]]:
-        """Resume, up to the end of the queue or until the caller stops."""
+        """Resume the walk, up to the end of the queue or until the caller stops."""
         seen, tail, before = self._seen, self._tail, self._find()
         num_read, block = 0, before.next_free_block
         try:
@@ -272,7 +273,7 @@ class Place:
         self._is_lost |= self._before is self._head  # because the walk would read them first
 
     def _starts_again(self, num_read: int) -> bool:
-        """Whether to read from the front once more, at the end of the queue."""
+        """Whether the walk must read from the front once more, at the end of the queue."""
         was_lost, self._is_lost = self._is_lost, False
         if not was_lost and self._num_read + num_read >= self._queue.num_free_blocks > 0:
             self._is_lost = True
@@ -281,7 +282,7 @@ class Place:
         return self._is_lost
 
     def _find(self) -> Any:
-        """The block behind which the walk resumes."""
+        """Return the block behind which the walk resumes."""
         before, head = self._before, self._head
         if before is not head and not self._stayed(before):
             self._is_lost = True

@@ -1,4 +1,4 @@
-"""The connector of the canary, which compares each call with every tested release."""
+"""The connector of the canary, which compares each call with the calls of every tested release."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NULL_BLOCK_ID = 0
 
 
 class CanaryConnector(Connector):
-    """Returns the scheduler half in its options."""
+    """A connector whose scheduler half is passed in its options."""
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
@@ -58,8 +58,9 @@ class CanaryConnector(Connector):
 class CanaryHalf(SchedulerConnector):
     """Compares each call with the calls that every tested release makes.
 
-    A block is named after the request for which it was allocated, its group and its place:
-    ``b1.2`` is the third block of request ``b`` in the second group, ``-`` the null block.
+    The name of a block consists of the request for which it was allocated, its group and its
+    number: ``b1.2`` is the third block of request ``b`` in the second group. The null block is
+    ``-``.
     """
 
     view: GuardedView
@@ -140,7 +141,7 @@ class CanaryHalf(SchedulerConnector):
         return jobs
 
     def is_ready_to_end(self, name: str) -> bool:
-        """Whether every call for a request was made, except the call at its end."""
+        """Whether the connector has received every call for a request but the one at its end."""
         return len(self._expected[name]) <= 1
 
     def expect_ended(self, *names: str) -> None:
@@ -157,7 +158,7 @@ class CanaryHalf(SchedulerConnector):
         expect(_SEAM, "free blocks after all requests", free, NUM_BLOCKS - 1)
 
     def release_held(self) -> None:
-        """Free the held blocks, which stayed out of the free queue although no request had them."""
+        """Free the held blocks, and check that none of them was free before."""
         held, self._held = self._held, []
         self._names = {_NULL_BLOCK_ID: "-"}  # the other blocks are now free for any request
         stayed = not any(map(self.view.is_free, held))
@@ -300,7 +301,7 @@ def _hex(keys: dict[int, OffloadKey]) -> dict[int, str]:
 
 
 def _text(names: list[list[str]], num_computed_tokens: int) -> str:
-    """Format a block table, in which blocks behind the window are null in some releases only."""
+    """Format a block table; blocks behind the window are null, because releases differ."""
     left = max(0, num_computed_tokens - WINDOW + 1) // BLOCK_SIZE
     for group in names[1:]:
         group[:left] = ["-"] * left

@@ -5,9 +5,9 @@
       "kv_connector_extra_config": {"connector": "my_connector.py:MyConnector",
                                     "options": {}}}'
 
-- LOAD-1 Loads are asynchronous in releases in which an aborted request keeps its blocks until its
-  load has ended (0.16.0) and several KV-cache groups may load asynchronously (0.18.0). So from
-  0.18.0 on loads are asynchronous. In older releases, a step waits for its loads.
+- LOAD-1 Loads are asynchronous from 0.18.0 on, because these releases let several KV-cache groups
+  load asynchronously and let an aborted request keep its blocks until its load has ended (0.16.0).
+  In older releases, a step waits for its loads.
 - LOAD-2 vLLM's setting ``kv_load_failure_policy`` decides the outcome of a request whose load
   failed; ``recompute`` computes the prefix instead.
 
@@ -118,9 +118,9 @@ class KVViewOptions(BaseModel):
         options: Options of the connector.
         pin_budget: Largest share of the pool's blocks that the connector may hold, 0 to 1.
         trace_holds: Whether leak reports name the line that took each hold (slow).
-        leak_report_seconds: Age at which the log reports a hold or a job; None: never.
-        events: "self_describing", or "location_only": without tokens, parent, LoRA and
-            extra keys, for routers that know each block from the GPU's events.
+        leak_report_seconds: Age at which a hold or a job is logged; None for never.
+        events: "self_describing", or "location_only", which omits tokens, parent, LoRA and extra
+            keys, for routers that know each block from events of the GPU.
         contain_faults: Whether exceptions of hooks are reported and contained (FAULT-1, FAULT-2);
             if not, they propagate unchanged, for a debugger or the kit.
         handoffs: Wire and address of a connector that hands KV to other engines.
@@ -283,7 +283,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Query the connector for a longer prefix."""
+        """Return the number of further tokens that the connector can load."""
         num_tokens = self._scheduler.match(request, num_computed_tokens)
         return num_tokens, bool(num_tokens) and self._scheduler.asynchronous
 
@@ -315,10 +315,11 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: BlockIds) -> tuple[bool, Any]:
-        """Notify the connector, which holds the blocks that it needs; vLLM may free them now.
+        """Notify the connector, which holds the blocks that it still needs.
 
         Returns:
-            False, because vLLM may free the blocks, and the parameters of a handoff for the router.
+            False, because vLLM may free the blocks; and the parameters of a handoff, for the
+            router.
         """
         aborted = request.status in _NOT_FINISHED_WELL
         reason = FinishReason.ABORTED if aborted else FinishReason.FINISHED
@@ -427,7 +428,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVViewStats:
-        """Return the stats that the front end received."""
+        """Make stats from the data that the front end has received."""
         return KVViewStats(data or {})
 
     @classmethod
@@ -448,7 +449,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         return last
 
     def shutdown(self) -> None:
-        """Release the resources of either side, then close the view, even if something fails."""
+        """Release the resources of this side, then close the view, even after an exception."""
         with ExitStack() as last_first:
             if self._worker_side is not None:
                 last_first.callback(self._worker_side.shutdown)

@@ -42,7 +42,7 @@ def check_connector() -> None:
     """Run the canary once per process.
 
     Raises:
-        UnsupportedEngineError: A result differs from the result of the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
     _play_reports()
     _play_events()

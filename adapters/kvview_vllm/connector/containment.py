@@ -77,7 +77,7 @@ class Faults:
         raise self._ends_with from error
 
     def insist(self) -> None:
-        """Raise the fatal fault again, because vLLM may have passed it to the caller of a reset.
+        """Raise the fatal error again, because vLLM may have passed it to the caller of a reset.
 
         Raises:
             ConnectorError: The engine must end.

@@ -40,7 +40,7 @@ class HandoffOptions(BaseModel):
     lease_seconds: float = Field(default=30.0, gt=0)
 
     def peer(self, engine_id: str, life: str, split: str) -> Peer:
-        """Name this life of the engine."""
+        """Describe this life of the engine to other engines."""
         return Peer(engine_id, life, self.address, split)
 
     def make_wire(self, rank: int) -> Wire:
@@ -56,22 +56,23 @@ def require_handoffs(
     num_groups: int,
     release: ConnectorSeam,
 ) -> HandoffOptions | None:
-    """Check the setting of a connector.
+    """Check the setting ``handoffs`` of a connector.
 
     Args:
         half: One half of the connector.
         target: Target of the connector.
         options: The setting.
         num_groups: Number of KV-cache groups of the engine.
-        release: Whether requests wait for their loads between steps, and which loads may fail.
+        release: Flags of the release: whether requests wait for their loads between steps, and
+            which loads may fail.
 
     Returns:
         The setting; None for a connector without the hooks for handoffs.
 
     Raises:
         ConfigError: The setting is missing or has no effect.
-        UnsupportedEngineError: A step waits for its loads, so it would wait for another engine; or
-            the engine could not continue after a failed handoff (WORK-2).
+        UnsupportedEngineError: A step of this release would wait for another engine, or this engine
+            could not continue after a failed handoff (WORK-2).
     """
     if not isinstance(half, HandoffScheduler | HandoffWorker):
         if options is not None:
@@ -114,7 +115,7 @@ class WorkerWire:
         self._is_bound = False
 
     def bind(self, life: str) -> None:
-        """Bind the wire at the first step, which names the life of the engine."""
+        """Bind the wire at the first step, whose message names the life of the engine."""
         if not self._is_bound:
             self._is_bound = True
             me = self._options.peer(self._engine_id, life, self._split)
@@ -132,6 +133,6 @@ def split_of(parallel: Any) -> str:
 
 
 def params_with(request: Any, name: str) -> Mapping[str, Any] | None:
-    """Return the parameters of a ``Request`` if an entry is true."""
+    """Return the handoff parameters of a ``Request``, or None unless the named entry is true."""
     params: Mapping[str, Any] | None = request.kv_transfer_params
     return params if params and params.get(name) else None

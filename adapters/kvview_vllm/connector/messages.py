@@ -5,8 +5,8 @@ reports, in the worker metadata if the release has it (0.18 and later), otherwis
 stats. The stats are the only other field of ``KVConnectorOutput`` that every release passes on
 completely and aggregates over workers.
 
-- MSG-1 A report **must** be sent again until it is acknowledged: 0.11.0 drops the
-  output of a step that computes nothing.
+- MSG-1 A report **must** be sent again until it is acknowledged, because 0.11.0 drops the output of
+  a step that computes nothing.
 - MSG-2 Each report **must** be read once; owner, job and worker rank identify a report.
 
 Source: ``KVConnectorOutput``, vllm/v1/outputs.py; ``KVConnectorWorkerMetadata``
@@ -70,7 +70,7 @@ class JobReport:
     """The end of a job on one worker.
 
     Args:
-        owner: The owner in the metadata that started the job.
+        owner: Id of the scheduler half that started the job.
         rank: Rank of the worker.
         result: Result of the job on this worker.
     """
@@ -93,7 +93,7 @@ class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KVViewStats(KVConnectorStats):
-    """Metrics for the front end, and up to 0.17 reports, which are removed before the front end."""
+    """Metrics for the front end and, up to 0.17, reports, which the scheduler's side takes out."""
 
     def reset(self) -> None:
         """Remove all values."""
@@ -110,7 +110,7 @@ class KVViewStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The metrics, for the log of an interval."""
+        """Return the metrics for a line of vLLM's stats log."""
         return as_log_line(self.data.get(_METRICS, {}))
 
     def is_empty(self) -> bool:
@@ -150,7 +150,7 @@ def take_reports(connector_output: Any, owner: str, *, from_stats: bool) -> list
 
 
 def _stats_with_reports(stats: Any) -> list[tuple[dict[str, Any], str]]:
-    """Yield the places of reports: the stats themselves, or their children (MultiConnector)."""
+    """Return the dictionaries with reports, of these stats or of their children, with the key."""
     if isinstance(stats, KVViewStats):
         return [(stats.data, _REPORTS)] if _REPORTS in stats.data else []
     if not isinstance(stats, KVConnectorStats):

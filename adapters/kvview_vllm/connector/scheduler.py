@@ -4,23 +4,24 @@
   has left behind, and blocks that another request took after a preemption, are replaced by the null
   block.
 - SCHED-2 A load that failed **must not** be repeated for the same request, not even by a sibling
-  connector. The prefix is computed instead. If a load were repeated without free blocks, 0.33.0
-  would not serve the requests behind this request, which hold the blocks.
-- SCHED-3 Tokens **must** count as computed only if earlier steps computed them: vLLM lets a request
-  hit blocks that another request computes in the same step.
+  connector. The prefix is computed instead. If a load were repeated while no block is free, vLLM
+  0.33.0 would not serve the requests that wait behind this request, and they hold the blocks.
+- SCHED-3 Tokens **must** count as computed only if earlier steps computed them, because vLLM lets a
+  request hit blocks that another request computes in the same step.
 - SCHED-4 The jobs of a promise **must** be in the plan of the step in which its blocks were
   allocated; a broken promise raises :class:`~kvview.ConnectorError`, instead of letting the request
   wait forever.
-- SCHED-5 A load that the release handles wrongly **must not** be requested. These are loads of
-  blocks that a window skips, which releases up to 0.13 cache nevertheless; loads within a step for
-  a request that was preempted, whose failure vLLM does not notice; and loads after a GPU hit with
-  several groups, in which one block may be used by two groups (0.14 to 0.23, vLLM PR 44409).
+- SCHED-5 A load that the release handles wrongly **must not** be requested. There are three kinds:
+  loads in which a window skips blocks, because releases up to 0.13 cache the skipped blocks; loads
+  within a step for a request that was preempted, because vLLM does not notice that they failed; and
+  loads after a GPU hit with several groups, because two groups may use one block (0.14 to 0.23,
+  vLLM PR 44409).
 - SCHED-6 Blocks that a load within a step left unfilled, and blocks computed after them in that
   step, **must not** be hit. Up to 0.17 vLLM keeps these blocks in its prefix cache until a request
   computes them, and this request may be aborted or preempted first.
-- SCHED-7 If other calls come between a promise and its blocks, the connector **must** only receive
-  the blocks if it promises as many tokens again (CONN-2); otherwise the load has failed (HiSparse
-  of 0.33.0).
+- SCHED-7 If other calls come between a promise and the allocation of its blocks (HiSparse of
+  0.33.0), the connector **must** only receive the blocks if it promises as many tokens again
+  (CONN-2); otherwise the load has failed.
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
 ``_handle_invalid_blocks`` in this file, which only evicts the blocks if the request is to fail.
@@ -94,7 +95,7 @@ class _Tracked:
 
 
 class _Computed(NamedTuple):
-    """One step, as the lists of vLLM's output."""
+    """The tokens that one step computes, as lists of vLLM's output."""
 
     lengths: Mapping[str, int]
     started: Mapping[str, int]  # new requests, and their tokens before
@@ -114,7 +115,7 @@ class SchedulerSide:
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
         faults: Policy for a half that fails.
-        descriptions: Tracks the content of blocks, where events describe it.
+        descriptions: Tracks the content of blocks; None if events do not describe it.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class SchedulerSide:
         return again == promised or (again > promised and len(self.geometry.groups) == 1)
 
     def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
-        """Whether this release handles the load correctly, failed or not (SCHED-5)."""
+        """Whether this release handles both success and failure of the load correctly (SCHED-5)."""
         if not self.asynchronous and request.num_cached_tokens >= 0:
             return False  # a failed load would take back the tokens of its first start
         if self._release.null_window_blocks:
@@ -311,7 +312,7 @@ class SchedulerSide:
         return StepPlan()
 
     def _lose(self) -> tuple[TransferJob, ...]:
-        """Make loads that fail at once, without the connector; vLLM can handle such failures."""
+        """Make loads that fail immediately, without the connector; vLLM handles failed loads."""
         lost = tuple(
             TransferJob(next(self._lost_ids), blocks, blocks, request_id)
             for request_id, blocks in self._lost_blocks.items()
@@ -367,7 +368,7 @@ class SchedulerSide:
         self.half.on_request_preempted(info, table)
 
     def _last_launch(self, request_id: str) -> tuple[int, int]:
-        """Count a running request's tokens before and after its last step; 0 for an old step."""
+        """Count a request's tokens before and after its last step; 0 if this step is too old."""
         for step in reversed(self._recent):
             if (length := step.lengths.get(request_id)) is not None:
                 start = step.started.get(request_id)
@@ -443,20 +444,20 @@ class SchedulerSide:
         return steps
 
     def _request_steps(self, output: Any) -> list[RequestStep]:
-        """Yield all requests of a step."""
+        """Return all requests of a step."""
         cached = output.scheduled_cached_reqs
         starts = _starts(output)
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return self._steps_of(output, {name: starts[name] for name in output.num_scheduled_tokens})
 
     def _begun(self, output: Any) -> set[str]:
-        """Yield the requests of a step that start, or start again."""
+        """Return the ids of the requests that start, or start again, in a step."""
         begun = {new.req_id for new in output.scheduled_new_reqs}
         begun.update(resumed_request_ids(output.scheduled_cached_reqs, self._release))
         return begun
 
     def _steps_of(self, output: Any, starts: dict[str, int]) -> list[RequestStep]:
-        """Yield the requests of a step that are in ``starts``, with their earlier tokens."""
+        """Return the requests of a step that are in ``starts``, with their earlier tokens."""
         lengths = output.num_scheduled_tokens
         tracked_requests = {
             request_id: tracked
@@ -529,7 +530,7 @@ class SchedulerSide:
     # --- jobs end ---
 
     def on_reports(self, reports: Iterable[JobReport]) -> None:
-        """Receive reports of the workers; a job ends with its last worker."""
+        """Receive reports of the workers; a job ends when its last worker has reported it."""
         results: list[TransferResult] = []
         for report in reports:
             if not self._jobs.awaits(report.result.job_id, report.rank):
@@ -568,7 +569,7 @@ class SchedulerSide:
             yield job, age
 
     def jobs_of(self, block_ids: Collection[int]) -> list[int]:
-        """Return the jobs in flight that read or write any of some GPU blocks."""
+        """Return the ids of jobs in flight that read or write one of these GPU blocks."""
         return [
             job.job_id
             for job in self._jobs.jobs()
@@ -577,7 +578,7 @@ class SchedulerSide:
         ]
 
     def forget_computed(self, invalid_block_ids: Collection[int]) -> Collection[int]:
-        """Handle blocks that were not loaded, because tokens of the last step may have no KV.
+        """Discard the token counts of recent steps, because these blocks were not loaded.
 
         Returns:
             Blocks that must not be hit any more (SCHED-6).

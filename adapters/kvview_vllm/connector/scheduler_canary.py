@@ -5,7 +5,7 @@ A real ``Scheduler`` with two KV-cache groups and its own pool serves four reque
 the hook calls of every tested release: block ids, bytes of keys, units of matches and loads, new
 blocks of a step, and the order of finish and free.
 
-1. A fact that differs is refused when a connector is bound, and by ``kvview doctor``.
+1. A vLLM whose results differ is refused when a connector is bound, and by ``kvview doctor``.
 2. The trial run leaves no trace: no device, process, thread, file, event or log line, and the root
    of vLLM's block hashes is restored.
 3. If the scheduler cannot serve these requests even without a connector, vLLM is not refused,
@@ -63,7 +63,7 @@ def check_scheduler_steps(kind: type) -> str:
         Reason why the trial run was impossible; empty after a trial run.
 
     Raises:
-        UnsupportedEngineError: A result differs from the result of the tested releases.
+        UnsupportedEngineError: A result differs from that of the tested releases.
     """
     try:
         with reading(_SEAM, "the steps of a scheduler"), _alone():
@@ -97,7 +97,7 @@ def _problem_without_connector() -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep a trial run out of the server's log and of its block hashes."""
+    """Keep a trial run from writing to the server's log and from changing its block hashes."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -139,7 +139,7 @@ class _Play:
         self._scheduler = make_scheduler(scheduler, NUM_BLOCKS, num_groups, transfer_config)
 
     def run(self) -> None:
-        """Serve the requests, and compare."""
+        """Serve the requests, and compare the calls that the connector receives."""
         half = self._half
         self._add("a")
         self._step()
@@ -188,7 +188,7 @@ class _Play:
         self._scheduler.update_from_output(output, make_model_output(output, sampled, transfers))
 
     def _transfers(self, jobs: Sequence[TransferJob], owner: str, failing: set[str]) -> Any:
-        """Make a worker's report, in which all loads succeeded except those that are to fail."""
+        """Make a worker's report, in which only the loads of the requests in ``failing`` failed."""
         failed = failing.intersection(job.request_id or "" for job in jobs)
         reports = [
             JobReport(owner, 0, TransferResult(job.job_id, success=job.request_id not in failed))

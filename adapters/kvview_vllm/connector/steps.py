@@ -14,7 +14,7 @@ from kvview_vllm.releases import ConnectorSeam
 def request_info(
     request: Any, content: RequestContent, num_computed_tokens: int = 0
 ) -> RequestInfo:
-    """Make the info of a vLLM ``Request`` for a connector; the hashes are the live list."""
+    """Make the info of a vLLM ``Request`` for a connector, with vLLM's live list of hashes."""
     return RequestInfo(
         request.request_id, request.num_tokens, request.block_hashes, num_computed_tokens, content
     )
@@ -29,7 +29,7 @@ def resumed_request_ids(cached: Any, release: ConnectorSeam) -> Collection[str]:
 
 
 class LazySteps(Sequence[RequestStep]):
-    """The requests of a step, built at the first access, which few connectors make.
+    """The requests of a step, built at the first access, because few connectors read them.
 
     Args:
         build: Makes the requests from the output, at the first access.

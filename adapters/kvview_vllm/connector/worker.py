@@ -43,7 +43,7 @@ class WorkerSide:
         half: The connector's worker half.
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Rank of this worker in its engine.
-        release: Flags of the release, such as how vLLM is notified of a failed load.
+        release: Flags of the release, such as the way in which a failed load is reported.
         faults: Policy for a half that fails.
         wire: The wire of a half with the hooks for handoffs.
     """
@@ -129,7 +129,7 @@ class WorkerSide:
             self._give_up(error)
 
     def _give_up(self, error: HookError) -> None:
-        """Stop calling the half; all its jobs have failed (FAULT-2, FAULT-3)."""
+        """Stop calling the half, and report all its jobs as failed (FAULT-2, FAULT-3)."""
         loads = [job for job in self._jobs.jobs() if job.request_id is not None]
         why = f"load job {loads[0].job_id} of request {loads[0].request_id!r}" if loads else ""
         self._faults.on_fault(error, why and f"{why} may still write into the KV cache")
@@ -162,12 +162,12 @@ class WorkerSide:
         return loaded
 
     def take_failed_requests(self) -> set[str]:
-        """Requests whose load failed since the last call, for engines that accept requests."""
+        """Return the requests whose load failed since the last call, if the engine accepts ids."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that were not loaded, for engines that accept blocks."""
+        """Return the blocks that were not loaded, for engines that accept block ids."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -176,7 +176,7 @@ class WorkerSide:
         return list(self._unacknowledged.values())
 
     def is_stats_due(self) -> bool:
-        """Whether to send stats to the engine, even if none have changed."""
+        """Whether stats are due, even if no value has changed."""
         now = time.monotonic()
         if now < self._next_stats:
             return False

@@ -1,4 +1,4 @@
-"""``kvview doctor``: the installed vLLM, and the seams that fit it."""
+"""``kvview doctor``, which reports whether kvview fits the installed vLLM."""
 
 from kvview_vllm.doctor.diagnosis import Diagnosis, SeamReport, diagnose, diagnose_tier
 

@@ -1,7 +1,7 @@
-"""The results of ``kvview doctor``: the installed vLLM, and the seams that fit it.
+"""The results of ``kvview doctor``: the version of the installed vLLM, and a report for each seam.
 
-Every result comes from the installed vLLM itself, never from its version. The canaries are the same
-ones that run whenever a connector is bound.
+Every result is found on the installed vLLM itself, and is never derived from its version. The
+command runs the same canaries that run when a connector is bound.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SeamReport:
     Args:
         seam: Name of the surface.
         fits: Whether kvview can use it.
-        detail: The findings, and the remedy if it does not fit.
+        detail: The findings, and a remedy if the surface does not fit.
     """
 
     seam: str
@@ -54,10 +54,11 @@ class Diagnosis:
         tested: The range of releases on which kvview was tested.
         is_tested: Whether the version is in that range.
         is_healthy: Whether every seam fits.
-        capabilities: Every flag of the table, and whether this vLLM has it.
+        capabilities: Whether this vLLM has each flag of the table of differences.
         seams: One report per seam.
         beyond: Features of this vLLM that the contract does not have.
-        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     version: str | None
@@ -96,7 +97,7 @@ _TIERS = {
 
 
 def diagnose_tier(text: str) -> Diagnosis:
-    """Try a tier with a user's configuration of an engine, by the engine's own factories.
+    """Try a tier that the engine's own factory makes from a user's configuration.
 
     Args:
         text: JSON, or the path of a JSON file: vLLM's ``--kv-transfer-config``, LMCache's

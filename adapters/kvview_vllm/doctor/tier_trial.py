@@ -32,7 +32,7 @@ _SEED = "PYTHONHASHSEED"
 
 
 def try_dry() -> str:
-    """Try a tier that keeps its pages in this process, with any hash seed.
+    """Try a tier that keeps its pages in this process; the trial sets a hash seed if none is set.
 
     Returns:
         The problem; empty if the trial succeeded.
@@ -47,7 +47,7 @@ def try_dry() -> str:
 
 
 def try_tier(given: Mapping[str, Any]) -> str:
-    """Try a user's ``--kv-transfer-config`` of vLLM, or its extra config.
+    """Try the tiers of a user's ``--kv-transfer-config`` of vLLM, or of its extra config.
 
     Returns:
         The problem; empty if the trial succeeded.

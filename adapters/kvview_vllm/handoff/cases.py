@@ -1,7 +1,7 @@
 """Cases of handoffs between two real engines, each with the law that it tests.
 
-The tokens of a case are right if they are those that the consumer generates without a handoff. A
-request that fails with an error is right as well, if the handoff was wrong.
+The outcome of a case is right if the consumer generates the same tokens as without a handoff. If
+the handoff was wrong, an error of the request is right as well.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def prompt(number: int) -> list[int]:
 
 
 def _name(number: int) -> str:
-    """Name both requests of a prompt; for NixlPushConnector, both requests have one id."""
+    """Return the id of both requests of a prompt, because NixlPushConnector requires equal ids."""
     return f"prompt-{number}"
 
 
@@ -135,7 +135,7 @@ class RealHandoffs:
             yield RealCase(law, name, outcome, is_right)
 
     def settle(self) -> None:
-        """Wait until the producer holds nothing, at most until all leases have passed."""
+        """Wait until the producer holds no block, at most until all leases have expired."""
         end = time.monotonic() + LEASE_SECONDS + 2
         self._held_before = 1
         while self._held_before and time.monotonic() < end:
@@ -161,7 +161,7 @@ class RealHandoffs:
         return f"right tokens of 3 prompts, {held} blocks held", not held
 
     def overwritten(self) -> tuple[str, bool]:
-        """Overwrite the producer's KV: the tokens must change, or they would prove nothing."""
+        """Overwrite the producer's KV; unless this changes tokens, equal tokens prove nothing."""
         number = self.new_prompt()
         params = self.prefill(number)
         self.producer.ask(fill=True)
@@ -169,7 +169,7 @@ class RealHandoffs:
         return outcome, not is_right
 
     def consumed(self, reuse: int) -> tuple[str, bool]:
-        """Route a handoff again after its end."""
+        """Route a handoff a second time, after its end."""
         number = self.new_prompt()
         params = self.prefill(number)
         self.decode(number, params)
@@ -177,7 +177,7 @@ class RealHandoffs:
         return self.decode(number, params)
 
     def expired(self) -> tuple[str, bool]:
-        """Route a handoff after its lease."""
+        """Route a handoff after its lease has expired."""
         number = self.new_prompt()
         params = self.prefill(number)
         time.sleep(LEASE_SECONDS + 2)
@@ -211,7 +211,7 @@ class RealHandoffs:
         return f"{held} blocks held before, {left} after", held > left == 0
 
     def aborted_prefill(self) -> tuple[str, bool]:
-        """Abort the producer's request after one step of two."""
+        """Abort the producer's request after the first of its two steps."""
         self.producer.ask(ids=prompt(self.new_prompt()), n=5, kv=None, abort_after=1)
         held = self.num_held()
         return f"{held} blocks held", held == 0
@@ -227,7 +227,7 @@ class RealHandoffs:
             server.close()
 
     def killed(self) -> tuple[str, bool]:
-        """Kill a producer that the consumer knows, before the consumer reads its pages."""
+        """Kill a producer that the consumer has read from, before the consumer's next read."""
         self.right()
         number = self.new_prompt()
         params = self.prefill(number)
@@ -237,7 +237,7 @@ class RealHandoffs:
         return outcome
 
     def after_a_restart(self) -> tuple[str, bool]:
-        """Hand over three prompts to a consumer that knows the older life of the producer."""
+        """Hand over three prompts to a consumer that has read from the producer's older life."""
         failed = []
         for _ in range(3):
             number = self.new_prompt()
@@ -275,7 +275,7 @@ class RealHandoffs:
     def decode(
         self, number: int, params: dict[str, Any], *, may_fail: bool = True
     ) -> tuple[str, bool]:
-        """Generate tokens with a handoff, and compare them."""
+        """Generate tokens with a handoff, and compare them with the tokens without a handoff."""
         forgot = self.consumer.ask(forget=True)  # the KV must come from the producer
         if not forgot["forgot"]:
             return "the consumer still holds blocks of earlier requests", False

@@ -24,7 +24,7 @@ _PAUSE = 0.005  # seconds between steps without a job
 
 
 def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
-    """Serve one request, or a part of one.
+    """Run one job: serve a request, or a part of a request.
 
     Args:
         server: The engine.

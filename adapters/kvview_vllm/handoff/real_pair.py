@@ -44,7 +44,7 @@ class RealEngine:
         self.start()
 
     def start(self) -> None:
-        """Start the process; :meth:`ask` waits for the engine."""
+        """Start the process; the first call of :meth:`ask` waits until the engine is ready."""
         environment = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port),
@@ -90,7 +90,7 @@ class RealEngine:
         raise ConfigError(f"engine {self.name} has ended; its log is {self.log}")
 
     def prefill(self, ids: list[int], name: str) -> dict[str, Any]:
-        """Compute a prompt with a request id, and return the parameters of its handoff."""
+        """Compute a prompt under a request id, and return the parameters of its handoff."""
         params: dict[str, Any] = self.ask(ids=ids, n=1, kv=_WANTED, id=name)["kv"]
         return params
 

@@ -11,7 +11,7 @@ SideChannelFault = Literal["silent", "closed", "garbage"]
 
 
 class FaultySideChannel:
-    """Accepts connections, and never replies, closes them, or sends garbage.
+    """Accepts connections, and then stays silent, closes them, or sends garbage.
 
     Args:
         fault: The fault.

@@ -2,9 +2,9 @@
 
     kvview check TARGET --inference
 
-The traffic (:mod:`.traffic`) is first served without the connector. With the connector the tokens
-must be the same. The loads of the connector must have an effect, so a fault that kvview injects
-into the loads must change tokens.
+The traffic (:mod:`.traffic`) is first served without the connector. It is then served with the
+connector, and the tokens must be the same. To prove that the loads affect the tokens, kvview also
+injects a fault into the loads, which must change tokens.
 """
 
 from kvview_vllm.inference.check import check_tokens

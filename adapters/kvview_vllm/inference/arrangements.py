@@ -50,17 +50,17 @@ class Arrangement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the plain arrangement of its model, which has a control."""
+        """Whether this is the plain arrangement of its model, for which a control run exists."""
         return not (self.is_multi or self.more)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step must be launched before the output of the step before it is processed."""
+        """Whether steps must be launched before the output of the previous step is processed."""
         return bool(self.more.get("async_scheduling"))
 
     @property
     def proof(self) -> tuple[str, str] | None:
-        """Return the event that must occur, and the message if it does not."""
+        """Return the event that must occur in a run, and the message if it does not occur."""
         if self.is_ahead:
             return STEPS_AHEAD, "vLLM launched no step before the output of the last one"
         if "speculative_config" in self.more:
@@ -123,7 +123,7 @@ class Configured:
         return cpu_scheduler.multi_config(*children), multi
 
     def why_not(self, arrangement: Arrangement) -> str:
-        """Return the reason why the connector is not run in an arrangement; empty if it is run."""
+        """Return the reason to exclude an arrangement for this connector; empty to run it."""
         if arrangement.is_multi and self.vllm_class.__name__ == "MultiConnector":
             return "it is a MultiConnector"
         if "tensor_parallel_size" in arrangement.more and copies_on_cuda(self.classes):
@@ -131,7 +131,7 @@ class Configured:
         return ""
 
     def more(self, arrangement: Arrangement) -> dict[str, Any]:
-        """Return the arguments of ``vllm.LLM``."""
+        """Return the further arguments of ``vllm.LLM``."""
         more = dict(arrangement.more)
         if self.is_own and arrangement.is_ahead:
             more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"

@@ -97,7 +97,7 @@ def check_tokens(
 
 
 class _Check:
-    """The engines of one check, and their results."""
+    """Runs the engines of one check, and compares their results."""
 
     def __init__(self, connector_class: type, options: dict[str, Any], seeds: range) -> None:
         self.hook_seconds = watchdog.HOOK_SECONDS
@@ -153,7 +153,7 @@ class _Check:
         self._add_gaps()
 
     def failures(self) -> list[ConnectorFailure]:
-        """Return one failure per law and seed, with the first arrangement and other names."""
+        """Return one failure per law and seed, which names all arrangements with this failure."""
         found = []
         for law in dict.fromkeys(broken.law for broken in self._broken):
             alike = [broken for broken in self._broken if broken.law == law]
@@ -228,7 +228,7 @@ class _Check:
         return None
 
     def _with_controls(self, broken: _Broken, arrangement: Arrangement) -> _Broken | None:
-        """Make a failure, with the results of its controls; None if vLLM cannot run."""
+        """Add the results of control runs to a failure; None if vLLM itself cannot run."""
         jobs = [self._job(arrangement, "loads off")]
         if arrangement.more:
             jobs.append(self._job(arrangement, is_bare=True))

@@ -1,6 +1,6 @@
-"""Engines in forked processes, which are watched, and killed at the end.
+"""Engines in forked processes, which are monitored, and killed at the end.
 
-1. An engine that is silent for too long is killed, with every process that it started.
+1. An engine that reports no progress for too long is killed, with every process that it started.
 2. No engine survives the check, even if Ctrl-C ends it.
 """
 
@@ -110,7 +110,7 @@ def _receive(engine: _Engine, silence: float) -> Served | None:
 
 
 def _where_it_hangs(engine: _Engine) -> str:
-    """Return the line that hangs, in the connector's code if that is on the stack."""
+    """Return the line at which the engine hangs, in the connector's code if possible."""
     with suppress(OSError):
         size = engine.log.stat().st_size
         os.kill(engine.process.pid, signal.SIGUSR1)

@@ -1,6 +1,6 @@
-"""The negative control, which corrupts the last block of each load of any connector.
+"""The negative control: a subclass of a connector that corrupts the last block of each load.
 
-If the tokens then stay the same, equal tokens prove nothing about a connector.
+If this fault does not change the tokens, equal tokens prove nothing about a connector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def make_corrupting(connector_class: type, watch: Watch, scheduler: Callable[[],
 
     Args:
         connector_class: The watched class that vLLM is to build.
-        watch: The watch of this class, which has the loads.
+        watch: The watch of this class, which records the loads.
         scheduler: Returns the engine's scheduler; the worker runs in the same process.
     """
     corrupted: dict[str, set[str]] = {}  # layers, by request

@@ -35,14 +35,14 @@ class ServeJob:
     """One engine, and its traffic.
 
     Args:
-        name: Name of the arrangement, for people.
+        name: Name of the arrangement, for reports.
         kind: Kind of the model.
         model: Folder of the model.
         seeds: Seeds of the traffic.
         config: ``kv_transfer_config``; None for no connector.
         connector_class: The class that the configuration names.
         classes: The class of the connector, and the classes of its children.
-        is_own: Whether the connector is a kvview connector, whose pool needs no watch.
+        is_own: Whether the connector is a kvview connector, whose calls on the pool need no watch.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
         control: "corrupted" injects the fault, and "loads off" makes the connector load nothing.

@@ -1,4 +1,4 @@
-"""One engine of the installed vLLM, its scheduler in this process, on a tiny model."""
+"""One engine of the installed vLLM with a tiny model and with its scheduler in this process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Server:
         model: Folder of the model.
         config: ``kv_transfer_config``; None serves without a connector.
         num_blocks: Number of blocks of the KV cache, which must be enough for the longest prompt.
-        more: Further arguments of ``vllm.LLM``. ``async_scheduling`` is kept, although vLLM
+        more: Further arguments of ``vllm.LLM``. ``async_scheduling`` has an effect, although vLLM
             switches it off on a CPU.
     """
 
@@ -129,7 +129,7 @@ class Server:
         return self.scheduler.kv_cache_manager.block_pool
 
     def num_steps_in_flight(self) -> int:
-        """Number of steps that the engine has launched and whose output is not processed yet."""
+        """Return the number of launched steps whose output the engine has not processed yet."""
         return len(self._core.batch_queue or ())
 
     def add(
@@ -162,10 +162,10 @@ class Server:
         return self.llm.reset_prefix_cache(reset_connector=True) is not False
 
     def change_weights(self, shift: int) -> None:
-        """Change the meaning of all tokens; the opposite shift reverts the change.
+        """Shift the embeddings of all tokens; the opposite shift reverts the change.
 
         Args:
-            shift: Columns of the embedding.
+            shift: Number of columns by which the embedding is rolled.
         """
         self.llm.collective_rpc(roll_embeddings, args=(shift,))
 

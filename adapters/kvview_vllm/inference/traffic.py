@@ -1,4 +1,4 @@
-"""The traffic of a seed: conversations, shared prefixes, aborts, pressure, resets."""
+"""The traffic of a seed: conversations, shared prefixes, aborts, full caches and resets."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Served:
     Args:
         answers: Tokens of each answer, by its name in the traffic.
         coverage: Counts of events.
-        law: Number of the law that was broken, if the engine's own run broke a law.
+        law: The law that the run broke, if any.
         message: Description of the failure.
-        left_out: Parts of the traffic that were not sent, each in a few words.
+        left_out: Parts of the traffic that were not sent, each with the reason.
         lost: Names of requests that ended without an answer.
         is_up: Whether the engine has started.
         is_refused: Whether the connector refused its configuration.
@@ -70,7 +70,7 @@ class Traffic:
         self.on_step: Callable[[], None] = lambda: None
 
     def ask(self, name: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> None:
-        """Send a request; its answer is recorded under its name."""
+        """Send a request, and record its answer under the given name."""
         self.prompts[name] = list(prompt)
         self.served.coverage["requests"] += 1
         self.server.add(name, list(prompt), num_tokens)
@@ -88,7 +88,7 @@ class Traffic:
         return has_output
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Step until a condition is true; if it never becomes true, the engine has failed."""
+        """Step until a condition is true; raise an error if it does not become true."""
         last, num_steps = time.monotonic(), 0
         while not is_so():
             num_steps += 1
@@ -171,7 +171,7 @@ class SeededTraffic(Traffic):
         self._draw = random.Random(seed)
 
     def play(self) -> None:
-        """Send every part; later parts continue the conversations of earlier parts."""
+        """Send all parts of the traffic; later parts continue conversations of earlier parts."""
         system = self._tokens(self._draw.choice((64, 70, 96)))
         talks = []
         for number in range(4):
@@ -203,7 +203,7 @@ class SeededTraffic(Traffic):
         return names
 
     def _aborts(self, talks: Sequence[str]) -> None:
-        """Abort requests while they load, compute and wait."""
+        """Abort requests while they load, while they compute and while they wait."""
         for number, talk in enumerate(talks):
             self.forget()
             name = self._dropped(number)
@@ -239,7 +239,7 @@ class SeededTraffic(Traffic):
             self.forget()
 
     def _weights(self, talks: Sequence[str]) -> None:
-        """Change the weights, then restore them; KV of one set is wrong for the other set."""
+        """Change the weights, then restore them; KV of the one is wrong under the other."""
         if not self._resets:
             return
         for shift in (1, -1):
@@ -264,7 +264,7 @@ class SeededTraffic(Traffic):
             self.rest()
 
     def _text(self, name: str) -> list[int]:
-        """The state of a conversation: the prompt and the correct answer."""
+        """Return the tokens of a conversation: its last prompt and the correct answer."""
         answers = self.served.answers if self._truth is None else self._truth
         return [*self.prompts[name], *answers[name]]
 

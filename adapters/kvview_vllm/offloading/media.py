@@ -1,10 +1,10 @@
-"""A manager's media, under the names of the installed vLLM.
+"""The translation of a manager's media into the media of the installed vLLM.
 
-- VOFF-6 A medium that the manager names up front (:class:`~kvview.SupportsMedia`) and vLLM does not
-  know is refused at start. A medium that the manager did not name is published as ``"CPU"`` and
-  logged once, because an event must never end the engine.
+- VOFF-6 A medium that the manager declares (:class:`~kvview.SupportsMedia`) and that vLLM does not
+  have is refused at start. An undeclared medium of an event that vLLM does not have is published as
+  ``"CPU"`` and logged once, because an event must never end the engine.
 
-Up to 0.26 any string is a medium; later ``Medium`` lists them.
+Up to 0.26 any string is a medium; in later releases ``Medium`` lists the media.
 
 Source: ``Medium``, vllm/v1/kv_offload/base.py.
 """
@@ -26,15 +26,16 @@ _KNOWN = known_media()
 class Media:
     """Renames the media of one manager's events.
 
-    1. If several media have one name, a key is published under this name while one of these media
-       holds the key (EVENT-1, EVENT-2).
+    1. If several media have one name in vLLM, a key is published under this name as long as one of
+       these media holds the key (EVENT-1, EVENT-2).
 
     Args:
         manager: The manager of the events.
         names: A map from the manager's media to vLLM's, for the media that differ.
 
     Raises:
-        ConfigError: vLLM does not know a medium of ``names``, or a medium that the manager names.
+        ConfigError: vLLM does not have a medium of ``names``, or a medium that the manager
+            declares.
     """
 
     def __init__(self, manager: OffloadingManager, names: Mapping[str, str]) -> None:
@@ -50,7 +51,7 @@ class Media:
                 )
 
     def publish(self, event: OffloadingEvent) -> Iterator[tuple[list[bytes], Any, bool]]:
-        """Yield the event under vLLM's names: keys, medium, and whether they were removed."""
+        """Yield the event as vLLM's: keys, medium, and whether the keys were removed."""
         name = self._name(event.medium)
         held = self._held.setdefault(event.medium, set())
         others = [

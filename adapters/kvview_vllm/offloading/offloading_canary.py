@@ -1,7 +1,8 @@
 """A canary for offloading, which calls managers of both sides once with the installed classes.
 
-vLLM's own manager of host pages is called as a kvview manager, and a kvview manager as vLLM
-calls its own; their arguments and results are built and read. Neither manager has pages.
+vLLM's own manager of host pages is called as a kvview manager, and a kvview manager is called as
+vLLM calls its own managers. Both calls build the real arguments and read the results. Neither
+manager has pages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check_keys() -> None:
     """Compare the bytes of an offloaded block's key, once per process.
 
     Raises:
-        UnsupportedEngineError: The bytes differ from the bytes of the tested releases.
+        UnsupportedEngineError: The bytes differ from those of the tested releases.
     """
     if not installed().offloading.prefix_lookup:  # in older releases keys are block hashes
         key = require_class("make_offload_key")(b"%032d" % 1, 1)

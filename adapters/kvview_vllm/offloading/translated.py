@@ -1,11 +1,10 @@
-"""A vLLM offloading manager of any release, with the interface of kvview's managers.
+"""A wrapper that gives a vLLM offloading manager of any release the interface of kvview's managers.
 
-- VOFF-1 The manager's results are only translated, so if a release breaks a law, this class breaks
-  it too.
+- VOFF-1 The wrapper only translates the manager's results, so if a release breaks a law, the
+  wrapper breaks it too.
 - VOFF-2 A spec that lists ``block_ids`` names host pages and is converted to a spec of kvview. Any
-   other spec, with
-  keys or files for example, is passed on unmodified, because only the manager's own worker reads
-  it.
+  other spec, for example with keys or files, is passed on unmodified, because only the manager's
+  own worker reads it.
 
 Source: ``vllm/v1/kv_offload/``, 0.11.0 to 0.33.0; :mod:`kvview_vllm.releases` recognises the
 shape of a manager.
@@ -34,12 +33,12 @@ NO_REQUEST = ReqContext()
 
 
 class TranslatedManager:
-    """A translated vLLM manager (VOFF-1).
+    """The wrapper of a vLLM manager (VOFF-1).
 
     1. The calls of a request share one vLLM context, from the first call to
        ``on_request_finished``; calls without a request id do not share one.
-    2. A call for which a release has no method does nothing.
-    3. The caller holds ``lock``, except for ``shutdown`` (0.33).
+    2. A call does nothing if the release does not have its method.
+    3. The caller must hold ``lock`` during each call except ``shutdown`` (0.33).
 
     Args:
         manager: A manager of ``vllm.v1.kv_offload``.
@@ -59,7 +58,7 @@ class TranslatedManager:
         return lock_of(self.manager)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext = NO_REQUEST, /) -> LookupResult:
-        """Whether a key is held; before 0.25 a key that is being stored is a MISS."""
+        """Return whether a key is stored; before 0.25 a key in the middle of a store is a MISS."""
         if self.release.prefix_lookup:
             result = self.manager.lookup([key])
         else:

@@ -46,11 +46,11 @@ class PartitionRow:
     """One pair of requests in the report.
 
     Args:
-        pair: The property in which the two requests differ; in a layout, the layers and the
-            memory layout of both.
+        pair: The property in which the two requests differ; in ``layouts``, the layers and the
+            memory layout.
         outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused, failed or
-            not checked; in a layout: exact, wrong, refused, failed or not checked.
-        detail: The evidence or the reason for the outcome; may be empty.
+            not checked; in ``layouts``: exact, wrong, refused, failed or not checked.
+        detail: The evidence or the reason for the outcome, if any.
     """
 
     pair: str
@@ -68,7 +68,8 @@ class PartitionReport:
         rows: One row for each pair of requests with different or equal keys.
         layouts: One row for each kind of layers and each memory layout.
         replaced: Parts of the connector that the check replaced, because they need CUDA.
-        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     target: str
@@ -79,7 +80,7 @@ class PartitionReport:
     schema_version: Literal[1] = 1
 
     def count(self, style: str) -> int:
-        """Count the rows whose outcome has this style."""
+        """Count the rows whose outcome is printed in this style."""
         return sum(_STYLES.get(row.outcome) == style for row in (*self.rows, *self.layouts))
 
 
@@ -175,7 +176,7 @@ def partition(
 
 
 def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
-    """Make the verdict of a class in a result file."""
+    """Make the verdict on the target, for a result file."""
     colours: dict[str, Colour] = {
         "not shared": "",
         "refused": "",
@@ -215,7 +216,7 @@ def _table_of_layouts(report: PartitionReport, title: str) -> Table:
 
 
 def _details(report: PartitionReport) -> Iterator[Text]:
-    """Yield each reason in the rows of layouts, with the first row that has it."""
+    """Yield each reason in ``layouts``, with the first row that has this reason."""
     rows = [row for row in report.layouts if row.detail]
     for detail in dict.fromkeys(row.detail for row in rows):
         places = [row.pair for row in rows if row.detail == detail]
@@ -224,7 +225,7 @@ def _details(report: PartitionReport) -> Iterator[Text]:
 
 
 def _connector(target: str, found: object, options: dict[str, Any]) -> tuple[type, dict[str, Any]]:
-    """Return the vLLM connector that runs a target, and its options."""
+    """Return the vLLM connector class that runs a target, and the options of that connector."""
     if is_engine_connector(found):
         return found, options  # type: ignore[return-value]
     if is_connector(found):

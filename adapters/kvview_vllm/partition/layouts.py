@@ -1,4 +1,4 @@
-"""The caches whose bytes must survive: each kind of layers in each memory layout."""
+"""The caches that must be restored unchanged: each kind of layers in each memory layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEXT_TURN = [*PROMPT, *range(100, 108)]
 
 
 def layout_pairs() -> list[Pair]:
-    """Return a request and its continuation, for each cache that the release allocates."""
+    """Return one pair, a request and its continuation, for each cache of the release."""
     return [
         Pair(
             f"{kind}, {layout}",

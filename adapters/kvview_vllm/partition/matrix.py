@@ -1,4 +1,4 @@
-"""The partition check: pairs of requests that share KV, and whether they may share it."""
+"""The partition check, which finds the pairs of requests that wrongly share KV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PairOutcome(StrEnum):
 
     ``REFUSED``: the connector raised an error with a message before the first request of an engine.
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
-    so its own prefix cache shares the KV too, and a connector that uses the hashes cannot see it.
+    so its own prefix cache shares the KV too, and a connector cannot detect the difference.
     """
 
     SHARED = "shared"
@@ -71,11 +71,11 @@ def check_partition(
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.
-        options: The ``kv_connector_extra_config`` of the connector; the key ``kv_transfer_config``
-            has the other fields. ``{tmp}`` is a new folder for each pair; ``{model}``,
-            ``{revision}`` and the other settings of :class:`EngineSettings` are filled in for each
-            engine.
-        pairs: The pairs, with each control before the pairs for which it is the control.
+        options: The ``kv_connector_extra_config`` of the connector; its key ``kv_transfer_config``
+            contains the other fields of the connector's configuration. ``{tmp}`` is a new folder
+            for each pair; ``{model}``, ``{revision}`` and the other settings of
+            :class:`EngineSettings` are filled in for each engine.
+        pairs: The pairs; each control precedes the pairs that it controls.
 
     Yields:
         One cell for each pair, in the order of the pairs.

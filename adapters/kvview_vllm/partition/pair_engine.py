@@ -1,6 +1,6 @@
 """One engine of a partition check: the real scheduler, real hashes, and a connector.
 
-Source: vllm/v1/engine/core.py (how hashes are made), 0.11.0 to 0.33.0.
+Source: vllm/v1/engine/core.py (the making of hashes), 0.11.0 to 0.33.0.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class PartitionEngine(RawHarness):
 
         Args:
             arguments: Of vLLM's ``Request``.
-            kv_seed: Requests with equal tokens and equal seeds have equal KV.
+            kv_seed: Seed of the simulated KV; requests with equal tokens and equal seeds have equal
+                KV.
 
         Returns:
             Number of tokens that the connector loaded, or tried to load.
@@ -141,7 +142,7 @@ class PartitionEngine(RawHarness):
         time.sleep(_SECONDS_BETWEEN_STEPS)
 
     def forget_gpu(self) -> None:
-        """Drop all KV of the GPU, but not the KV of the connector.
+        """Drop all KV on the GPU, but not the KV that the connector stores.
 
         Raises:
             InvariantBroken: The connector holds blocks although every request has ended.
@@ -159,10 +160,10 @@ class PartitionEngine(RawHarness):
         self._touched = {NULL_BLOCK_ID}
 
     def check_other_blocks(self) -> None:
-        """Check that only blocks of requests were written since :meth:`forget_gpu`.
+        """Check that since :meth:`forget_gpu` only blocks of requests were written.
 
         Raises:
-            InvariantBroken: The connector wrote another block (``XFER-2``).
+            InvariantBroken: The connector wrote into a block that no request has (``XFER-2``).
         """
         others = sorted({*range(NUM_BLOCKS)} - self._touched)
         for layer, before in enumerate(self._before):

@@ -30,14 +30,14 @@ class EngineSettings:
         model: Name of the model.
         revision: Revision of the weights; vLLM does not pass weights to a connector.
         dtype: Dtype of the model, and by default of the KV cache.
-        cache_dtype: Dtype of the KV cache; ``"auto"`` is the dtype of the model.
+        cache_dtype: Dtype of the KV cache; ``"auto"`` stands for the dtype of the model.
         block_size: Tokens.
         hash_algorithm: Name of vLLM's hash function.
         hash_seed: ``PYTHONHASHSEED``.
         ranks: Tensor-parallel and pipeline-parallel size.
         rank: Of the worker.
         layout: Name of the memory layout; empty for the default of the release.
-        kind: Kind of the attention layers; None for FlashAttention.
+        kind: Kind of the attention layers; None for layers with FlashAttention.
     """
 
     model: str = "model-a"
@@ -53,7 +53,7 @@ class EngineSettings:
     kind: CacheKind | None = None
 
     def fill(self, value: Any) -> Any:
-        """Replace ``{model}``, ``{revision}`` and the other names of settings in options.
+        """Replace ``{model}``, ``{revision}`` and the names of other settings by their values.
 
         Args:
             value: Options, or a part of them.
@@ -82,8 +82,8 @@ class Pair:
         first: The first request.
         second: The second request.
         first_engine: Settings of the engine that serves the first request.
-        second_engine: Settings of a second engine, after the end of the first one; None if
-            one engine serves both.
+        second_engine: Settings of a second engine, which starts after the first engine has ended;
+            None if one engine serves both requests.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Pair:
 
     @property
     def is_of_layouts(self) -> bool:
-        """Whether the pair is about memory, not about keys."""
+        """Whether the pair tests a memory layout instead of keys."""
         return self.first_engine.kind is not None
 
     def __str__(self) -> str:

@@ -3,10 +3,10 @@
 ``python tests/vllm/add_release.py RELEASE`` adds a release: it lists the differences, writes
 the release into the list of tested ones, and runs the matrix. Three places must be edited by hand:
 
-1. A member with another shape: a row in ``shapes.txt``.
-2. Another behaviour of the adapter: a row in ``differences.toml``, and a field of its seam in
+1. For a member with another shape, a row in ``shapes.txt``.
+2. For another behaviour of the adapter, a row in ``differences.toml``, and a field of its seam in
    :mod:`.release`.
-3. Another way to call a member: a function in :mod:`.calls`.
+3. For another way to call a member, a function in :mod:`.calls`.
 """
 
 from kvview_vllm.releases.probes import (

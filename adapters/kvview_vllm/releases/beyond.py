@@ -23,7 +23,7 @@ class Beyond:
         since: First release that has the feature.
         what: Its purpose.
         met: Whether kvview supports the feature.
-        how: The way in which kvview supports the feature, or an alternative.
+        how: The way in which kvview supports the feature, or an alternative to the feature.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The kinds of KV cache that the release allocates, for every backend that can be imported.
 
-The layers and the backends make the specs themselves. Sizes are small: two layers, two KV heads
+The specs are made by vLLM's own layers and backends. Sizes are small: two layers, two KV heads
 and blocks of 16 tokens.
 
 Source: ``get_kv_cache_spec`` of the layers in vllm/model_executor/layers/attention,
@@ -63,10 +63,10 @@ def cache_kinds() -> dict[CacheKind, frozenset[str]]:
 
 
 def _memory_of(backend: Any, spec: Any, dtype: str) -> Any:
-    """Return the properties that decide the memory of a layer; layers with equal ones share a kind.
+    """Return the properties that decide the memory of a layer, which are equal for equal kinds.
 
     Raises:
-        ValueError: Up to 0.31, the tensor has another size than the page, or no dimension for
+        ValueError: Up to 0.31, the tensor is not of the size of the page, or has no dimension for
             tokens.
     """
     if can_allocate_states():
@@ -120,7 +120,7 @@ def _dtypes(backend: Any) -> list[str]:
 def _spec(
     backend: Any, dtype: str, *, head_size: int | None = None, window: int | None = None
 ) -> Any:
-    """Return the spec of a layer, which the layer makes and the backend then changes."""
+    """Return the spec of a layer: the layer makes the spec, and the backend then changes it."""
     is_mla = backend.is_mla()
     torch_utils = vllm("utils.torch_utils")
     model = SimpleNamespace(dtype=torch_utils.torch.bfloat16, use_mla=is_mla)
@@ -157,7 +157,7 @@ class _Layer:
 
 
 def _mixed_kinds() -> Iterator[CacheKind]:
-    """Make the kinds whose layers differ."""
+    """Make the kinds in which layers differ from each other."""
     import torch
 
     flash = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend

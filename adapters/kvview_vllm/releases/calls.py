@@ -1,4 +1,4 @@
-"""Calls of vLLM that differ between releases, and queries of members that a release may lack.
+"""Calls of vLLM that differ between releases, and queries of members that some releases lack.
 
 1. Constructors and functions receive only the arguments that they accept, by name. If such a
    callable requires another argument, the release is refused (:func:`make_known`).
@@ -59,7 +59,7 @@ def _required(target: Callable[..., Any]) -> frozenset[str]:
 
 
 def make_known(target: Callable[..., Any], **values: Any) -> Any:
-    """Call with only the arguments that this release has.
+    """Call a constructor or function with only the arguments that this release has.
 
     Raises:
         UnsupportedEngineError: The release requires another argument.
@@ -80,14 +80,15 @@ def make_known(target: Callable[..., Any], **values: Any) -> Any:
 def hash_getter(block_pool: Any) -> Callable[[Any], Any]:
     """Return a function that reads the primary hash of a block.
 
-    Since 0.24 ``block_hash`` is a property over a field, which costs a Python call per block.
+    Since 0.24 ``block_hash`` is a property, which costs a Python call per block, so its field is
+    read.
     """
     has_field = hasattr(block_pool.null_block, "_block_hash")
     return attrgetter("_block_hash" if has_field else "block_hash")
 
 
 def uncache_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
-    """Remove blocks from the prefix cache, held or not; for releases that load within a step."""
+    """Remove blocks from the prefix cache, even held ones, in releases that load within a step."""
     evict = getattr(block_pool, "evict_blocks", None)  # 0.13.0
     if evict is not None:
         evict(set(block_ids))
@@ -152,7 +153,7 @@ class _ExtraKeys(Sequence[Any]):
 
 
 def extra_keys_of(request: Any, block_size: int) -> Sequence[Any]:
-    """The extra keys of each block of this many tokens, computed at each access."""
+    """Return the extra keys of each block of this size, computed at each access."""
     return _ExtraKeys(request, block_size)
 
 
@@ -187,12 +188,12 @@ def unfinished_statuses() -> frozenset[Any]:
 def make_event(removed: bool, hashes: list[bytes], fields: Mapping[str, Any]) -> Any:
     """Make a ``BlockStored`` or ``BlockRemoved`` of vllm/distributed/kv_events.py.
 
-    The medium of these events is any string in every release: only the events of offloading
+    The medium of these events is any string in every release, because only the events of offloading
     managers use the enum of 0.27.
 
     Args:
         removed: Whether to make a ``BlockRemoved``.
-        hashes: Hashes of the blocks; they take the form of the GPU's own events.
+        hashes: Hashes of the blocks, which are converted to the form of the GPU's own events.
         fields: Values of :data:`EVENT_FIELDS`; fields that the release lacks are dropped.
     """
     kv_events, convert = vllm("distributed.kv_events"), vllm(_UTILS).maybe_convert_block_hash
@@ -212,7 +213,7 @@ def event_extra_keys(extra_keys: list[Any]) -> list[Any]:
 
 
 def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return the event fields of each group; empty up to 0.21 and without groups (0.11.0)."""
+    """Return the event fields of each group; none up to 0.21, and none without groups (0.11.0)."""
     interface = vllm("v1.kv_cache_interface")
     if kv_cache_config is None or not hasattr(interface, "get_kv_cache_spec_kind"):
         return []
@@ -267,13 +268,13 @@ def has_block_ids(spec: Any) -> bool:
 
 
 def lock_of(manager: Any) -> AbstractContextManager[Any]:
-    """The lock for every call of a manager except ``shutdown`` (0.33); it is not re-entrant."""
+    """Return the lock for every call of a manager except ``shutdown`` (0.33); not re-entrant."""
     lock: AbstractContextManager[Any] = getattr(manager, "lock", nullcontext())
     return lock
 
 
 def known_media() -> list[str] | None:
-    """The media that events of offloading managers may name; None if any string is allowed."""
+    """Return the media that events of offloading managers may have; None if any is allowed."""
     medium = find_class("Medium")
     return None if medium is None else [known.value for known in medium]
 
@@ -298,7 +299,7 @@ def blocks_per_chunk(spec: Any) -> int:
 
 
 def tokens_per_chunk(spec: Any) -> int:
-    """Return the block size in events up to 0.19; 0 from 0.26 on, which does not need it."""
+    """Return the block size for events up to 0.19; 0 from 0.26 on, which needs no block size."""
     sizes = getattr(spec, "gpu_block_size", 0)
     return int(sizes if isinstance(sizes, int) else sizes[0]) * blocks_per_chunk(spec)
 
@@ -330,7 +331,7 @@ def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
 
 
 def set_concurrent_batches(vllm_config: Any, number: int) -> None:
-    """Set the number of steps in flight that a scheduler expects, if this is a setting (0.24).
+    """Set the number of steps in flight that a scheduler expects, if the release has it (0.24).
 
     vLLM derives this number from the sizes of a deployment; three steps correspond to two pipeline
     stages.
@@ -342,12 +343,12 @@ def set_concurrent_batches(vllm_config: Any, number: int) -> None:
 
 
 def blocks_freed_later(scheduler: Any) -> list[Any]:
-    """Return blocks of ended requests, which a scheduler frees after the steps in flight (0.24)."""
+    """Return blocks of ended requests that a scheduler frees after the steps in flight (0.24)."""
     return [block for _, blocks in getattr(scheduler, "deferred_frees", ()) for block in blocks]
 
 
 def set_prefix_match_unit(vllm_config: Any, number: int | None) -> None:
-    """Set the number of tokens that a hash covers, if this is a setting (0.32)."""
+    """Set the number of tokens that a hash covers, if the release has this setting (0.32)."""
     if hasattr(vllm_config.cache_config, "prefix_match_unit"):
         vllm_config.cache_config.prefix_match_unit = number
 
@@ -358,7 +359,7 @@ def has_draft_models() -> bool:
 
 
 def preemptions_drop_drafts() -> bool:
-    """Whether a preempted request loses its draft tokens: 0.11 schedules them with its prompt."""
+    """Whether a preempted request loses its draft tokens; 0.11 schedules them with the prompt."""
     preempt = getattr(vllm(_SCHEDULER).Scheduler, "_preempt_request", None)
     return preempt is not None and "spec_token_ids" in inspect.getsource(preempt)
 
@@ -374,7 +375,7 @@ def states_take_loads() -> bool:
 def states_are_hit_with_the_rest() -> bool:
     """Whether, with a connector and Mamba groups, a hit ends where all groups have the prefix.
 
-    0.24.0 to 0.26.0 take the longest hit of one group for all groups, so tokens are wrong.
+    0.24.0 to 0.26.0 apply the longest hit of one group to all groups, so tokens are wrong.
     """
     return "max(per_group_hits)" not in inspect.getsource(vllm(_SCHEDULER))
 
@@ -382,8 +383,8 @@ def states_are_hit_with_the_rest() -> bool:
 def ended_requests_take_no_output() -> bool:
     """Whether outputs of steps in flight are dropped for a request that has ended.
 
-    Up to 0.15 a request whose blocks a connector keeps receives another token and is freed twice
-    (vLLM PR 33377).
+    Up to 0.15, if a connector keeps the blocks of an ended request, this request receives another
+    token and is freed twice (vLLM PR 33377).
     """
     update = vllm(_SCHEDULER).Scheduler.update_from_output
     return "is None or request.is_finished()" in inspect.getsource(update)
@@ -392,14 +393,15 @@ def ended_requests_take_no_output() -> bool:
 def aborted_loads_keep_blocks() -> bool:
     """Whether an aborted request keeps its blocks until its load has ended.
 
-    Up to 0.15 the blocks are allocated again while the connector writes (vLLM PR 32255).
+    Up to 0.15 the blocks may be allocated again while the connector still writes into them (vLLM PR
+    32255).
     """
     finish = vllm(_SCHEDULER).Scheduler.finish_requests
     return "WAITING_FOR_REMOTE_KVS" in inspect.getsource(finish)
 
 
 def idle_steps_report() -> bool:
-    """Whether a worker's report counts in a step without compute.
+    """Whether the scheduler receives a worker's report of a step without compute.
 
     0.11.0 drops the report unless a request ended its transfers, so the adapter sends the report
     again in the next step with compute (MSG-1).
@@ -415,7 +417,7 @@ def num_preemptions(request: Any) -> int:
 
 
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
-    """Convert tokens for a ``ModelRunnerOutput``, which has arrays in 0.11.1 and 0.11.2."""
+    """Convert tokens for a ``ModelRunnerOutput``, which needs arrays in 0.11.1 and 0.11.2."""
     wanted = _parameters(vllm("v1.outputs").ModelRunnerOutput)["sampled_token_ids"]
     if "ndarray" not in str(wanted.annotation):
         return tokens
@@ -425,7 +427,7 @@ def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
 
 
 def complete_torch() -> None:
-    """Add functions that 0.17 imports and torch 2.13 no longer has; no result depends on them."""
+    """Add functions that 0.17 imports but torch 2.13 no longer has; no result depends on them."""
     import torch
 
     cpu: Any = torch._C._cpu

@@ -1,12 +1,12 @@
 """The copies of vLLM's own ``CPUOffloadingSpec`` on a CPU.
 
-1. Since 0.25 vLLM's worker itself runs, and computes every address. Only CUDA is replaced
+1. From 0.25 on vLLM's own worker runs, and computes every address. Only CUDA is replaced
    (:mod:`kvview_vllm.releases.cuda_on_cpu`).
-2. Up to 0.24 a stand-in makes the copies, at the interface of the spec's handlers. Managers, specs
+2. Up to 0.24 a stand-in with the interface of the spec's handlers makes the copies. Managers, specs
    and the bookkeeping of jobs are unmodified code of vLLM.
 
-Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec since 0.25, before that
-``get_handlers``.
+Source: vllm/v1/kv_offload, 0.12.0 to 0.33.0: ``get_worker`` of the spec from 0.25 on,
+``get_handlers`` up to 0.24.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LateWorker:
         self._loads = make_queue(_REPLACED)
 
     def transfer_async(self, job_id: int, spec: Any) -> bool:
-        """Start a store or a load, as the classes of the specs require."""
+        """Start a store or a load; the classes of the specs decide which."""
         source, target = spec
         if type(source).__name__.startswith("GPU"):
             self._stores.put(job_id, lambda: self._copy(source, target, True))
@@ -159,7 +159,7 @@ class LateWorker:
 
 
 def _shared_region(spec: Any, num_chunks: int) -> Any:
-    """Return the worker's side of the memory shared with lower tiers; None without tiers."""
+    """Return the worker's side of the memory that lower tiers share; None without lower tiers."""
     if not hasattr(spec, "secondary_tier_configs"):
         return None
     chunk_bytes = _first(spec, "kv_bytes_per_chunk", "kv_bytes_per_offloaded_block")

@@ -1,7 +1,7 @@
-"""CUDA's own operations on a CPU: streams, events, and copies of bytes between addresses.
+"""CUDA's own operations, done by a CPU: streams, events, and copies of bytes between addresses.
 
-These operations replace no part of a connector, because the connector computes each address and
-size, which are used unchanged. Copies of one direction run in order and may be some steps late.
+These operations replace no part of a connector, because they use each address and size as the
+connector has computed it. Copies of one direction run in order and may be some steps late.
 
 Source: vllm/v1/kv_offload/cpu/gpu_worker.py, 0.25.0 to 0.33.0; ``swap_blocks_batch`` in
 csrc/cache_kernels.cu; ``copy_blocks`` of vllm/v1/simple_kv_offload/cuda_mem_ops.py.
@@ -27,14 +27,14 @@ def copy_bytes(sources: Iterable[int], targets: Iterable[int], sizes: Iterable[i
 
 
 def as_gpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of the host as a tensor that looks like one of the GPU."""
+    """View a tensor of the host as a tensor that claims to be on the GPU."""
     import torch
 
     return tensor.as_subclass(type("TensorOnGPU", (torch.Tensor,), {"is_cuda": True}))
 
 
 class Stream:
-    """A stream; queues of copies keep the order."""
+    """A stream without an order of its own, because the queues keep copies in order."""
 
     def __init__(self) -> None:
         self.last: tuple[Any, object] | None = None
@@ -93,7 +93,7 @@ class Event:
         self._copy: tuple[Any, object] | None = None
 
     def record(self, stream: Stream) -> None:
-        """Follow the last copy of a stream."""
+        """Set the event to the end of the last copy of a stream."""
         self._copy = stream.last
 
     def query(self) -> bool:
@@ -106,12 +106,12 @@ class Event:
             self._copy[0].wait({self._copy[1]})
 
     def elapsed_time(self, event: Event) -> float:
-        """Milliseconds between two events; any number, because only metrics read it."""
+        """Return any number of milliseconds, because only metrics read it."""
         return 1.0
 
 
 class Torch:
-    """The module ``torch`` with these events."""
+    """The module ``torch`` with :class:`Event` as its events."""
 
     Event = Event
 

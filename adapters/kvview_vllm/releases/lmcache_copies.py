@@ -27,10 +27,10 @@ _OWN_DIMENSIONS = 5
 
 
 def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None:
-    """Make LMCache copy on the CPU until the stack is closed.
+    """Make LMCache copy by the CPU until the stack is closed.
 
     Args:
-        note: Called with the name of a replaced part when the stand-in is used.
+        note: Called with the name of a replaced part if the stand-in is used.
         stack: Undoes the replacement.
     """
     import torch
@@ -58,9 +58,9 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
 
 
 def end_engines() -> None:
-    """End the engines that LMCache keeps in a class, so that the next run finds no old page.
+    """End the engines that LMCache keeps in a class, so that the next run finds no older page.
 
-    vLLM's connector does not end these engines at its shutdown, because its process then ends.
+    vLLM's connector leaves these engines running at its shutdown, because its process then ends.
     """
     try:
         builder = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngineBuilder
@@ -127,7 +127,7 @@ def _from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **kwargs: A
 def _pages(connector: Any) -> list[torch.Tensor]:
     """Return one tensor per layer, with the dimensions blocks, tokens of a block, and the rest.
 
-    LMCache sorts dimensions by their strides, so the heads come before or after the tokens.
+    LMCache sorts dimensions by their strides, so heads may come before or after tokens.
     """
     shape = connector.kvcaches[0].shape
     num_heads = 2 * connector.hidden_dim_size // shape[-1]

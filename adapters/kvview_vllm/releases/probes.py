@@ -1,9 +1,9 @@
-"""Recognition of vLLM objects: their shapes are checked once, and determine the seam.
+"""Recognition of vLLM objects by their shapes, which are checked once and determine the seam.
 
-1. A shape that no tested release has **must** be refused, with nothing bound.
+1. A shape that no tested release has **must** be refused before anything is bound.
 2. A release after the tested range **must** be refused too, because its known shapes may have
-   another meaning. ``KVVIEW_ALLOW_UNTESTED_VLLM=1`` turns the refusal into a warning; a version
-   string that names no known release only gets the warning.
+   another meaning. ``KVVIEW_ALLOW_UNTESTED_VLLM=1`` turns the refusal into a warning; for a version
+   string that names no known release, only the warning is logged.
 3. Probing **must** change nothing.
 
 Source: every release of the tested range; :mod:`.release` lists the differences.
@@ -39,7 +39,7 @@ _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 
 @dataclass(frozen=True)
 class Release:
-    """The installed vLLM; each seam is probed at its first use.
+    """The installed vLLM, of which each seam is probed at its first use.
 
     For an existing pool or manager, :func:`probe_pool` and :func:`probe_offloading` also find
     differences that the classes do not show.
@@ -78,7 +78,7 @@ class Release:
 
 
 def installed() -> Release:
-    """The installed vLLM, one object per process.
+    """Return the installed vLLM, the same object for all calls in a process.
 
     Raises:
         VLLMNotInstalledError: No vLLM can be imported.
@@ -110,7 +110,7 @@ _POOL_ATTRIBUTES = {
 
 
 def probe_pool(block_pool: Any) -> PoolSeam:
-    """Recognise a block pool, once, when a view is made of it.
+    """Recognise a block pool, once, when a view is made for it.
 
     1. The pool does not change, because the only calls are touches of an empty list of blocks.
     2. A shape that no tested release has is refused.
@@ -158,7 +158,7 @@ def _check_attributes(owner: Any, name: str) -> None:
 
 
 def probe_offloading(manager: Any) -> OffloadingSeam:
-    """Recognise an offloading manager, once, when it is wrapped; no method is called.
+    """Recognise an offloading manager, once, when it is wrapped, without a call of any method.
 
     Args:
         manager: Expected to be a manager of ``vllm.v1.kv_offload``, or its class.
@@ -217,7 +217,7 @@ def probe_connector() -> ConnectorSeam:
 
 
 def check_scheduler() -> None:
-    """Check that vLLM's ``Scheduler`` has the attributes that are read when a pool is bound.
+    """Check that vLLM's ``Scheduler`` has the attributes that the binding of a pool reads.
 
     Raises:
         UnsupportedEngineError: An attribute is missing.

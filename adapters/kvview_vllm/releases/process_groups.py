@@ -1,6 +1,7 @@
 """vLLM's process groups for one rank, which cannot communicate with the other ranks.
 
-A connector reads its ranks from these groups, and a group of several ranks needs their processes.
+The groups only state ranks and sizes, which a connector reads, because real groups of several ranks
+need several processes.
 
 Source: ``get_tp_group`` and its siblings in vllm/distributed/parallel_state.py, 0.11.0 to 0.33.0.
 """
@@ -19,7 +20,7 @@ _ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which no check varie
 
 
 class _Group:
-    """A group of ranks, whose collective operations return their argument for one rank."""
+    """A group of ranks; collective operations of a group of one rank return their argument."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = self.rank_in_group = self.local_rank = rank
@@ -46,7 +47,7 @@ class _Group:
 
 
 def _groups(ranks: tuple[int, int], rank: int) -> dict[str, _Group]:
-    """Make the groups of a rank, by their name in vLLM's module."""
+    """Return the groups of a rank, by their names in vLLM's module."""
     tensor, pipeline = ranks
     groups = {
         "_WORLD": _Group(rank, tensor * pipeline),

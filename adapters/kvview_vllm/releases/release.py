@@ -1,15 +1,15 @@
 """The differences between vLLM releases, and the seams that record them.
 
-1. A difference **must** be probed on the shape of the object at hand: signatures and attributes. A
-   fork, or a build with a wrong version string, is then still supported.
+1. A difference **must** be probed on the signatures and attributes of the given object, so that a
+   fork, or a build with a wrong version string, is still supported.
 2. A difference that the table lists for the version **must** be found. So a release that renames a
    member is refused, and is never mistaken for an older release. A defect need not be found,
    because a build of that release may have its fix.
 3. No module outside this package **may** decide by a release, or test which members an
    object of vLLM has; :mod:`.calls` makes the calls that differ between releases.
 
-``differences.toml`` is the table. Each of its rows is a field of a seam, which is true where the
-difference is found. The table of the documentation and ``kvview doctor`` use the same rows.
+The table of differences is ``differences.toml``. Each row is a field of a seam, which is true if
+the difference is found. The documentation and ``kvview doctor`` use the same rows.
 
 Source: ``vllm/v1/core/``, ``vllm/v1/kv_offload/`` and
 ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` of every tested release.
@@ -46,8 +46,8 @@ class Difference:
             without it.
         source: The upstream pull request, or the path of the source file.
         releases: ``SINCE..UNTIL``; an empty end is the oldest or the newest tested release.
-        members: The members of vLLM by which the difference is recognised; empty for one of
-            :data:`_PROBES`.
+        members: The members of vLLM by which the difference is recognised; empty if :data:`_PROBES`
+            has the difference.
         is_defect: Whether the difference is a mistake in vLLM.
     """
 
@@ -70,7 +70,7 @@ class Difference:
         return self.releases.partition("..")[2] or None
 
     def is_in(self, version: str) -> bool:
-        """Whether the table lists the difference for a version; False if it names no release."""
+        """Whether the table lists the difference for a version; False for an unknown version."""
         return is_between(version, self.first_release, self.last_release)
 
     def is_found_on(self, owner: Any) -> bool:
@@ -86,7 +86,7 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 def differences(seam: str | None = None) -> tuple[Difference, ...]:
-    """Return the rows of one seam; with None, the whole table, seam by seam."""
+    """Return the rows of one seam, or of all seams if the seam is None."""
     return tuple(
         Difference(name, each, **{"source": rows["source"], **row})
         for each, rows in _table().items()
@@ -117,8 +117,8 @@ class Seam:
         """Find the differences of an object of a known shape.
 
         Raises:
-            UnsupportedEngineError: The release may not be used, or lacks a difference that the
-                table lists for it.
+            UnsupportedEngineError: The release may not be used, or a difference that the table
+                lists for the release was not found.
             VLLMNotInstalledError: No vLLM can be imported.
         """
         version = require_usable(cls.seam)

@@ -1,4 +1,4 @@
-"""Small real objects of the installed vLLM for a dry run, without a model, a GPU or side effects.
+"""Small real objects of the installed vLLM for trial runs, without a model, a GPU or side effects.
 
 Source: the paths named at each function, 0.11.0 to the newest tested release.
 """
@@ -33,7 +33,7 @@ _UTILS = "v1.core.kv_cache_utils"
 
 
 def make_filled(kind: Any, **values: Any) -> Any:
-    """Make an object of a dataclass, with an empty value for every other required field.
+    """Make an object of a dataclass, with an empty value for each required field that is not given.
 
     Raises:
         TypeError: The class does not have one of the fields.
@@ -50,7 +50,7 @@ def make_unchecked(kind: Any, **values: Any) -> Any:
     """Make an object of a configuration class with its defaults, without running its constructor.
 
     The constructors of vLLM's configurations search for devices and a model, set environment
-    variables and log, which a scheduler without a model does not need.
+    variables and log. A scheduler without a model needs none of these.
 
     Args:
         kind: A dataclass of vllm/config.
@@ -107,7 +107,7 @@ def make_attention_spec(
         block_size: Tokens of a block.
         num_heads: KV heads.
         head_size: Elements of a head.
-        values: Other fields; those that the class does not have are dropped.
+        values: Other fields; fields that the class does not have are dropped.
     """
     import torch
 
@@ -186,7 +186,7 @@ def make_scheduler(
 
 @contextmanager
 def own_hash_root() -> Iterator[None]:
-    """Set a root of block hashes for the block, and restore the engine's root afterwards."""
+    """Set another root of block hashes in the ``with`` block, and then restore the root."""
     utils = vllm(_UTILS)
     before = dict(vars(utils))
     try:
@@ -199,7 +199,7 @@ def own_hash_root() -> Iterator[None]:
 
 
 def hash_function(name: str = "sha256") -> Any:
-    """The function for block hashes in vLLM, vllm/utils/hashing.py since 0.11.1.
+    """Return vLLM's function for block hashes (vllm/utils/hashing.py since 0.11.1).
 
     Args:
         name: Name of the function; the default is also vLLM's default.

@@ -1,10 +1,10 @@
 """The table of shapes: every member of vLLM that the adapter reads, builds or overrides.
 
-1. A release **must** have every member that ``shapes.txt`` lists for it, in the shape given
-   there: names, order and defaults of parameters and the return type, or the type of a field.
-2. In a version that names no release, each listed member that exists **must** have a shape of
-   the table.
-3. Members that are not in the table are ignored, unless a subclass must define them
+1. A release **must** have every member that ``shapes.txt`` lists for it, in the listed shape:
+   names, order and defaults of parameters and the return type, or the type of a field.
+2. In a version that names no release, each listed member that exists **must** have one of the
+   listed shapes.
+3. Members that are not listed are ignored, unless a subclass must define them
    (:func:`require_concrete`).
 
 Source: the modules named in the table, every tested release.
@@ -147,12 +147,12 @@ def find_class(name: str) -> Any:
 
 
 def has_member(member: str, probed: Any = None) -> bool:
-    """Whether the installed vLLM has a member, ``"OWNER NAME PATTERN"``.
+    """Whether the installed vLLM has a member, which is given as ``"OWNER NAME PATTERN"``.
 
     Args:
         member: The owner as in ``shapes.txt``, or "." for the probed object; then a name and a
             regular expression that the shape must contain, both optional.
-        probed: An object of vLLM.
+        probed: The probed object of vLLM.
     """
     owner_name, name, pattern = (*member.split(None, 2), "", "")[:3]
     owner = probed if owner_name == "." else owner_of(owner_name)
@@ -203,9 +203,9 @@ def shape_of(owner: Any, name: str) -> str | None:
 
 
 def _is_set_by_constructor(owner: Any, name: str) -> bool:
-    """Whether a class without this attribute sets it on every object.
+    """Whether the constructor of a class sets this attribute on every object.
 
-    The constructor of a dataclass only sets fields, which are found by their annotations.
+    A dataclass counts as False, because its fields are found by their annotations.
     """
     if not isinstance(owner, type) or is_dataclass(owner):
         return False
@@ -218,7 +218,7 @@ def _is_set_by_constructor(owner: Any, name: str) -> bool:
 
 
 def require_concrete(seam: str, kind: type) -> None:
-    """Refuse a base class of vLLM that requires a member which kvview's subclass does not define.
+    """Refuse a base class of vLLM if it requires a member that kvview's subclass does not define.
 
     Raises:
         UnsupportedEngineError: The subclass could not be instantiated.
@@ -235,10 +235,10 @@ def require_concrete(seam: str, kind: type) -> None:
 
 @contextmanager
 def reading(seam: str, subject: str) -> Iterator[None]:
-    """Report any exception in the block as an unknown shape, in one line.
+    """Report any exception in the ``with`` block as an unknown shape, in one line.
 
     Args:
-        seam: The surface of vLLM that the block reads.
+        seam: The surface of vLLM that the ``with`` block reads.
         subject: The part of that surface, for the message.
 
     Raises:
@@ -259,7 +259,7 @@ def reading(seam: str, subject: str) -> Iterator[None]:
 
 
 def expect(seam: str, subject: str, found: object, expected: object) -> None:
-    """Refuse a vLLM that returns another value than every tested release.
+    """Refuse a vLLM that returns a value that no tested release returns.
 
     Raises:
         UnsupportedEngineError: The values differ.
@@ -269,7 +269,7 @@ def expect(seam: str, subject: str, found: object, expected: object) -> None:
 
 
 def members_of(kind: type) -> dict[str, str | None]:
-    """Return the shapes of the public members that a class itself defines."""
+    """Return the shapes of the public members that a class defines, without inherited members."""
     names = [*vars(kind), *inspect.get_annotations(kind)]
     return {name: shape_of(kind, name) for name in names if not name.startswith("_")}
 

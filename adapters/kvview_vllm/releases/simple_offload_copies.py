@@ -1,7 +1,7 @@
 """The copies of vLLM's ``SimpleCPUOffloadConnector`` on a CPU.
 
-The manager, the worker and the addresses of the copies come from vLLM. The CPU copies the bytes,
-in steps of the run instead of on the backend's thread, so that a seed is reproducible.
+The manager, the worker and the addresses of the copies come from vLLM. The CPU copies the bytes
+during steps of the run, and not on the backend's thread, so that each seed is reproducible.
 
 Source: vllm/v1/simple_kv_offload/worker.py and copy_backend.py, 0.19.0 to 0.33.0.
 """
@@ -46,7 +46,7 @@ def _module_of(kind: type) -> Any:
 
 
 def _copy_batch(targets: int, sources: int, sizes: int, count: int, *_: Any) -> int:
-    """``cuMemcpyBatchAsync``, for arrays at three addresses."""
+    """Replaces ``cuMemcpyBatchAsync``, for arrays at three addresses."""
     from kvview_vllm.releases.cuda_on_cpu import copy_bytes
 
     array = ctypes.c_uint64 * count
@@ -82,7 +82,7 @@ class LateBackend:
         events_list: list[tuple[int, Any]],
         wait_event: object = None,
     ) -> None:
-        """Copy blocks; the event is done when they are copied."""
+        """Copy blocks; the event ends when the blocks are copied."""
         event = _Done(self._queues[is_store])
         source, target = list(src_blocks), list(dst_blocks)
 

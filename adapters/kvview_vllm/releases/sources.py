@@ -1,10 +1,10 @@
-"""The Python sources of vLLM releases, unpacked from their wheels and kept.
+"""The Python sources of vLLM releases, which are unpacked from their wheels and kept in a cache.
 
-The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU: some 10 MB of a
-300 MB wheel, so they are read out of it in place. If the index cannot serve parts of a file, or
-requires credentials that only pip has, pip downloads the wheel. The index is the package index of
-the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else ``~/.cache/kvview``), in
-one folder per release, ready for PYTHONPATH.
+The ``.py`` files of a wheel are enough to import and run vLLM's scheduler on a CPU. They are about
+10 MB of a 300 MB wheel, so only these parts of the wheel are fetched. If the index cannot serve
+parts of a file, or requires credentials that only pip has, pip downloads the wheel. The index is
+the package index of the user's pip configuration. The files are kept in ``$KVVIEW_CACHE`` (else
+``~/.cache/kvview``), in one folder per release, ready for PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VLLMReleases:
     """The releases on the package index, for ``kvview check --vllm``."""
 
     def resolve(self, names: Sequence[str]) -> list[str]:
-        """Return the releases that names match: "0.33", "0.33.0", "all"."""
+        """Return the releases that names such as "0.33", "0.33.0" and "all" match."""
         return resolve_all(names)
 
     def fetch(self, release: str, on_progress: Callable[[str], None]) -> Path:
@@ -49,12 +49,12 @@ class VLLMReleases:
         return sources(release, on_progress)
 
     def environment(self) -> Mapping[str, str]:
-        """Return environment variables that disable the network and logs of missing features."""
+        """Return environment variables that disable network access and logs of missing features."""
         return {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return the releases that "0.33", "0.33.0" or "all" names: the latest patches.
+    """Return the releases that a name such as "0.33", "0.33.0" or "all" stands for.
 
     A complete version that is not tested is returned unchanged, because only the package index
     knows whether it exists.
@@ -100,7 +100,7 @@ def sources(release: str, on_progress: Callable[[str], None] = lambda text: None
 
     Args:
         release: A version on the package index, such as "0.33.0".
-        on_progress: Called with a description of each action, if one is needed.
+        on_progress: Called with a description of each action, such as a download, if any is needed.
 
     Returns:
         A folder for PYTHONPATH.
@@ -194,7 +194,7 @@ class _RemoteFile(io.RawIOBase):
     """A file on a server, read in parts.
 
     Raises:
-        OSError: The server does not respond, or cannot serve parts of the file.
+        OSError: The server does not respond, or cannot send parts of a file.
     """
 
     def __init__(self, url: str) -> None:

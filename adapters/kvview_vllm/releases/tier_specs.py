@@ -30,7 +30,7 @@ def make_tiering_spec(
     *,
     publishes_events: bool = False,
 ) -> Any:
-    """Make vLLM's spec of ``kv_connector_extra_config``; its ``get_manager`` has tiers.
+    """Make vLLM's tiering spec from a ``kv_connector_extra_config``.
 
     Args:
         extra: The user's configuration, with ``spec_name`` and ``cpu_bytes_to_use``.

@@ -46,10 +46,10 @@ class TierSeam(Seam):
 
 
 def has_random_hash_root() -> bool:
-    """Whether the chain of block hashes starts at random.
+    """Whether the chain of block hashes starts with a random value.
 
-    An engine chooses that start after it has built its tiers. From 0.29.0 on only hashes that are
-    not cryptographic (``xxhash``) start at random, unless a seed is set.
+    An engine chooses this value after it has built its tiers. From 0.29.0 on only ``xxhash`` starts
+    with a random value, unless a seed is set.
     """
     utils = vllm(_UTILS)
     seed = getattr(utils, "_NONE_HASH_SEED", None)
@@ -164,11 +164,11 @@ def _memory_order() -> str | None:
 
 
 def namespace_facts(spec: Any, page_bytes: int) -> dict[str, Any]:
-    """Return the fields of :class:`~kvview.tier.Namespace` of a spec: all except the weights.
+    """Return all fields of a spec's :class:`~kvview.tier.Namespace` except the weights.
 
     Args:
         spec: A ``TieringOffloadingSpec``.
-        page_bytes: Bytes of a row of the host's memory, all ranks together.
+        page_bytes: Bytes of a row of the host's memory, summed over all ranks.
     """
     if tier_seam().config_objects:
         config = spec.config
@@ -221,7 +221,7 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
 
     Args:
         manager: The release's manager; the result takes over its tiers and replaces it.
-        kind: Class of those tiers that report events.
+        kind: Class of the tiers that report events.
     """
     if tier_seam().tier_events:
         return manager
@@ -258,7 +258,7 @@ def metric_definitions(
 def metric_stats(
     counters: Mapping[str, float], gauges: Mapping[str, float], labels: tuple[str, ...]
 ) -> Any:
-    """Make the changes of such series in the form that vLLM sends to its front end."""
+    """Make stats from the changes of the series, in the form that vLLM's front end receives."""
     metrics = vllm("distributed.kv_transfer.kv_connector.v1.offloading.metrics")
     stats = make_known(metrics.OffloadingConnectorStats)
     for name, more in counters.items():

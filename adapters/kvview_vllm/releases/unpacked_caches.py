@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def in_words(tensor: torch.Tensor) -> torch.Tensor:
-    """View the same memory as the widest integers that its strides allow."""
+    """View a tensor's memory as the widest integers that its strides allow."""
     import torch
 
     for word in (torch.int32, torch.int16):
@@ -26,7 +26,7 @@ def in_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of_layers(config: Any) -> dict[str, torch.Tensor]:
-    """Allocate the memory of each layer up to 0.31, which layers of several groups share."""
+    """Allocate the memory of each layer up to 0.31; layers of several groups may share memory."""
     import torch
 
     return {
@@ -66,7 +66,7 @@ def layer_shape(
 def layer_tensor(
     backend: Any, spec: Any, cache_dtype: str, num_blocks: int, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's tensor up to 0.31 in the shape of a model runner, and its slots."""
+    """Return a layer's tensor up to 0.31, in the shape of a model runner, and its slots."""
     shape, (blocks, tokens), order = layer_shape(backend, spec, cache_dtype, num_blocks)
     tensor = (
         memory.view(spec.dtype)
@@ -78,7 +78,7 @@ def layer_tensor(
 
 
 def _stride_order(backend: Any, num_dims: int) -> tuple[int, ...]:
-    """Return the dimensions in the order of memory, by default that of vLLM's NHD layout."""
+    """Return the dimensions in the order of memory, by default the order of vLLM's NHD layout."""
     try:
         order: tuple[int, ...] = backend.get_kv_cache_stride_order()
     except (AttributeError, NotImplementedError, AssertionError):

@@ -50,10 +50,10 @@ class VLLMNotImportableError(UnsupportedEngineError):
 
 
 def broken_import(error: BaseException) -> VLLMNotImportableError | None:
-    """Return the error to raise for an exception during an import of a module of vLLM.
+    """Return the error to raise if this exception has broken an import of vLLM.
 
     Returns:
-        None for any other exception, and if one of vLLM's own names is missing, because that is an
+        None for any other exception, and for a missing name of vLLM itself, because that is an
         unknown shape.
     """
     if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "vllm":
@@ -130,8 +130,8 @@ def is_between(version: str, since: str, until: str | None) -> bool:
 def is_newer(version: str) -> bool:
     """Whether a version string names a version after the tested releases.
 
-    A patch release of the newest tested release is not newer, but its nightly builds are:
-    ``0.33.1rc1.dev211+g...`` has the next release's shapes.
+    A patch release of the newest tested release is not newer, but a nightly build such as
+    ``0.33.1rc1.dev211+g...`` is newer, because it has the shapes of the next release.
     """
     found, newest = number(version), number(NEWEST_TESTED)
     assert newest is not None
@@ -168,7 +168,8 @@ def require_usable(seam: str) -> str:
     For a version string that names no known release, such as that of a fork, a warning is logged.
 
     Raises:
-        UnsupportedEngineError: The version is after the tested range, and not explicitly allowed.
+        UnsupportedEngineError: The version is after the tested range, and the user has not allowed
+            such versions.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     version = engine_version()

@@ -54,7 +54,7 @@ class CacheKind:
     Args:
         name: Name in reports.
         layers: Backend class and spec, by layer number.
-        cache_dtype: Name of the dtype of the cache, which decides shapes up to 0.31.
+        cache_dtype: Name of the dtype of the cache, which determines shapes up to 0.31.
     """
 
     name: str
@@ -81,8 +81,8 @@ class RealCaches:
     Args:
         config: vLLM's ``KVCacheConfig``.
         tensors: The tensors by layer name, as the release registers them.
-        slots: A view ``(blocks, states of a block, ...)`` of the same memory for each layer in
-            order, in words as wide as the layer allows. Most caches have one state per token.
+        slots: A view of each layer's memory, in the order of layers: ``(blocks, states of a block,
+            ...)``, in words as wide as the layer allows. Most caches have one state per token.
     """
 
     config: Any
@@ -113,7 +113,7 @@ def use_layout(vllm_config: Any, name: str) -> None:
 
 
 def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
-    """Choose a memory layout like :func:`use_layout`, if layers of these specs may have it.
+    """Choose a memory layout like :func:`use_layout`, if layers of these specs support it.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``, without a layout.
@@ -121,7 +121,7 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
         specs: The ``KVCacheSpec`` of each layer.
 
     Raises:
-        ValueError: The layers may not have this layout.
+        ValueError: The layers do not support this layout.
     """
     utils = vllm("v1.attention.backends.utils")
     if hasattr(utils, "resolve_kv_cache_layout"):
@@ -131,7 +131,7 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
 
 
 def make_layers(groups: Sequence[CacheGroup]) -> CacheKind:
-    """Make layers of these kinds in turn: FlashAttention in float32, or Mamba states.
+    """Make layers of these groups in turn: FlashAttention in float32, or Mamba states.
 
     Args:
         groups: Full attention, a window or Mamba.
@@ -154,7 +154,7 @@ def _make_layer(group: CacheGroup) -> tuple[Any, Any]:
 
 
 def make_states(block_size: int, page_bytes: int | None) -> tuple[Any, Any]:
-    """Make a layer of Mamba: its backend and its spec.
+    """Make the backend and the spec of a Mamba layer.
 
     Args:
         block_size: Tokens of a block.
@@ -179,7 +179,7 @@ def can_allocate_states() -> bool:
 
 
 def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
-    """Make the ``KVCacheConfig`` that the release plans for these layers.
+    """Make the ``KVCacheConfig`` that the release chooses for these layers.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -268,7 +268,7 @@ def layer_class_of(is_mla: bool) -> Any:
 
 
 def _layer_class() -> type:
-    """Make a class of layers without weights, which have the backend and cache of attention."""
+    """Make a class of layers that have no weights, only the backend and the cache of attention."""
     attention: Any = layer_class_of(is_mla=False)
 
     class Layer(attention):  # type: ignore[misc]
@@ -312,7 +312,7 @@ def supports_several_groups(connector_class: type, vllm_config: Any) -> bool:
 
 
 def has_pending_work(connector: Any) -> bool:
-    """Whether a connector needs steps without requests, if the release queries that."""
+    """Whether a connector needs steps without requests; False if the release does not query it."""
     query = getattr(connector, "has_pending_push_work", None)
     return query is not None and bool(query())
 
@@ -324,7 +324,7 @@ def is_hook(name: str) -> bool:
 
 
 def overridden(connector_class: type) -> set[str]:
-    """Return the methods of a connector that ``KVConnectorBase_V1`` does not have."""
+    """Return the names that a connector overrides in ``KVConnectorBase_V1`` or adds to it."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
     return {
         name

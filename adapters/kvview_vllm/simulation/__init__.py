@@ -1,9 +1,9 @@
-"""The installed vLLM's real ``Scheduler`` under the seeded simulation of connectors.
+"""The real ``Scheduler`` of the installed vLLM, run by the seeded simulation of connectors.
 
     from kvview.testing.connector import check_connector
     report = check_connector(MyConnector, engines=VLLMEngines())
 
-The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are the real ones.
+The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are real and unmodified.
 
 - VSIM-2 If the installed release cannot simulate a part of a scenario, this part **must** be named,
   and never dropped silently.
@@ -58,7 +58,7 @@ class VLLMEngines:
 
     Raises:
         VLLMNotInstalledError: No vLLM is installed.
-        UnsupportedEngineError: The installed vLLM cannot be configured.
+        UnsupportedEngineError: The simulation cannot configure the installed vLLM.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class VLLMEngines:
         return fitted, left_out
 
     def _fit_steps(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
-        """Remove steps in flight at the same time, or their transfers."""
+        """Remove several steps in flight, or loads between steps, if the release has neither."""
         if not cpu_scheduler.can_load_between_steps():
             within = "a load within a step waits for it"
             if scenario.steps_in_flight > 1:
@@ -151,7 +151,7 @@ class VLLMEngines:
             leave_out(f"{most} steps in flight with {several}: {why}", steps_in_flight=1)
 
     def _fit_drafts(self, scenario: Scenario, several: str, leave_out: Callable[..., None]) -> None:
-        """Remove speculative decoding, or its slots for lookahead."""
+        """Remove speculative decoding, or only its extra slots, if the release cannot run them."""
         if scenario.lookahead_tokens and not has_draft_models():
             leave_out("slots for lookahead", lookahead_tokens=0)
         steps, drafts = scenario.steps_in_flight, scenario.drafts
@@ -175,7 +175,7 @@ class VLLMEngines:
     def judge_own(
         self, connector_class: type, result: SimulationResult, options: Mapping[str, Any]
     ) -> SimulationResult:
-        """Find out whether the connector caused a failure (VSIM-6)."""
+        """Determine whether the connector caused a failure (VSIM-6)."""
         from kvview_vllm.simulation.raw import judge
 
         return judge(connector_class, result, options)
@@ -193,7 +193,7 @@ class VLLMEngines:
         return VLLMConnectorHarness(scenario, connectors, clock, stream)
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
-        """Remove all groups except the first if loads of several groups cannot fail."""
+        """Keep only the first group, unless the release supports failed loads of several."""
         geometry = scenario.geometry
         if not cpu_scheduler.can_fail_loads(len(geometry.groups)):
             size = geometry.groups[0].block_size
@@ -233,12 +233,12 @@ class VLLMEngines:
         return tuple(groups[i] for i in kept) or (FullAttention(groups[0].block_size),)
 
     def _why_not(self, scenario: Scenario, **changes: Any) -> str | None:
-        """Return the problem with serving a scenario's groups; None if there is no problem.
+        """Return the problem that occurs with a scenario's groups; None without a problem.
 
         Args:
-            scenario: The scenario, of which one connector, one step in flight and no drafts
-                are tried.
-            **changes: Other fields of the scenario that is tried.
+            scenario: The scenario, which is tried with one connector, one step in flight and no
+                drafts.
+            **changes: Fields that differ in the tried scenario.
         """
         plain: dict[str, Any] = {"num_connectors": 1, "steps_in_flight": 1, "drafts": ()}
         tried = replace(scenario, **plain | changes)

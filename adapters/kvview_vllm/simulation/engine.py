@@ -1,14 +1,13 @@
 """One real vLLM ``Scheduler`` under simulation, with its events and its queries.
 
-Requests, the bytes of computed blocks and the sampled tokens are made up; everything else is
+Requests, the bytes of computed blocks and the sampled tokens are simulated; everything else is
 real. :class:`~kvview_vllm.simulation.VLLMEngines` builds one for each run.
 
 - VSIM-1 An exception of vLLM itself, or an output that a sequential engine would not deliver,
-  **must not** be reported under a law of the connector: it is reported as ``ENGINE``, with the
-  place.
+  **must not** be reported under a law of the connector. It is reported as ``ENGINE``, with the
+  line.
 - VSIM-7 A vLLM that the simulation does not recognise **must** be refused in one line. The adapter
-   may
-  work with it nevertheless, because the simulation reads more of vLLM than the adapter.
+   may nevertheless work with this vLLM, because the simulation reads more of vLLM than the adapter.
 
 Source: vllm/v1/core/sched/scheduler.py, and ``step_with_batch_queue`` of
 vllm/v1/engine/core.py, 0.11.0 to 0.33.0; ``kvview.testing.connector.harness`` defines the
@@ -67,9 +66,9 @@ _BARE = {"contain_faults": False, "leak_report_seconds": None}
 
 
 class HandedConnector(Connector):
-    """Replaces itself by the connector object in the option ``connector``.
+    """A connector whose halves are made by the object in the option ``connector``.
 
-    So both sides of ``KVViewConnector`` use the same object.
+    Both sides of ``KVViewConnector`` therefore use the same object.
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
@@ -110,7 +109,7 @@ def _named(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Configs:
-    """vLLM's configuration for some KV-cache groups."""
+    """vLLM's configuration for given KV-cache groups."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class Configs:
 
 
 def _stages(ranks: Sequence[int]) -> list[range]:
-    """Return the layers of a group on each rank: all, or parts as in pipeline parallelism."""
+    """Return each rank's layers of a group: all layers, or a part, as in pipeline parallelism."""
     if sum(ranks) != NUM_LAYERS:
         return [range(NUM_LAYERS)] * max(1, len(ranks))
     ends = [*accumulate(ranks)]
@@ -182,7 +181,7 @@ class VLLMConnectorHarness:
     Args:
         scenario: Sizes, as fitted.
         connectors: The connectors; vLLM's ``MultiConnector`` runs several.
-        clock: Clock in seconds, by which leases expire.
+        clock: Clock in seconds, which decides when leases expire.
         stream: The compute stream; None unless compute lags.
     """
 
@@ -283,7 +282,7 @@ class VLLMConnectorHarness:
     # --- events ---
 
     def add(self, add: Add, serial: int, transfer_params: Mapping[str, Any] | None = None) -> None:
-        """Queue a request; one without output generates a token, because vLLM requires one."""
+        """Queue a request, which generates at least one token, because vLLM requires this."""
         num_output_tokens = max(1, add.num_output_tokens)
         before: Sequence[int] = ()
         if add.continues is not None:
@@ -328,7 +327,7 @@ class VLLMConnectorHarness:
     def abort(self, request_id: str) -> None:
         """End a request, as if its client disconnected.
 
-        An engine core is notified between steps, or while it waits for an output.
+        An engine core receives an abort between steps, or while it waits for an output.
         """
         if request_id in self._aborts:
             return
@@ -340,7 +339,7 @@ class VLLMConnectorHarness:
             self._finish([request_id])
 
     def step(self) -> None:
-        """Make one call of an engine core: launch a step if allowed, or process an output."""
+        """Act like one call of an engine core: launch a step if allowed, or process an output."""
         self.stats.steps += 1
         if self._has_requests() or not self._launched:
             output = self._launch()
@@ -352,7 +351,7 @@ class VLLMConnectorHarness:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Give this number of blocks to another owner from now on, if they are free."""
+        """Let another owner hold this number of blocks from now on, if as many are free."""
         with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)
@@ -386,7 +385,7 @@ class VLLMConnectorHarness:
         """Reset the prefix cache and the connectors, which vLLM resets even when it refuses.
 
         With steps in flight every second reset preempts running requests, if the release supports
-        this. If a block stays in use, vLLM raises an error, whatever the connector does; this
+        this. If a block stays in use, vLLM raises an error, whatever the connector does; the error
         counts as a refusal.
         """
         self._num_resets += 1
@@ -414,7 +413,7 @@ class VLLMConnectorHarness:
 
     @property
     def mismatch(self) -> str:
-        """Describe the latest block with wrong bytes: the first difference, and the KV's key."""
+        """Describe the latest block with wrong bytes: the first difference and the KV's key."""
         return self._compute.kv_bytes.mismatch
 
     def unfinished(self) -> Mapping[str, str]:
@@ -434,7 +433,7 @@ class VLLMConnectorHarness:
         )
 
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
-        """The key whose KV a load must write, for each block of a request."""
+        """Return the key whose KV a load must write into each block of a request."""
         request = self._scheduler.requests.get(request_id)
         if request is None or self._status.get(request.status) not in self._while_loading:
             return {}
@@ -460,8 +459,9 @@ class VLLMConnectorHarness:
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Return the keys that each block holds once every launched step has run.
 
-        vLLM only caches whole scheduler blocks, although more is computed. vLLM caches these blocks
-        when it schedules, but their bytes do not exist yet when the transfers of that step start.
+        A computed block may be missing from vLLM's cache, because vLLM only caches whole scheduler
+        blocks. vLLM caches a block when it schedules the step, but the bytes do not exist yet when
+        the transfers of the step start.
         """
         computed = self._compute.computed
         return [
@@ -476,7 +476,7 @@ class VLLMConnectorHarness:
         return [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
 
     def engine_refs(self) -> Counter[int]:
-        """Return the references of block tables, squeezed blocks, and blocks to free later."""
+        """Return the references of block tables, of squeezed blocks and of blocks to free later."""
         refs = Counter(block.block_id for block in self._squeezed)
         refs.update(block.block_id for block in blocks_freed_later(self._scheduler))
         for request_id in self._scheduler.requests:
@@ -513,7 +513,7 @@ class VLLMConnectorHarness:
             self._scheduler.finish_requests(request_ids, self._aborted)
 
     def _launch(self) -> Any:
-        """Schedule a step and launch it; the worker's report becomes a part of its output."""
+        """Schedule and launch a step; the worker's report becomes a part of the step's output."""
         output = self._schedule()
         chunks = self._chunks(output)
         forward = self._compute.plan(chunks, self._tables(output))
@@ -566,10 +566,10 @@ class VLLMConnectorHarness:
         return output
 
     def _end_deadlock(self) -> None:
-        """Abort a request with finished loads that waits behind a request that needs its blocks.
+        """Abort a request that holds loaded blocks and waits behind a request that needs them.
 
         Up to 0.22 vLLM lets both requests wait forever, whatever the connector does; later releases
-        only do so if loads failed (vLLM PR #57841, which is not in 0.33).
+        do this only after failed loads (vLLM PR #57841, which is not in 0.33).
         """
         unfinished = self.unfinished()
         # vLLM lists a request whose loads have ended as loading until it is scheduled.
@@ -589,7 +589,7 @@ class VLLMConnectorHarness:
         return {name: self._manager.get_block_ids(name) for name in output.num_scheduled_tokens}
 
     def _chunks(self, output: Any) -> dict[str, Chunk]:
-        """Return the tokens that a step computes and samples, by request."""
+        """Return the computed and the sampled tokens of a step, by request."""
         starts, drafts = cpu_scheduler.computed_before(output), output.scheduled_spec_decode_tokens
         chunks: dict[str, Chunk] = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -606,7 +606,7 @@ class VLLMConnectorHarness:
         return chunks
 
     def _take_in(self) -> None:
-        """Process the output of the oldest step, and the aborts before it."""
+        """Process the aborts before the output of the oldest step, and then this output."""
         step = self._launched.popleft()
         self._run(step)
         aborts, self._aborts = list(self._aborts), {}

@@ -59,7 +59,7 @@ class HandoffEvents(VLLMConnectorHarness):
         self.add(add, serial, params)
 
     def take_offered(self) -> Mapping[str, tuple[Mapping[str, Any], BlockIds]]:
-        """Return the offers since the last call, by request id."""
+        """Return the handoffs offered since the last call, by request id."""
         offered, self._offered = self._offered, {}
         return offered
 
@@ -82,7 +82,7 @@ class HandoffEvents(VLLMConnectorHarness):
         super()._take_in()
 
     def _check_loads(self, transfers: Any) -> None:
-        """Compare the blocks of loads that a worker reports as complete."""
+        """Compare the bytes of loads that a worker reports as complete."""
         raise NotImplementedError
 
     @override
@@ -116,7 +116,7 @@ class VLLMPDHarness(HandoffEvents):
         super().__init__(scenario, [connector], life.clock)
 
     def num_wrong_blocks(self) -> int:
-        """Count the cached and squeezed blocks with other bytes than their owner has written."""
+        """Count the cached and squeezed blocks whose bytes their owner has not written."""
         blocks = range(1, self.num_blocks)
         keys = zip(blocks, self._look.block_keys(blocks), strict=True)
         cached = {block: of_block[0] for block, of_block in keys if of_block}

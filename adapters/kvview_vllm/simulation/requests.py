@@ -1,7 +1,7 @@
-"""The future of a simulated request, whose tokens are known before vLLM samples them.
+"""A simulated request, all of whose tokens are known before vLLM samples them.
 
-With steps in flight vLLM schedules tokens that it does not know yet. The simulated bytes of a block
-follow from its key, so the tokens are needed at that time.
+With several steps in flight, vLLM schedules tokens whose values it does not know yet. The
+simulation already needs the values, because the bytes of a block depend on its key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Chunk:
 
     Args:
         planned: The request.
-        life: Number of its preemptions so far.
+        life: Number of the request's preemptions so far.
         start: Position of the first token.
         kept: Position after the last token that is not a rejected draft.
         end: Position after the last token.
@@ -55,8 +55,8 @@ class PlannedRequest:
         prompt: Tokens of the prompt.
         serial: Number that distinguishes the generated tokens from those of other requests.
         num_output_tokens: Number of requested tokens.
-        stops_after: Number of tokens after which the request ends early, which vLLM cannot know in
-            advance.
+        stops_after: Number of tokens after which the request ends early, a number that vLLM does
+            not know.
         hash_block_size: Tokens of a hash.
         drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
         transfer_params: The ``kv_transfer_params`` of the request.
@@ -93,12 +93,12 @@ class PlannedRequest:
         )
 
     def next_drafts(self) -> list[int]:
-        """Make draft tokens for the next step; a scheduler does not read their values."""
+        """Return draft tokens for the next step, of any value, because schedulers ignore it."""
         number, _ = self._drafts[self._num_decode_steps % len(self._drafts)]
         return [self._sampled] * number
 
     def chunk(self, life: int, start: int, end: int, num_drafts: int) -> Chunk:
-        """Return the tokens of a step that is launched now; the last ``num_drafts`` are drafts."""
+        """Return the tokens of a step at its launch; the last ``num_drafts`` of them are drafts."""
         first = kept = end - num_drafts
         if num_drafts:
             _, num_accepted = self._drafts[self._num_decode_steps % len(self._drafts)]
@@ -110,14 +110,14 @@ class PlannedRequest:
         return Chunk(self, life, start, kept, end, sampled)
 
     def token(self, position: int) -> int:
-        """Return the token at a position; past the end, the token that a step in flight samples."""
+        """Return the token at a position, which may be a token that a step in flight samples."""
         if position < len(self._prompt):
             return self._prompt[position]
         is_end = position == len(self._prompt) + self._num_output_tokens - 1
         return cpu_scheduler.END_TOKEN if is_end and self._stops else self._sampled
 
     def block_hash(self, index: int) -> bytes:
-        """Return a hash of the request, which may be a hash that vLLM cannot compute yet."""
+        """Return a block hash of the request, even if vLLM cannot compute the hash yet."""
         known: Sequence[bytes] = self.request.block_hashes
         if index < len(known):
             return known[index]
@@ -153,7 +153,7 @@ class PlannedRequest:
 
 
 def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[int]:
-    """The tokens of a prompt: all families share the first ones, or a turn repeats the last one."""
+    """Return the tokens of a prompt, which start with shared tokens, or with the previous turn."""
     num_shared = add.num_shared_blocks * hash_block_size
     return [*before] + [
         position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
@@ -162,7 +162,7 @@ def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[i
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:
-    """Compute hashes that are equal in every process; vLLM's have a random seed up to 0.28."""
+    """Return a hasher with equal hashes in all processes; up to 0.28 vLLM's hashes vary."""
 
     def hash_new_blocks(request: Any) -> list[bytes]:
         known = request.block_hashes

@@ -1,10 +1,10 @@
-"""A real vLLM ``Scheduler`` without a model, and its environment, on any machine.
+"""A real vLLM ``Scheduler`` without a model, which runs on any machine.
 
-The scheduler, its pool and the connectors are vLLM's. The configuration names a model that is
-never built, and the outputs of a model runner are made up.
+The scheduler, its pool and the connectors are vLLM's. The configuration names a model that is never
+built, and the outputs of a model runner are simulated.
 
-Nothing of vLLM is patched; vLLM chooses the platform, and calls receive only the arguments that the
-installed release has (:mod:`kvview_vllm.releases.calls`).
+No part of vLLM is patched, and vLLM itself chooses the platform. Calls receive only the arguments
+that the installed release has (:mod:`kvview_vllm.releases.calls`).
 
 Source: vllm/config, vllm/v1/core/sched/scheduler.py and vllm/v1/outputs.py, 0.11.0 to
 0.33.0; the order of calls to a worker is that of vllm/v1/worker/gpu_model_runner.py.
@@ -123,12 +123,12 @@ def refuses_several_groups() -> bool:
 
 
 def can_load_between_steps() -> bool:
-    """Whether a request waits for its loads between steps, not within one (LOAD-1)."""
+    """Whether a request waits for its loads between steps, and not within a step (LOAD-1)."""
     return installed().connector.worker_metadata
 
 
 def most_steps_in_flight() -> int:
-    """Return the number of steps that a scheduler keeps in order (three from 0.27.0 on).
+    """Return the most steps in flight that a scheduler handles correctly (0.27.0 on: three).
 
     Older releases may resume a preempted request while two of its outputs are in flight, so that
     the request receives a token twice, even without a connector.
@@ -149,7 +149,7 @@ def can_load_after_hits(num_groups: int) -> bool:
 
 
 def fewest_tokens_per_step(groups: Sequence[CacheGroup]) -> int:
-    """Return the smallest token budget with which blocks are counted before they are taken.
+    """Return the smallest token budget with which all blocks are counted before allocation.
 
     0.20.0 and 0.20.1 count the blocks of a window or a chunk up to a cap that grows with the
     budget. No request exceeds the cap if a step may compute the longest request.
@@ -159,7 +159,7 @@ def fewest_tokens_per_step(groups: Sequence[CacheGroup]) -> int:
 
 
 def can_block_itself() -> bool:
-    """Whether waiting requests may hold loaded blocks that the first one needs (to 0.22)."""
+    """Whether waiting requests may hold loaded blocks that the first request needs (to 0.22)."""
     return not installed().connector.reserved_blocks
 
 
@@ -213,17 +213,17 @@ def make_vllm_config(
         num_groups: KV-cache groups.
         num_blocks: Blocks of the pool.
         has_states: Whether the model has Mamba groups, whose states are then cached.
-        prefix_match_unit: Tokens of a hash, if the release lets users choose it (0.32.0); by
-            default as few as the sizes of the groups require.
+        prefix_match_unit: Number of tokens of a hash, if users may choose it (0.32.0); by default
+            as few as the sizes of the groups allow.
         max_num_seqs: Requests that may run together.
         max_num_batched_tokens: Token budget of one step.
-        steps_in_flight: Steps that may be launched before the output of the first of them
-            is processed; with several, scheduling is asynchronous.
+        steps_in_flight: Number of steps that may be launched before the output of the first one is
+            processed; with several steps, scheduling is asynchronous.
         num_drafts: Maximum number of draft tokens in a step; 0 for no speculative decoding.
-        has_lookahead: Whether a step also allocates slots for the draft tokens of the next step, as
-            vLLM does for a draft model.
-        ranks: Tensor-parallel and pipeline-parallel size; the model has this multiple of the heads
-            and of the layers of one rank.
+        has_lookahead: Whether a step also allocates slots for the next step's draft tokens, as for
+            a draft model.
+        ranks: Tensor-parallel and pipeline-parallel size; the model has as many heads and layers as
+            all ranks need together.
     """
     folder.mkdir(parents=True, exist_ok=True)
     widths = {name: _MODEL[name] * ranks[0] for name in _WIDTHS}
@@ -328,7 +328,7 @@ def make_kv_cache_config(
         groups: The KV-cache groups.
         num_blocks: Blocks of the pool.
         layers_per_group: Layers of each group.
-        stage: The layers that a stage of pipeline parallelism has; None for all layers.
+        stage: The layers of a stage of pipeline parallelism; None for all layers.
 
     Raises:
         UnsupportedEngineError: The simulation cannot make a spec for this kind of group.
@@ -387,7 +387,7 @@ def make_kv_cache_config(
 def make_scheduler(
     vllm_config: Any, kv_cache_config: Any, geometry: Any, *, plain: bool = False
 ) -> Any:
-    """Make a scheduler with its connector, asynchronous if so configured.
+    """Make a scheduler and its connector; the configuration decides whether it is asynchronous.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -416,13 +416,13 @@ def make_scheduler(
 
 
 def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
-    """Reset the prefix cache, and the connector's if the release can; False if refused.
+    """Reset the prefix cache, and the connector if the release can; return False if refused.
 
     Args:
         scheduler: The scheduler.
-        running_too: Whether to preempt running requests, where the release can (0.12.0) and
-            drops their outputs in flight (0.27.0). In older releases an older output may end a
-            request that computes its prompt again.
+        running_too: Whether to preempt running requests, if the release can (0.12.0) and drops
+            their outputs in flight (0.27.0). In older releases such an output may end a request
+            that computes its prompt again.
 
     Raises:
         RuntimeError: A block is in use although no request runs.
@@ -468,7 +468,7 @@ def make_request(
 
 
 def computed_before(output: Any) -> dict[str, int]:
-    """Return the number of tokens of each scheduled request whose KV exists before the step."""
+    """Return, for each scheduled request, the number of tokens whose KV exists before the step."""
     cached = output.scheduled_cached_reqs
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -476,29 +476,29 @@ def computed_before(output: Any) -> dict[str, int]:
 
 
 def propose_drafts(scheduler: Any, drafts: Mapping[str, list[int]]) -> None:
-    """Set the draft tokens of requests for their next step, like a model runner after a step."""
+    """Set the draft tokens for the next step of requests, as a model runner does after a step."""
     kind = vllm("v1.outputs").DraftTokenIds
     scheduler.update_draft_token_ids(kind(list(drafts), list(drafts.values())))
 
 
 def loads_after_launch(output: Any) -> bool:
-    """Whether the worker starts the loads of a step after the launch of its forward (0.29.0)."""
+    """Whether the worker starts a step's loads after the launch of its forward pass (0.29.0)."""
     return installed().connector.loads_after_launch and not output.has_sync_kv_loads
 
 
 def bind_transfers(worker: Any, output: Any, metadata: Any) -> None:
-    """Make the first calls of a model runner in a step."""
+    """Make the calls that a model runner makes first in a step."""
     handle_preemptions(worker, output, metadata)
     worker.bind_connector_metadata(metadata)
 
 
 def start_transfers(worker: Any) -> None:
-    """Start the transfers of a step, before or after the launch of its forward."""
+    """Start the transfers of a step, before or after the launch of its forward pass."""
     worker.start_load_kv(None)
 
 
 def end_transfers(worker: Any) -> None:
-    """Make the calls of a model runner after the compute of a step."""
+    """Make the calls that a model runner makes after the compute of a step."""
     worker.wait_for_save()
     worker.clear_connector_metadata()
 
@@ -525,12 +525,12 @@ def take_transfers(worker: Any, output: Any) -> Any:
 
 
 def make_aggregator(num_ranks: int) -> Any:
-    """Merge the outputs of all ranks with vLLM's own code."""
+    """Make vLLM's own aggregator, which merges the outputs of all ranks."""
     return vllm("distributed.kv_transfer.kv_connector.utils").KVOutputAggregator(num_ranks)
 
 
 def _register_model() -> None:
-    """Register a model that never runs, because vLLM would import a real one in another process."""
+    """Register a model that never runs, because vLLM imports a real model in another process."""
     import torch
 
     class KVViewTestModel(torch.nn.Module):

@@ -15,7 +15,7 @@ _Blocks = tuple[list[int], list[OffloadKey]]
 
 @dataclass(eq=False)
 class Forward:
-    """The effect of one step on the KV cache, with the block tables at its launch."""
+    """The effect of one step on the KV cache, for the block tables at the step's launch."""
 
     begun: list[int] = field(default_factory=list)  # blocks that it does not fill with known tokens
     writes: list[_Blocks] = field(default_factory=list)
@@ -30,15 +30,16 @@ class Forward:
         return {block_id for blocks, _ in self.writes for block_id in blocks}
 
     def mismatches(self, invalid: Collection[int]) -> int:
-        """Number of wrong blocks that it read, except those that the scheduler calls invalid."""
+        """Count the wrong blocks that the step read, except those that the scheduler excludes."""
         return sum(count for blocks, count in self.wrong if not blocks & set(invalid))
 
 
 class Compute:
     """The KV of every block of a GPU, in the order of the compute stream.
 
-    1. A block that a step computes has its key as soon as the step is launched, in stream order.
-    2. Its bytes exist once the step has run: at once, or when its output is processed.
+    1. A block that a step computes receives its key when the step is launched, in stream order.
+    2. The bytes of the block exist once the step has run, immediately or when its output is
+       processed.
 
     Args:
         geometry: Groups and block sizes.
@@ -105,7 +106,7 @@ class Compute:
         self.kv_bytes.poison(forward.overwritten)
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
-        """Overwrite blocks after every launched step, like another owner."""
+        """Overwrite blocks after the last launched step, as another owner would."""
         overwritten = list(block_ids)
         for block_id in overwritten:
             self.computed.pop(block_id, None)
@@ -121,9 +122,9 @@ class Compute:
         start: int | None,
         end: int,
     ) -> Iterator[_Blocks]:
-        """Return the blocks that become full between two token counts, with their keys, per group.
+        """Yield the blocks that become full between two token counts, with their keys, by group.
 
-        With ``None`` as the start, return the blocks that a token at the end reads.
+        If ``start`` is None, yield the blocks that a token at the end reads.
         """
         for index, (group, table) in enumerate(zip(self._geometry.groups, tables, strict=True)):
             first = group.num_skipped_tokens(end) if start is None else start

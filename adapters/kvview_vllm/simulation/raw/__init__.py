@@ -1,11 +1,11 @@
-"""Any ``KVConnectorBase_V1``, unmodified, under the seeded simulation.
+"""Any ``KVConnectorBase_V1``, unmodified, run by the seeded simulation.
 
     report = check_connector(MyV1Connector, engines=VLLMEngines(), options={...})
 
-The real scheduler of the installed vLLM, both roles of the connector, tensors of the real
-shapes, and the same scenarios, shrinking, scripts and report as for kvview connectors. A run
-checks every byte that a request reads, the end of every request, the release of every block,
-the counts and links of the pool, and that no method raises.
+A run has the real scheduler of the installed vLLM, both roles of the connector and tensors of the
+real shapes. Scenarios, shrinking, scripts and report are the same as for kvview connectors. A run
+checks every byte that a request reads, the end of every request, the release of every block, the
+counts and links of the pool, and that no method raises.
 
 Source: :mod:`kvview_vllm.simulation.raw.harness`.
 """

@@ -1,4 +1,4 @@
-"""Scenarios for raw connectors, which consist of parts of the kit's scenarios."""
+"""Scenarios for raw connectors, made from the suitable parts of the kit's scenarios."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEVER_PLAYED = (
 
 
 class RawEngines:
-    """Fits scenarios to full attention, and a window or Mamba, in blocks that GPUs support.
+    """Fits scenarios to full attention, alone or with a window or Mamba, in GPU-sized blocks.
 
     Args:
         name: Name of the engine.
@@ -41,7 +41,7 @@ class RawEngines:
         self.name = name
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
-        """Remove the parts that are not simulated, and name the parts that no run has."""
+        """Remove the parts that raw runs do not simulate, and name all parts that are missing."""
         left_out = [*_NEVER_PLAYED]
         groups = _played_groups(scenario, left_out)
         if groups != scenario.geometry.groups:
@@ -111,7 +111,7 @@ def can_load_in_groups() -> bool:
 
 
 def can_load_states() -> bool:
-    """Whether a group of Mamba is simulated, besides full attention."""
+    """Whether a Mamba group can be simulated, besides full attention."""
     return (
         can_load_in_groups()
         and can_allocate_states()
@@ -121,7 +121,7 @@ def can_load_states() -> bool:
 
 
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-    """Return full attention, and a window or Mamba if one of several groups is of this kind."""
+    """Return full attention and, if the scenario has one of several groups, a window or Mamba."""
     groups = scenario.geometry.groups
     if len(groups) == 1:
         if not isinstance(groups[0], FullAttention):
@@ -146,7 +146,7 @@ def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup,
 
 
 def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
-    """Return the same scenario with other groups, with as many blocks for each group."""
+    """Return the same scenario with other groups, and with as many blocks for each group."""
     before = scenario.geometry.scheduler_block_size
     old = scenario.num_gpu_blocks
 

@@ -1,4 +1,4 @@
-"""Two schedulers of vLLM with an unmodified NIXL connector, over the simulated network.
+"""Two schedulers of vLLM with an unmodified NIXL connector, connected by the simulated network.
 
 Both roles of the connector are vLLM's own. The NIXL library, the side channel and the clock are
 replaced (:mod:`~kvview_vllm.simulation.raw.nixl_agents`).
@@ -86,7 +86,7 @@ class RawPDHarness(HandoffEvents, RawHarness):
 
     @override
     def take_offered(self) -> Mapping[str, tuple[Mapping[str, Any], BlockIds]]:
-        """Return the offers with the blocks that the requests keep, which may be fewer."""
+        """Return the offers, with only the blocks that their requests still have."""
         offered = super().take_offered()
         return {
             name: (params, self._manager.get_block_ids(name))
@@ -104,12 +104,12 @@ class RawPDHarness(HandoffEvents, RawHarness):
         return +refs
 
     def num_wrong_blocks(self) -> int:
-        """Count the wrong bytes that requests have read after the report of a right load."""
+        """Count the reads of wrong bytes by requests without a successful load."""
         return self._num_wrong_reads
 
     @override
     def has_work(self) -> bool:
-        """Whether the engine steps; after its work it makes more steps, like a busy server."""
+        """Whether the engine must step; it also steps for a while after its work has ended."""
         now = self._fabric.network.now
         if super().has_work() or self._has_requests():
             self._steps_until = now + _STEPS_LATER
@@ -117,7 +117,7 @@ class RawPDHarness(HandoffEvents, RawHarness):
 
     @override
     def shutdown(self) -> Mapping[int, int]:
-        """Shut both roles down; vLLM's process ends with the blocks of its offers."""
+        """Shut both roles down; the blocks of open offers do not count as leaked."""
         super().shutdown()
         refs = {block.block_id: block.ref_cnt for block in self._pool.blocks[1:]}
         return +(Counter(refs) - super().engine_refs())
@@ -131,7 +131,7 @@ class RawPDHarness(HandoffEvents, RawHarness):
 
     @override
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Overwrite blocks like another request to which they were allocated."""
+        """Overwrite blocks, as another request would after their allocation."""
         for slots in self.worker.caches.slots:
             slots[list(block_ids)] = _GARBAGE
 
@@ -224,14 +224,14 @@ class RawPair(TwoEngines):
 
     @override
     def read_handoff(self, params: Mapping[str, Any], num_tokens: int) -> Handoff:
-        """Read vLLM's parameters, which name neither the prefix nor the layout."""
+        """Read vLLM's parameters, which contain neither the prefix nor the layout."""
         engine, _, life = params["remote_engine_id"].partition(", ")
         address = f"{params['remote_host']}:{params['remote_port']}"
         return Handoff(engine, life, address, 0, num_tokens, "", "")
 
     @override
     def offered_blocks(self, handoff: object, geometry: object, tables: BlockIds) -> set[int]:
-        """Return all blocks, because vLLM frees the blocks of a request together."""
+        """Return all blocks of the offer, because vLLM frees the blocks of a request together."""
         return {block for table in tables for block in table if block}
 
     @override

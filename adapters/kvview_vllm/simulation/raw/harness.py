@@ -1,12 +1,11 @@
-"""One real ``Scheduler``, one real worker's side, and an unmodified connector.
+"""One real ``Scheduler``, the worker's side of vLLM, and an unmodified connector.
 
 The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's own forward context,
-layer by layer. Each role is built from its own configuration, in one process or in two processes;
-with two processes, the scheduler may be some steps ahead of the worker.
+layer by layer. Each role is built from a separate configuration, in one process or in two
+processes. With two processes, the scheduler may be some steps ahead of the worker.
 
 - VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
-  slots that it computes. A connector may rely on the fact that blocks are only reused through the
-  scheduler.
+  slots that it computes. A connector may rely on vLLM to reuse blocks only through the scheduler.
 
 Source: :mod:`kvview_vllm.simulation.engine`, :mod:`kvview_vllm.simulation.raw.worker`.
 """
@@ -74,8 +73,7 @@ class RawHarness(VLLMConnectorHarness):
         transfer_config: Arguments of ``KVTransferConfig`` besides its class.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
-        is_connected: Whether the connector runs; without the connector, the KV-cache groups are the
-            same.
+        is_connected: Whether the connector runs; a run without it has the same KV-cache groups.
     """
 
     _is_plain = True
@@ -181,7 +179,7 @@ class RawHarness(VLLMConnectorHarness):
             raise
 
     def _cache_kind(self, scenario: Scenario) -> CacheKind:
-        """Return the layers of the model."""
+        """Return the kinds of the model's layers."""
         return make_layers(scenario.geometry.groups)
 
     def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
@@ -215,7 +213,7 @@ class RawHarness(VLLMConnectorHarness):
         return ""
 
     def finished_requests(self) -> list[str]:
-        """Return ended requests whose blocks the connector promised to free later."""
+        """Return ended requests whose blocks the connector has promised to free later."""
         requests = self._scheduler.requests
         return [name for name, request in requests.items() if request.is_finished()]
 
@@ -258,7 +256,7 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; if vLLM and the connector do, the weights change too."""
+        """Reset the caches; if vLLM and the connector accept the reset, the weights change too."""
         has_reset = super().reset(after_reports=after_reports)
         if has_reset:
             self._words.change_weights()
@@ -282,7 +280,7 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Do nothing, because only blocks that the scheduler allocated are written (VSIM-3)."""
+        """Do nothing, because only requests may write into blocks (VSIM-3)."""
 
     # --- one step ---
 
@@ -325,7 +323,7 @@ class RawHarness(VLLMConnectorHarness):
                 self._raise_wrong(one)
 
     def _batch(self, output: Any, chunks: Mapping[str, Chunk]) -> list[RequestInStep]:
-        """Make the compute of a step, with the current block tables."""
+        """Return the tokens that a step computes, with the current block tables."""
         tables = self._tables(output)
         return [
             self._tokens_of(name, tables[name], chunk.start, chunk.kept, chunk.num_rejected)

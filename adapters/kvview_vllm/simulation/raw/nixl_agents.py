@@ -1,9 +1,9 @@
 """NIXL in one process: agents that read each other's memory over the simulated network.
 
-The agents replace the NIXL library, and the TCP side channel and the clock of vLLM's NIXL
-connectors. A read is a message that the network reads late out of the producer's memory, so a block
-that is overwritten in the meantime is detected. The transport is reliable, as NIXL's is: a lost
-message ends as a transfer error, and no message is cut, changed or repeated.
+The agents replace the NIXL library. The TCP side channel and the clock of vLLM's NIXL connectors
+are replaced as well. The producer's memory is read only when the network delivers the read, so a
+block that was overwritten in the meantime is detected. The transport is reliable like NIXL's. A
+lost message causes a transfer error, and no message is cut, changed or repeated.
 
 Source: the calls of ``nixl_agent`` in vllm/distributed/kv_transfer/kv_connector/v1/nixl, 0.32.0 and
 0.33.0.
@@ -65,7 +65,7 @@ class SimulatedAgent:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine still has this life."""
+        """Whether the life of the engine to which the agent belongs has not ended."""
         return not self._wire.is_dead
 
     # --- memory and peers ---
@@ -97,11 +97,11 @@ class SimulatedAgent:
         return self._fabric.is_alive(name)
 
     def get_xfer_descs(self, blocks: Any, mem_type: str | None = None) -> Any:
-        """Return the blocks of a list, as in releases up to 0.32."""
+        """Return the blocks unchanged, for releases up to 0.32."""
         return blocks
 
     def prep_xfer_dlist(self, name: str, rows: Any, mem_type: str | None = None) -> int:
-        """Make a list of blocks, whose rows may each stand for several blocks."""
+        """Make a list of blocks from rows, each of which may stand for several blocks."""
         blocks: list[Block] = []
         for address, size, _, *strided in ([*map(int, row)] for row in rows):
             stride, number = strided or (0, 1)
@@ -124,7 +124,7 @@ class SimulatedAgent:
         remote_ids: Any,
         notif_msg: bytes = b"",
     ) -> int:
-        """Prepare the read of blocks; an index beyond the list raises an error."""
+        """Prepare a read of blocks; an index beyond the list raises an error."""
         if operation != "READ":
             raise RuntimeError(f"NIXL_ERR_NOT_SUPPORTED: {operation}")
         (_, mine), (peer, theirs) = self._lists[local], self._lists[remote]
@@ -158,7 +158,7 @@ class SimulatedAgent:
         """Return nothing."""
 
     def release_xfer_handle(self, handle: int) -> None:
-        """Drop a transfer; pages that arrive after this call are not written."""
+        """Drop a transfer, and discard pages that arrive after this call."""
         self._transfers.pop(handle, None)
 
     # --- messages ---
@@ -226,7 +226,7 @@ class Fabric:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let vLLM's NIXL connectors use this process."""
+        """Let vLLM's NIXL connectors use the simulated agents."""
         with reading("NIXL", "the modules of its connectors"):
             nixl = {name: vllm(f"{_PACKAGE}.{name}") for name in _MODULES}
         worker, scheduler = nixl["base_worker"], nixl["base_scheduler"]
@@ -251,7 +251,7 @@ class Fabric:
 
     @contextmanager
     def building(self, life: EngineLife) -> Iterator[None]:
-        """Assign the agents and the side channel that are made in the block to an engine."""
+        """Assign the agents and the side channel that the ``with`` block makes to an engine."""
         self._built = life
         host, _, port = life.me.address.rpartition(":")
         address = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
@@ -285,7 +285,7 @@ class _SideChannel:
         self._packing, self._zmq = worker.msgspec.msgpack, worker.zmq
 
     def setsockopt(self, *_: int) -> None:
-        """Do nothing, because no call waits."""
+        """Do nothing, because no call waits for the network."""
 
     def send(self, message: bytes) -> None:
         """Request the metadata of a rank."""
@@ -293,7 +293,7 @@ class _SideChannel:
         self._rank = tuple(rank)
 
     def recv_multipart(self) -> list[bytes]:
-        """Return the metadata and the producer's clock, or raise an error as after 5 seconds."""
+        """Return the metadata and the producer's clock, or raise the error of a timeout."""
         network = self._network
         is_cut_off = network.now < network.cut_off_until
         network.num_faults += is_cut_off
@@ -303,7 +303,7 @@ class _SideChannel:
 
 
 class _Executor:
-    """Replaces the thread for handshakes: they run before the next step."""
+    """Replaces the thread for handshakes, which run before the next step instead."""
 
     def __init__(self, jobs: list[Callable[[], None]]) -> None:
         self._jobs = jobs

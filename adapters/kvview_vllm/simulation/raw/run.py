@@ -38,10 +38,10 @@ class RawRun(Run):
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.
-        scenario: The events, fitted or not.
+        scenario: The events, whether they are already fitted or not.
         options: The ``kv_connector_extra_config``; its key ``kv_transfer_config`` has the other
             fields.
-        without: ``"connector"`` or ``"loads"``, the part that is off in a control run.
+        without: The part that is off in a control run, ``"connector"`` or ``"loads"``.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RawRun(Run):
 def judge(
     connector_class: type, result: SimulationResult, options: Mapping[str, Any]
 ) -> SimulationResult:
-    """Repeat a failed run without the connector, and with its loads off (VSIM-6).
+    """Repeat a failed run without the connector, and with the connector's loads off (VSIM-6).
 
     Args:
         connector_class: The connector that failed.

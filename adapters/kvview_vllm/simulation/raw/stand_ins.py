@@ -28,7 +28,7 @@ _LMCACHE = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"})
 
 
 def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
-    """Whether a part of these connectors can only copy with CUDA, so that it is replaced."""
+    """Whether a stand-in replaces a part of these connectors, which can only copy with CUDA."""
     return not _names(connector_classes).isdisjoint(_CUDA_ONLY)
 
 
@@ -64,7 +64,7 @@ class CopyQueue:
             self._run_one()
 
     def wait(self, keys: Collection[object]) -> None:
-        """Run copies until all copies with these keys have ended."""
+        """Run copies in order until all copies with these keys have ended."""
         while any(key in keys for _, key, _ in self._waiting):
             self._run_one()
 
@@ -96,7 +96,7 @@ class StandIns:
             queue.advance()
 
     def next_delay(self) -> int:
-        """Draw the number of steps until the next copy may run."""
+        """Return the number of steps until the next copy may run."""
         self._num_copies += 1
         return self._delays[self._num_copies % len(self._delays)]
 
@@ -118,7 +118,7 @@ class StandIns:
 
     @contextmanager
     def installed(self, connector_classes: Sequence[type]) -> Iterator[None]:
-        """Replace parts while the block runs; nothing is replaced on a machine with CUDA.
+        """Replace parts during the ``with`` block; replace nothing on a machine with CUDA.
 
         Args:
             connector_classes: The connectors that run.
@@ -136,7 +136,7 @@ class StandIns:
 
     @staticmethod
     def end_process(connector_classes: Sequence[type]) -> None:
-        """Drop the state of these connectors that a process keeps after their shutdown.
+        """Drop the state of these connectors that stays in the process after their shutdown.
 
         Args:
             connector_classes: The connectors that ran.

@@ -16,7 +16,7 @@ TRANSFER_CONFIG = "kv_transfer_config"
 
 
 def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``KVTransferConfig`` arguments, without the class.
+    """Return the arguments of ``KVTransferConfig``, without the class.
 
     Args:
         options: ``kv_connector_extra_config``, with :data:`TRANSFER_CONFIG` next to its keys.
@@ -71,7 +71,7 @@ def _children(config: Mapping[str, Any]) -> Iterator[type]:
 
 @contextmanager
 def registered(connector_class: type | None) -> Iterator[None]:
-    """Make vLLM build this class: up to 0.21 a registered name has priority over a module path."""
+    """Make vLLM build this class, because up to 0.21 a registered name overrides a module path."""
     if connector_class is None:
         yield
         return

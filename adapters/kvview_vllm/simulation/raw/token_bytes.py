@@ -1,12 +1,12 @@
 """The simulated compute of a raw connector's engine, token by token and layer by layer.
 
-A connector may save slots instead of blocks, and rely on the way vLLM uses a block. So a step
-writes exactly the slots of its tokens and overwrites nothing else.
+A connector may save slots instead of whole blocks, and rely on the way in which vLLM fills a block.
+So a step writes exactly the slots of its tokens and overwrites nothing else.
 
-1. A token's bytes follow from all tokens up to it.
-2. A step's batch is written before its reads are compared, except for Mamba, because a request may
-   hit a block that another request computes in the same step.
-3. The tokens that the next token reads are compared: in a window, the last ones.
+1. The bytes of a token depend on this token and all tokens before it.
+2. The tokens of a step are written before the reads of the step are compared, because a request may
+   hit a block that another request computes in the same step. In Mamba groups, reads come first.
+3. Only the tokens that the next token reads are compared, which in a window are the last tokens.
 4. A state of several tokens (Mamba, compressed MLA) has the bytes of the last token.
 """
 
@@ -36,7 +36,7 @@ class RequestInStep:
         tables: Blocks of the request, by group.
         start: Position of the first token.
         end: Position after the last token.
-        words: The word of each token up to the end (:class:`TokenWords`).
+        words: The words of all tokens up to the end (:class:`TokenWords`).
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class Wrong:
 
 
 class TokenWords:
-    """One word for each token of each request, and the token of each word."""
+    """Maps each token of each request to a word, and each word to its token."""
 
     def __init__(self) -> None:
         self._states: WeakKeyDictionary[PlannedRequest, list[int]] = WeakKeyDictionary()
@@ -76,9 +76,10 @@ class TokenWords:
         self._num_weights = 0
 
     def change_weights(self) -> None:
-        """Give all tokens other words from now on, because a reset allows a change of the weights.
+        """Give all tokens other words from now on, because the weights may change after a reset.
 
-        The engine must have no KV, so that each older word is an error of the connector.
+        The engine must have no KV at this time, so that each older word is an error of the
+        connector.
         """
         self._num_weights += 1
         self._states.clear()
@@ -142,7 +143,7 @@ class TokenCompute:
         self._slots[layer][blocks, states] = self._expected(words, layer)
 
     def run(self, layer: int, batch: Sequence[RequestInStep]) -> list[Wrong]:
-        """Compute tokens of requests in a layer, and return the first wrong token that each reads.
+        """Compute tokens in a layer, and return the first wrong token that each request reads.
 
         A state of Mamba is read before it is overwritten, and no request hits a state that another
         request computes in the same step.
@@ -182,7 +183,7 @@ class TokenCompute:
     def _places(
         self, request: RequestInStep, layer: int, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return blocks, states in these blocks and words of tokens, one token for each state."""
+        """Return the block, the state in the block and the word of each state's last token."""
         group = self.group_of_layer[layer]
         size = self.groups[group].block_size
         per_state = size // self._slots[layer].shape[1]
@@ -225,7 +226,7 @@ def _word(state: int) -> int:
 
 
 def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], group: int) -> object:
-    """Make the metadata of a step that a layer-wise connector reads: slots, tables, lengths.
+    """Make the metadata of a step that layer-wise connectors read: slots, tables and lengths.
 
     Args:
         compute: The compute, which has the slots.

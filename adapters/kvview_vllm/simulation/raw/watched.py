@@ -1,7 +1,7 @@
-"""A watch for a raw connector: exceptions, promises, touches and frees of its methods.
+"""A watch that records exceptions, promises, touches and frees of a raw connector's methods.
 
-The class that vLLM builds is a subclass of the connector's own, so its bases, its class methods
-and its overrides stay the same.
+vLLM builds a subclass of the connector's class, so bases, class methods and overrides stay the
+same.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Watch:
 
 
 def make_watched(connector_class: type, watch: Watch) -> type:
-    """Make a subclass for vLLM to build, whose methods are called through a watch."""
+    """Make a subclass for vLLM to build, which calls the connector's methods through a watch."""
     own = overridden(connector_class)
 
     def watched(name: str) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def _flat(blocks: Iterable[Any]) -> Iterable[Any]:
 
 
 def _line() -> str:
-    """Return the connector's own line that calls the pool."""
+    """Return the line of the connector's code that calls the pool."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The worker's role of a raw connector, driven as by a model runner, in any process.
+"""The worker's role of a raw connector, called as by a model runner, in any process.
 
 Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
 vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
@@ -52,8 +52,8 @@ class StepAnswer:
 
     Args:
         transfers: The ``KVConnectorOutput`` of the connector, or None.
-        wrong: The first wrong token that was read, per layer and request.
-        num_loads: Number of loads that wrote new bytes, which requests then read.
+        wrong: The first wrong token that each request has read in each layer.
+        num_loads: Number of loads that wrote new bytes that requests then read.
         seen: The replaced parts, and the parts that were not simulated.
     """
 
@@ -74,7 +74,7 @@ class RawWorker:
         connect: Builds the connector's role; None without a connector.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
-        rank: Number of the rank, because each rank computes other bytes.
+        rank: Number of the rank, on which the computed bytes depend.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class RawWorker:
         return {f"left out: {part}" for part in self._watch.left_out} | self._stand_ins.used
 
     def close(self) -> None:
-        """Do nothing, because only the role itself survives the run."""
+        """Do nothing, because this worker has no process to end."""
 
     def _execute(self, step: RawStep) -> tuple[Any, list[Wrong]]:
         output = step.output
@@ -176,7 +176,7 @@ class RawWorker:
             self._state._KV_CONNECTOR_AGENT = None
 
     def _forward(self, step: RawStep, attention: dict[str, Any]) -> list[Wrong]:
-        """Wait, write, read and save, layer by layer."""
+        """For each layer, wait for its load, write and read tokens, and save the layer."""
         wrong: list[Wrong] = []
         for number, layer in enumerate(self._layers):
             if self._role is not None:
@@ -188,13 +188,13 @@ class RawWorker:
 
 
 class RemoteRawWorker:
-    """A worker in a forked process, as under an executor with several workers.
+    """A worker in a forked process, as if under an executor with several workers.
 
-    Module and class attributes that the roles share are copies from the fork on; messages between
-    the roles are pickled.
+    After the fork the roles have separate copies of module and class attributes, and messages
+    between the roles are pickled.
 
     Args:
-        make: Builds the worker, in its process.
+        make: Builds the worker; called in the worker's process.
     """
 
     def __init__(self, make: Callable[[], RawWorker]) -> None:
@@ -216,7 +216,7 @@ class RemoteRawWorker:
             raise
 
     def execute(self, step: bytes) -> StepAnswer:
-        """Run a :class:`RawStep`, pickled at its launch, in the process."""
+        """Run a :class:`RawStep` in the process; the step was pickled at its launch."""
         answer: StepAnswer = self._child.call("execute", step)
         return answer
 
