@@ -2,7 +2,7 @@
 
     kvview check examples/compressed_memory.py:CompressedConnector --option 'cpu_bytes={bytes}'
 
-Host memory is a level of ``StoreConnector`` itself, so only the transform is left to write.
+Host memory is a level of ``StoreConnector`` itself, so the author only writes the transform.
 """
 
 import zlib
@@ -24,7 +24,7 @@ class Zlib(Transform):
 
 
 class CompressedConnector(StoreConnector):
-    """Option ``cpu_bytes``: bytes of compressed pages that host memory holds."""
+    """Its option ``cpu_bytes`` is the number of bytes that compressed pages may take."""
 
     transform = Zlib
     defaults = {"cpu_bytes": 1 << 30}  # noqa: RUF012

@@ -4,7 +4,7 @@ r"""A store in a folder, one file for each page, and a connector made of it.
     kvview check examples/folder_store.py:FolderConnector --option root={tmp} \
         --option weights=1 --option 'store_blocks={blocks}'
 
-``Threaded`` adds threads, jobs and lookups that do not wait. The guard in front of every store
+``Threaded`` adds threads, jobs and lookups that do not block. The guard in front of every store
 adds checksums, deadlines and protection against a store that hangs.
 """
 
@@ -20,7 +20,7 @@ from kvview.tier import Namespace, Threaded
 
 
 class FolderStore(Threaded):
-    """Keeps each page in a file of its own."""
+    """Keeps each page in a separate file."""
 
     def __init__(self, namespace: Namespace, root: str, threads: int = 4) -> None:
         self._folder = Path(root, namespace.digest.hex())
@@ -32,12 +32,12 @@ class FolderStore(Threaded):
         return self._path(key).is_file()
 
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        """Read the page, and refuse a file that is shorter or longer."""
+        """Read the page, and refuse a file that is shorter or longer than the page."""
         with self._path(key).open("rb", buffering=0) as file:
             return file.readinto(page) == len(page) and not file.read(1)
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        """Write under another name first, so that a file with its own name is always whole."""
+        """Write to a temporary name and rename the file, so that each final file is complete."""
         path = self._path(key)
         half = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
         try:
@@ -56,6 +56,6 @@ class FolderStore(Threaded):
 
 
 class FolderConnector(StoreConnector):
-    """Options ``root``, ``threads``, ``store_blocks`` and ``weights``."""
+    """The options are ``root``, ``threads``, ``store_blocks`` and ``weights``."""
 
     store = FolderStore

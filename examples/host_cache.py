@@ -1,11 +1,11 @@
-"""A complete connector in one file: finished requests leave their KV in host memory.
+"""A complete connector in one file, which keeps the KV of finished requests in host memory.
 
 Try it, without a GPU and without vLLM:
 
     kvview replay --connector examples/host_cache.py:HostCacheConnector \
         --gpu-blocks 500 --cpu-blocks 5000
 
-Copy the file and change it. It imports the contract and torch, but no engine.
+Copy this file and change the copy. The file imports the contract and torch, but no engine.
 """
 
 from collections import Counter, OrderedDict
@@ -44,7 +44,7 @@ from kvview import (
 
 
 class HostCacheConnector(Connector):
-    """Build both halves. Option ``cpu_blocks`` is the number of blocks that the host keeps."""
+    """Build both halves. Its option ``cpu_blocks`` is the number of blocks that the host holds."""
 
     contract_version = "1.0"
 
@@ -63,7 +63,7 @@ class HostCacheConnector(Connector):
 
 
 class HostCacheScheduler(SchedulerConnector):
-    """Tracks the host slot of each key, and the jobs in flight."""
+    """The scheduler half, which tracks the host slot of each key, and the jobs in flight."""
 
     def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
         self.geometry = config.geometry

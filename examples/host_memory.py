@@ -1,9 +1,9 @@
-"""A complete connector: it keeps the KV of requests in host memory.
+"""A complete connector that keeps the KV of requests in host memory.
 
     kvview check examples/host_memory.py:HostMemoryConnector --option 'store_blocks={blocks}'
 
-The author writes where bytes go. ``StoreConnector`` does the rest: jobs, holds, threads, failures,
-resets, and the eviction of the least recently used pages.
+The author only writes the store. ``StoreConnector`` adds jobs, holds, threads, the handling of
+failures and resets, and the eviction of the least recently used pages.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class HostMemoryStore(Threaded):
 
 
 class HostMemoryConnector(StoreConnector):
-    """Option ``store_blocks``: the number of blocks that host memory holds."""
+    """The option ``store_blocks`` is the number of blocks that host memory holds."""
 
     store = HostMemoryStore
     defaults = {"store_blocks": 10_000}  # noqa: RUF012

@@ -2,8 +2,9 @@
 
     python examples/page_server.py 9000
 
-A request is an operation (H: has, G: get, P: put), the lengths of key and page, and both. An
-answer is a length and so many bytes: a page, or "+" for yes and nothing for no.
+A request consists of an operation (H: has, G: get, P: put), the lengths of key and page, the key,
+and the page. A response consists of a length and as many bytes: a page, "+" for yes, or no bytes
+for no.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import sys
 
 
 async def serve(port: int) -> asyncio.Server:
-    """Start a server; port 0 takes any."""
+    """Start a server; port 0 stands for any free port."""
     pages: dict[bytes, bytes] = {}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,6 @@
-"""A complete connector for vLLM in one file: finished requests leave their KV in host memory.
+"""A connector for vLLM in one file, which keeps the KV of finished requests in host memory.
 
-Try it, without a GPU, where vLLM's Python files can be imported:
+Try it without a GPU, in an environment in which vLLM's Python files can be imported:
 
     kvview check examples/raw_host_cache.py:HostCacheConnector --engine vllm
 
@@ -9,7 +9,7 @@ Serve with it:
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HostCacheConnector", \
 "kv_connector_module_path": "raw_host_cache", "kv_role": "kv_both"}'
 
-Copy the file and change it. It imports vLLM and torch, but not kvview.
+Copy this file and change the copy. The file imports vLLM and torch, but not kvview.
 """
 
 from collections import OrderedDict
@@ -37,9 +37,9 @@ class HostCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Both halves.
 
-    ``host_blocks`` in ``kv_connector_extra_config`` is the number of blocks that the host keeps.
+    A connector whose host memory holds ``host_blocks`` (in ``kv_connector_extra_config``) blocks.
 
-    Made for models with one KV-cache group of full attention.
+    The connector is made for models with one KV-cache group of full attention.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -59,7 +59,7 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False, because this is a cache and no other engine waits for its stores."""
+        """Return False, because no other engine waits for the stores of this cache."""
         return False  # by default vLLM 0.27 to 0.29 may preempt requests forever (#49674)
 
     # The scheduler's half. Loading: promise a prefix, get blocks for it, plan the copy.
@@ -153,7 +153,7 @@ class HostCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 gpu[block].copy_(host[slot])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, because no load is left."""
+        """Do nothing, because all loads have ended before the forward pass."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

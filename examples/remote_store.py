@@ -1,11 +1,11 @@
-r"""A complete connector: pages on a server that several engines share, through asyncio.
+r"""A complete connector that keeps pages on a server that several engines share, with asyncio.
 
     python examples/page_server.py 9000 &
     kvview check examples/remote_store.py:RemoteConnector --option port=9000 \
         --option 'weights={tmp}'
 
-Engines with equal ``weights`` find the pages of each other, and without ``weights`` they share no
-pages. The check gives each of its engines another text.
+Engines with equal ``weights`` share pages, and engines without ``weights`` share no pages. The
+check passes a different text to each of its engines.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class RemoteStore(AsyncStore):
-    """Sends each page to a server, over as many connections as are needed at once."""
+    """Sends each page to a server, with one connection for each request in flight."""
 
     def __init__(self, namespace: Namespace, port: int, host: str = "127.0.0.1") -> None:
         self.address = host, port
@@ -60,6 +60,6 @@ class RemoteStore(AsyncStore):
 
 
 class RemoteConnector(StoreConnector):
-    """Options ``port``, ``host`` and ``weights``."""
+    """The options are ``port``, ``host`` and ``weights``."""
 
     store = RemoteStore

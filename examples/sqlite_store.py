@@ -1,9 +1,9 @@
-"""A store with a byte budget, in a file of SQLite, and a connector made of it.
+"""A store with a byte budget, in an SQLite database, and a connector made of it.
 
     kvview check examples/sqlite_store.py:SQLiteStore --option root={tmp}
     kvview check examples/sqlite_store.py:SQLiteConnector --option root={tmp} --option weights=1
 
-All files under ``root`` count, and the journal of a transaction is one of them.
+All files under ``root`` count against the budget, including the journal of a transaction.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ class SQLiteStore(Threaded):
 
 
 class SQLiteConnector(StoreConnector):
-    """Options ``root``, ``max_bytes`` and ``weights``."""
+    """The options are ``root``, ``max_bytes`` and ``weights``."""
 
     store = SQLiteStore

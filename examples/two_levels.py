@@ -3,8 +3,8 @@ r"""A complete connector: compressed pages in host memory, in front of files.
     kvview check examples/two_levels.py:TwoLevelConnector \
         --option root={tmp} --option 'cpu_blocks={blocks}'
 
-Pages that memory has no room for move to files. They move back to memory when a request needs
-them, while it still waits for blocks.
+When host memory is full, pages move to files. They move back to host memory when a request needs
+them, while this request still waits for blocks.
 """
 
 import zlib
@@ -27,7 +27,7 @@ class Zlib(Transform):
 
 
 class TwoLevelConnector(StoreConnector):
-    """Options ``root``, ``cpu_bytes`` or ``cpu_blocks``, ``store_blocks`` and ``weights``."""
+    """Its options: ``root``, ``cpu_bytes`` or ``cpu_blocks``, ``store_blocks``, ``weights``."""
 
     store = FileStore
     transform = Zlib

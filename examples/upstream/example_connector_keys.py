@@ -1,8 +1,9 @@
 """``ExampleConnector`` serves KV to requests for which the model computes other KV (vLLM 0.33.0).
 
-No GPU, no model, no kvview: ``python example_connector_keys.py`` stores the plain request, and
-prints the tokens that the connector promises to a second one. Expected: 48 to the same request, and
-0 to all others. Then it prints three other defects.
+This script needs no GPU, no model and no kvview. ``python example_connector_keys.py`` stores the KV
+of a plain request, and prints the number of tokens that the connector promises to a second request.
+Expected: 48 for the same request, and 0 for all other requests. The script then shows three other
+defects.
 """
 
 import tempfile

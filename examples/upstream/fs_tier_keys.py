@@ -1,7 +1,7 @@
 """The tier ``fs`` has one path for two revisions and two memory layouts of a model (vLLM 0.33.0).
 
-No GPU, no model, no kvview: ``python fs_tier_keys.py`` prints the differences that change the path
-of a block. Expected: all of them.
+This script needs no GPU, no model and no kvview. ``python fs_tier_keys.py`` prints, for each
+difference, whether it changes the path of a block. Expected: each difference does.
 """
 
 from types import SimpleNamespace

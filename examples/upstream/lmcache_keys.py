@@ -1,8 +1,9 @@
 """LMCache's lookups lack properties that change the KV (LMCache 0.5.6, vLLM 0.33.0).
 
-No GPU, no model, no kvview: ``python lmcache_keys.py`` looks up the plain request and others with
-LMCache's adapter for vLLM, and prints whether the lookup differs. Expected: it always differs.
-Then it prints the fields of a key of the multiprocess mode, and passes a prompt of embeddings.
+This script needs no GPU, no model and no kvview. ``python lmcache_keys.py`` looks up a plain
+request and other requests with LMCache's adapter for vLLM, and prints whether the lookups differ.
+Expected: they always differ. The script then prints the fields of a key of the multiprocess mode,
+and passes a prompt of embeddings.
 """
 
 from dataclasses import fields

@@ -1,8 +1,8 @@
 """``OffloadingConnector`` passes other bytes than the KV cache in some layouts (vLLM 0.33.0).
 
-No GPU, no model, no kvview: ``python offloading_layouts.py`` prints, for attention and for Mamba
-states in each layout, the bytes of a block that the connector passes to its spec. Expected: all of
-them in every layout.
+This script needs no GPU, no model and no kvview. ``python offloading_layouts.py`` prints, for
+attention and for Mamba states in each layout, the bytes of a block that the connector passes to its
+spec. Expected: all bytes of the block in every layout.
 """
 
 from types import SimpleNamespace

@@ -1,8 +1,9 @@
 """SGLang's file backend returns damaged pages, and pages of another dtype (SGLang 0.5.23).
 
-No GPU, no model, no kvview: ``python sglang_file_backend.py`` stores a page of ones, changes its
-file or opens the folder with another setting, and prints what ``get`` returns. Expected: the page
-of ones in the first line, and nothing, or an error, in all others.
+This script needs no GPU, no model and no kvview. ``python sglang_file_backend.py`` stores a page of
+ones, changes the file of the page or opens the folder with another setting, and prints the result
+of ``get``. Expected: the page of ones in the first line, and nothing or an error in all other
+lines.
 """
 
 import tempfile
@@ -24,7 +25,7 @@ def backend(folder: str, **differences: Any) -> Any:
 
 
 def flip(page: bytes) -> bytes:
-    """A page with one other bit."""
+    """Return the page with one flipped bit."""
     return bytes([page[0] ^ 2]) + page[1:]
 
 

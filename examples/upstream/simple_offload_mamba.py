@@ -1,7 +1,7 @@
-"""``SimpleCPUOffloadConnector`` asserts for a model without attention layers (vLLM 0.33.0).
+"""``SimpleCPUOffloadConnector`` fails for a model without attention layers (vLLM 0.33.0).
 
-No GPU, no model, no kvview: ``python simple_offload_mamba.py``. Expected: no exception, or an error
-with a message.
+The script ``python simple_offload_mamba.py`` needs no GPU, no model and no kvview. Expected: no
+exception, or an error with a message.
 """
 
 from types import SimpleNamespace

@@ -3,9 +3,10 @@
     pip install 'kvview[reference,testing]'
     pytest test_kv_connectors.py
 
-They need a CPU, vLLM's Python files and less than a minute, but no GPU, server, model or network.
-They test behaviour alone: no signature and no private name. Each check of right behaviour has a
-control with an injected fault that must be seen. A test that is known to fail names its issue.
+The tests need a CPU, vLLM's Python files and less than a minute, but no GPU, server, model or
+network. They test only behaviour, and no signature or private name. Each check of right behaviour
+has a control, in which an injected fault must be detected. A test that is known to fail names its
+issue.
 """
 
 from __future__ import annotations
@@ -158,14 +159,14 @@ class HostConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class ForgetsStores(HostConnector):
-    """Announces its stores, and never reports their end."""
+    """A faulty connector that announces its stores and never reports their end."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, super().get_finished(finished_req_ids)[1]
 
 
 class LoadsTheNextBlock(HostConnector):
-    """Loads each page into the next block."""
+    """A faulty connector that loads each page into the next block."""
 
     def put(self, request_id: str, is_load: bool, copies: Copies) -> None:
         names = [name for name, _ in copies]
@@ -175,7 +176,7 @@ class LoadsTheNextBlock(HostConnector):
 
 
 class StoresAgain(HostConnector):
-    """Loads nothing, and stores the blocks again: the other child of a MultiConnector."""
+    """The other child of a MultiConnector, which loads nothing and stores the blocks again."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> tuple[int, bool]:
         return 0, False
@@ -186,7 +187,7 @@ class StoresAgain(HostConnector):
 
 
 class FreesWhatItStores(HostConnector):
-    """Releases the blocks to the engine before they are stored."""
+    """A faulty connector that releases blocks to the engine before they are stored."""
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
         if super().request_finished(request, block_ids)[0]:
@@ -199,20 +200,20 @@ class FreesWhatItStores(HostConnector):
 
 
 class StoresHalf(HostConnector):
-    """Stores the first half of the blocks: a child that has less than the other."""
+    """A child that stores only the first half of the blocks, and so less than the other."""
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
         return super().request_finished(request, block_ids[: (len(block_ids) + 1) // 2])
 
 
 def shipped(module: str, name: str) -> type[Any]:
-    """Return a connector of vLLM's own."""
+    """Return one of vLLM's own connectors."""
     kind: type[Any] = getattr(importlib.import_module(f"{V1}.{module}"), name)
     return kind
 
 
 def promising_more(kind: type[Any]) -> type[Any]:
-    """Return the same with a fault: it promises a block more than it has."""
+    """Return a subclass with a fault, which promises one block more than it has."""
 
     class Broken(kind):  # type: ignore[misc]
         def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Any:
@@ -234,7 +235,7 @@ def multi(*children: str) -> dict[str, Any]:
 def play(
     kind: type[Any], scenario: Scenario | int, options: dict[str, Any] | None = None
 ) -> SimulationResult:
-    """Run a scenario, or that of a seed, in vLLM's scheduler."""
+    """Run a scenario, or the scenario of a seed, in vLLM's scheduler."""
     scenario = generate_scenario(scenario) if isinstance(scenario, int) else scenario
     return simulate(kind, scenario, options or {}, engines=ENGINES)
 
@@ -242,14 +243,14 @@ def play(
 def require_right(
     kind: type[Any], scenario: Scenario | int, options: dict[str, Any] | None = None
 ) -> None:
-    """Require a run without a failure, in which the connector has loaded."""
+    """Require a run without a failure in which the connector has loaded blocks."""
     result = play(kind, scenario, options)
     assert result.failure is None, result.failure
     assert result.coverage.get("loads"), "the connector never loaded, so the run proves nothing"
 
 
 def turns(*between: Any, prompt: int = 66, **changes: Any) -> Scenario:
-    """A prompt, some events, its eviction from the GPU, and the same prompt again."""
+    """Return a scenario: a prompt, some events, its eviction from the GPU, and the prompt again."""
     events = (Add("first", 1, prompt, 2), Step(12), *between, Squeeze(100), Squeeze(0))
     return replace(
         Scenario(
@@ -306,7 +307,7 @@ def test_a_reset_removes_every_key() -> None:
 
 
 class LosesReports(OffloadConnector):
-    """Does not report the first copy that has ended."""
+    """A faulty connector that does not report the first copy that has ended."""
 
     def make_worker(self) -> Any:
         worker: Any = super().make_worker()
@@ -416,7 +417,7 @@ def test_an_abort_under_a_multi_connector(children: list[str]) -> None:
 
 
 class Pool:
-    """vLLM's pool with its own public methods, for the checks of kvview."""
+    """vLLM's pool, called by its own public methods, for the checks of kvview."""
 
     null_block_id = 0
     capabilities = (
@@ -451,7 +452,7 @@ class Pool:
 
 
 class ForgetfulPool(Pool):
-    """With a fault: it frees all but the last of several blocks."""
+    """A faulty pool, which frees all blocks of a call except the last."""
 
     def release(self, block_ids: Sequence[int]) -> None:
         super().release(block_ids[:-1] or block_ids)
@@ -461,7 +462,7 @@ LAWS = [f"POOL-{number}" for number in (1, 2, 3, 5, 6, 7, 10)]
 
 
 def test_the_pool_counts_holds_and_has_a_fixed_order() -> None:
-    """This includes a block that one free names twice: vLLM #42571."""
+    """This includes a block that occurs twice in one free (vLLM #42571)."""
     report = run_checks(Pool, select=LAWS)
     assert not report.failures, [str(one.failure) for one in report.failures]
     passed = {one.check.law for one in report if one.outcome is Outcome.PASSED}
@@ -479,7 +480,7 @@ HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 
 class Manager:
-    """vLLM's manager of four pages, with calls that no release changes."""
+    """vLLM's manager with four pages, called in the same way for every release."""
 
     def __init__(self) -> None:
         self.own = TranslatedManager(make_cpu_manager(4, "lru", enable_events=True))

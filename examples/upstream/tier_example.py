@@ -1,7 +1,7 @@
-"""The tier ``example`` reports loads as done and copies no byte (vLLM 0.33.0).
+"""The tier ``example`` reports loads as successful but copies no bytes (vLLM 0.33.0).
 
-No GPU, no model, no kvview: ``python tier_example.py`` stores a chunk, overwrites it in host
-memory, loads it, and prints the first byte. Expected: 1.
+This script needs no GPU, no model and no kvview. ``python tier_example.py`` stores a chunk,
+overwrites the chunk in host memory, loads it, and prints its first byte. Expected: 1.
 """
 
 from types import SimpleNamespace

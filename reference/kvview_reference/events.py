@@ -16,7 +16,7 @@ EventT = TypeVar("EventT")
 
 
 class EventLog(list[EventT]):
-    """Events in the order of the changes, until they are taken (EVENT-3)."""
+    """The events since the last call of :meth:`take`, in the order of the changes (EVENT-3)."""
 
     def take(self) -> list[EventT]:
         """Return the events since the last call."""
@@ -28,15 +28,15 @@ class EventLog(list[EventT]):
 class EventMerger:
     """A merge of the events of several sources.
 
-    A key that two sources hold in one medium stays advertised until both sources have dropped the
-    key (EVENT-1, EVENT-2).
+    If two sources hold a key in one medium, its removal is reported only when both sources have
+    dropped the key (EVENT-1, EVENT-2).
     """
 
     def __init__(self) -> None:
         self._holders: Counter[tuple[str, OffloadKey]] = Counter()
 
     def merge(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
-        """Return the events, with only the keys that a medium gained or lost as a whole."""
+        """Return the events without keys that another source still holds, or held before."""
         merged = []
         for event in events:
             keys = [key for key in event.keys if self._changes(event, key)]

@@ -6,15 +6,16 @@ The queue consists of two arrays of ints and a list of states.
   the low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
   join at the high end, ``_back``: item i has position ``_back_start + i``, which is at least
   ``FIRST_BACK``. Items before ``_head`` are used up.
-- ``_state[b]`` is the position of a free block. For a held block, the entry is twice the number of
-  references, plus 1 if the block has a hash; this number is always between the two ends. A touch or
-  a free reads only this list, because reading a second list would cost a second cache miss.
+- ``_state[b]`` is the position of a free block. For a held block, ``_state[b]`` is twice the number
+  of references, plus 1 if the block has a hash. This number is positive and less than
+  ``FIRST_BACK``, so it is never a position. A touch or a free reads only this list, because reading
+  a second list would cost a second cache miss.
 - A method that takes a block writes 0 at its position. 0 is the id of the null block, which is
-  never free. So every entry is a free block or 0, and ``filter`` skips the zeros.
-- An allocation drops the zeros that it reaches. Once the zeros outnumber the blocks, every touch
+  never free, so every entry is a free block or 0, and ``filter`` skips the zeros.
+- An allocation drops the zeros that it reads. If there are more zeros than blocks, every touch
   compacts some entries (:meth:`FreeQueue._compact`), so that no single call takes long.
-- A walk (:mod:`kvview_reference.walks`) is a position on the axis. A method that takes or moves
-  entries stops the walks first, so that they read the entries again.
+- A walk (:mod:`kvview_reference.walks`) is a position on the axis. Before a method takes or moves
+  entries, it stops the walks, so that the walks read the entries again.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py`` (0.33.0), for the eviction
 order.
@@ -56,7 +57,8 @@ class FreeQueue:
     """The free queue of a pool; the pool decides which blocks join and leave it.
 
     Args:
-        num_blocks: Blocks in the pool, the null block included; all others are free.
+        num_blocks: Number of blocks of the pool, including the null block; at first all other
+            blocks are free.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -134,7 +136,7 @@ class FreeQueue:
         return block_ids
 
     def add_walk(self, walk: Walk) -> None:
-        """Register a walk, which then moves along with the entries."""
+        """Register a walk, so that its position changes when entries move."""
         self._walks.append(walk)
 
     def remove_walk(self, walk: Walk) -> None:
@@ -162,7 +164,7 @@ class FreeQueue:
         return start, self._back[start - self._back_start : stop - self._back_start]
 
     def _stop_walks(self) -> None:
-        """Make all walks read their entries again, because entries are taken or moved."""
+        """Make all walks read their entries again, because the caller takes or moves entries."""
         for walk in self._walks:
             walk.stop(self._state)
 
@@ -179,9 +181,9 @@ class FreeQueue:
     def _compact(self, num_taken: int) -> None:
         """Remove zeros from both lists, one piece in each call.
 
-        Each list is compacted from its start: a piece of entries moves down to the end of the
-        piece before it, and the last call cuts off the rest. A single call for all pieces would
-        take 150 ms in a pool of 1M blocks.
+        Each list is compacted from its start. Each call moves a piece of entries down to the end of
+        the previous piece, and the last call cuts off the unused end. A single call for all pieces
+        would take 150 ms in a pool of 1M blocks.
         """
         num_entries = _MOVED_PER_TOUCH * num_taken + _FEWEST_MOVED
         self._is_compacting = True
@@ -212,7 +214,7 @@ class FreeQueue:
             self._is_compacting = False
 
     def _renumber(self, block_ids: Sequence[int], start: int, stop: int, new_start: int) -> None:
-        """Give all blocks of a range new positions; walks in the range move with them."""
+        """Give all blocks of a range new positions, and move the walks in the range accordingly."""
         positions = self._state
         old_positions = [positions[block_id] for block_id in block_ids] if self._walks else []
         for position, block_id in enumerate(block_ids, new_start):
@@ -230,14 +232,14 @@ def is_position(state: int) -> bool:
 
 
 def _live(entries: array[int]) -> list[int]:
-    """Return the entries that are blocks; fast even for many zeros, which touches leave."""
+    """Return the entries that are blocks, fast even if touches have left many zeros."""
     if len(entries) > _FEWEST_MOVED and entries.tobytes() == bytes(8 * len(entries)):
         return []
     return list(filter(None, entries))
 
 
 def _move_down(entries: array[int], source: int, stop: int, target: int) -> array[int]:
-    """Move the blocks among some entries to ``target``, return them, and leave zeros behind."""
+    """Move the blocks among these entries to ``target``, leaving zeros; return the blocks."""
     live = array("q", _live(entries[source:stop]))
     entries[source:stop] = array("q", bytes(8 * (stop - source)))
     entries[target : target + len(live)] = live

@@ -18,10 +18,11 @@ def guard_pool(pool: BlockPool, owner: str, pin_budget: float | None = None) -> 
 
 
 def guard_children(view: GPUBlockPoolView, owners: Sequence[str]) -> list[GuardedView]:
-    """Make a guard for each child, so that no child can free another child's blocks.
+    """Make a guard for each child, so that no child can free blocks of another child.
 
     Args:
-        view: The view that the engine bound. If this view is a guard, the children use its clock.
+        view: The view that the engine bound; if it is a guard, the guards of the children use its
+            clock.
         owners: Names of the children, in the order of the children.
     """
     clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic

@@ -101,11 +101,11 @@ class ReferencePool:
         return self.pool.allocate_blocks(num_blocks)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Release one of the engine's references on each block; the first is evicted first."""
+        """Release a reference of the engine on each block; the first block is evicted first."""
         self.pool.free_blocks(block_ids)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Take a further reference of the engine on each block, as for a request that hits them."""
+        """Take another reference of the engine on each block, as for a request that hits it."""
         self.pool.touch_blocks(block_ids)
 
     def cache(
@@ -123,7 +123,7 @@ class ReferencePool:
         return self.pool.reset_prefix_cache()
 
     def close(self) -> Mapping[int, int]:
-        """Close the view, as an engine that shuts down."""
+        """Close the view, as an engine does when it shuts down."""
         still_held: Mapping[int, int] = self.view.close()  # type: ignore[attr-defined]
         return still_held
 
@@ -222,7 +222,7 @@ class ReferenceGeometry:
     def with_geometry(
         self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
     ) -> ReferenceGeometry:
-        """A new harness of another geometry; sizes that do not divide are refused (GEO-2)."""
+        """A new harness of another geometry; unless its sizes divide each other, raise (GEO-2)."""
         return type(self)(CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups)))
 
     def without_caching(self) -> ReferenceGeometry:
@@ -230,7 +230,7 @@ class ReferenceGeometry:
         return type(self)(self.geometry, enable_caching=False)
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
-        """Cache block number ``block`` of a request in a group, alone; returns its id."""
+        """Cache only block number ``block`` of a request in a group, and return its id."""
         blocks = self.pool.allocate_blocks(1)
         block_hash = block_hashes[self.geometry.block_hash_index(group_idx, block)]
         block_size = self.geometry.groups[group_idx].block_size
@@ -298,8 +298,8 @@ class PolicyManager(ReferenceManager):
 class ReferenceTransfer:
     """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
 
-    It has the default settings, so it copies small jobs at once, jobs of the last group on a
-    thread, and jobs of eight blocks on several threads.
+    The worker has the default settings, so it copies small jobs immediately, jobs of the last group
+    on one thread, and jobs of eight blocks on several threads.
     """
 
     capabilities = frozenset(
@@ -376,7 +376,7 @@ class ReferenceTransfer:
         self._compute.release()
 
     def fail_compute(self, when: str) -> None:
-        """Have the compute stream raise at the next job."""
+        """Make the compute stream raise an exception at the next job."""
         self._compute.fail(when)
 
     def fail_next(self) -> None:

@@ -52,11 +52,11 @@ _logger = logging.getLogger(__name__)
 
 
 class BlockPool(FreeQueue):
-    """Fixed-size GPU blocks: allocation, references, eviction order, prefix cache.
+    """Fixed-size GPU blocks, with their references, eviction order and prefix cache.
 
     1. Block 0 is the null block, which is never allocated; touch and free skip it.
-    2. Freed blocks without a hash are reused first, the first of a batch first; freed blocks with a
-       hash are reused last, in the order in which they were freed.
+    2. Freed blocks without a hash are reused before all others, the first block of a batch first.
+       Freed blocks with a hash are reused last, in the order in which they were freed.
     3. Several blocks may have the same hash, and a block may have several hashes.
     4. A call that raises an exception has changed nothing.
 
@@ -64,7 +64,7 @@ class BlockPool(FreeQueue):
     :meth:`view`, which also checks types and counts the references of each owner.
 
     Args:
-        num_blocks: Blocks in the pool, the null block included.
+        num_blocks: Number of blocks of the pool, including the null block.
         enable_caching: Whether freed blocks keep their KV for the prefix cache.
         enable_events: Whether :meth:`take_events` reports stored and removed blocks.
 
@@ -126,7 +126,7 @@ class BlockPool(FreeQueue):
         return block_ids
 
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take one reference per mention; free blocks leave the queue (POOL-1 to 3, 5).
+        """Take one reference on a block for each occurrence of its id (POOL-1, 2, 3, 5).
 
         Raises:
             UnknownBlockError: An id is not a block of this pool; no block was touched.
@@ -171,11 +171,11 @@ class BlockPool(FreeQueue):
             self._compact(len(taken))
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Release one reference per mention; the first block is evicted first.
+        """Release one reference for each occurrence of an id; the first block is evicted first.
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
-            BlockNotHeldError: A block has fewer references; no block was freed.
+            BlockNotHeldError: A block has fewer references than occurrences; no block was freed.
         """
         block_ids = list(block_ids)
         state, first_back, last_hashed, last = self._state, FIRST_BACK, _LAST_HASHED, _REFERENCE
@@ -225,7 +225,7 @@ class BlockPool(FreeQueue):
         self._num_free += len(unhashed) + len(hashed)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
-        """Make the free blocks among these the next victims, in the given order."""
+        """Make those of these blocks that are free the next victims, in the given order."""
         state = self._state
         self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
@@ -241,7 +241,7 @@ class BlockPool(FreeQueue):
         check_block_ids(block_ids, self.num_blocks)
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """Walk the whole free queue, next victim first, lazily (POOL-7)."""
+        """Walk the whole free queue lazily, next victim first (POOL-7)."""
         return walk_free_block_ids(lambda: self)
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
@@ -297,7 +297,7 @@ class BlockPool(FreeQueue):
             self._events.append(BlockStored(new, parent_hash, block_size, group_idx))
 
     def _add_hash(self, block_id: int, key: OffloadKey) -> bool:
-        """Register a hash of a block, which may have other hashes; returns whether it was new."""
+        """Register a hash of a block, besides any other hashes, and return whether it was new."""
         if block_id == NULL_BLOCK_ID or key in self.block_keys([block_id])[0]:
             return False
         if self._hash[block_id] is None:
@@ -328,7 +328,7 @@ class BlockPool(FreeQueue):
         return cast("list[int]", found)
 
     def are_cached(self, keys: Iterable[OffloadKey]) -> Iterable[bool]:
-        """Return lazily for each key whether a block holds it."""
+        """Return, lazily, whether a block holds each key."""
         return map(self._block_by_hash.__contains__, keys)
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
@@ -388,7 +388,7 @@ class BlockPool(FreeQueue):
             self._events.append(BlockRemoved([block_hash], get_offload_group_idx(key)))
 
     def reset_prefix_cache(self) -> bool:
-        """Drop every hash; returns False and changes nothing while a block is in use (POOL-9)."""
+        """Drop every hash; while a block is in use, change nothing and return False (POOL-9)."""
         if self._num_free != self.num_blocks - 1:
             return False
         # No block has a hash now, so all blocks move to the front, where walks for hashes
@@ -431,7 +431,7 @@ class BlockPool(FreeQueue):
                     _logger.exception("POOL-14: on_reuse(%d) raised; the pool continues", block_id)
 
     def forget_owner(self, owner: object) -> None:
-        """Drop the notices of an owner, and make its walks check their view again."""
+        """Cancel the notices of an owner, and make its walks check their view again."""
         self._stop_walks()
         for watchers in self._watchers.values():
             watchers.pop(owner, None)
@@ -446,7 +446,7 @@ class BlockPool(FreeQueue):
 
 
 def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
-    """Return the blocks, except the null block, that a loop handled before it failed."""
+    """Return the blocks that a loop handled before it failed, without the null block."""
     num_done = len(block_ids) - len(list(remaining)) - 1
     return list(filter(None, block_ids[:num_done]))
 
@@ -454,7 +454,7 @@ def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
 class BlockPoolView(LedgerView):
     """The view of one owner over a :class:`BlockPool`.
 
-    It has every optional query of :mod:`kvview.pool`, which documents the methods. The ledger
+    The class has every optional query; :mod:`kvview.pool` documents the methods. The ledger
     checks ids and counts references.
     """
 
@@ -484,7 +484,7 @@ class BlockPoolView(LedgerView):
         return walk_free_block_ids_with_hash(self._open_pool)
 
     def iter_free_block_ids(self) -> Iterator[int]:
-        """Walk all free blocks, hashed or not, next victim first, and lazily (POOL-6)."""
+        """Walk all free blocks lazily, hashed or not, next victim first (POOL-6)."""
         return walk_free_block_ids(self._open_pool)
 
     def walk_free_blocks(self) -> FreeBlockWalk:

@@ -80,7 +80,7 @@ class ReferenceEngines:
         return ReferencePDHarness(scenario, connector, life)
 
     def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
-        """Make a manager with a cache policy, for the manager's checks."""
+        """Make a manager with a cache policy, for the checks of managers."""
         from kvview_reference.harness import PolicyManager
         from kvview_reference.offloading.policies import register_policy
 
@@ -106,11 +106,11 @@ class _SideBySide(Connector):
 
 
 class _OnRanks(Connector):
-    """A built connector with a worker half for each rank.
+    """A wrapper of a built connector that makes a worker half for each rank.
 
     Args:
         connector: The connector.
-        ranks: Numbers of the tensors of each rank.
+        ranks: Number of tensors of each rank.
     """
 
     def __init__(self, connector: Connector, ranks: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class _OnRanks(Connector):
 
 
 class _RankedWorker(WorkerConnector):
-    """Worker halves, one per rank, with separate tensors; a job ends with its last rank."""
+    """The worker halves of all ranks, with separate tensors; a job must end on each rank."""
 
     def __init__(self, halves: Sequence[WorkerConnector], ranks: Sequence[int]) -> None:
         self._halves = halves
@@ -180,7 +180,7 @@ class _RankedWorker(WorkerConnector):
 
 
 class _HandoffsOnRanks(_OnRanks):
-    """A built connector for handoffs, with a worker half and a wire for each rank."""
+    """A wrapper like :class:`_OnRanks`, for handoffs, with a wire for each rank."""
 
     def __init__(self, connector: Connector, ranks: Sequence[int], wires: Sequence[Wire]) -> None:
         super().__init__(connector, ranks)
@@ -266,19 +266,19 @@ class ReferenceConnectorHarness:
         self._engine.abort(request_id)
 
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; returns False if the engine refuses."""
+        """Reset the caches, and return whether the engine accepted the reset."""
         if after_reports:
             self._engine.take_reports()
         return self._engine.reset_cache()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Free the last squeeze's blocks, and allocate this number, or all free blocks."""
+        """Free the blocks of the last squeeze, then allocate up to this number of free blocks."""
         pool = self._pool
         pool.free_blocks(self._squeezed)
         self._squeezed = pool.allocate_blocks(min(num_blocks, pool.num_free_blocks()))
 
     def alias(self) -> bool:
-        """Give the first cached block of a running request, if any, a second hash."""
+        """Give a second hash to the first cached block of a running request, if there is any."""
         for request in self._engine.running:
             for index, table in enumerate(self._engine.kv_cache.block_tables(request.request_id)):
                 for block_id in table:
@@ -295,7 +295,7 @@ class ReferenceConnectorHarness:
 
     @property
     def mismatch(self) -> str:
-        """Describe the latest block with wrong bytes: the first difference, and the KV's key."""
+        """Describe the latest block with wrong bytes: the first difference and the KV's key."""
         return self._engine.kv_bytes.mismatch
 
     def unfinished(self) -> Mapping[str, str]:
@@ -350,7 +350,7 @@ class ReferencePDHarness(ReferenceConnectorHarness):
         self._engine.add_decode(_make_request(add, self._geometry, serial, None), params)
 
     def take_offered(self) -> dict[str, tuple[Mapping[str, Any], BlockIds]]:
-        """Return the offers since the last call, by request id."""
+        """Return the handoffs offered since the last call, by request id."""
         offered, self._engine.offered = self._engine.offered, {}
         return offered
 
@@ -360,10 +360,10 @@ class ReferencePDHarness(ReferenceConnectorHarness):
         return self._engine.stats.cpu_hit_blocks
 
     def num_wrong_blocks(self) -> int:
-        """Count the blocks with other bytes than their owner has written.
+        """Count the blocks whose bytes their owner has not written.
 
-        A cached block has the bytes that follow from its key, and a squeezed block has the bytes
-        that the squeeze wrote.
+        The expected bytes of a cached block are derived from its key, and those of a squeezed block
+        are the bytes that the squeeze wrote.
         """
         blocks = range(1, self.num_blocks)
         keys = zip(blocks, self.block_keys(blocks), strict=True)

@@ -1,9 +1,9 @@
 """Walks over the free queue of :class:`~kvview_reference.pool.BlockPool`.
 
 A walk is a position on the queue's axis. A one-shot walk copies a few entries at a time. A method
-that takes or moves entries first stops the walk: the copy is emptied, so the walk reads the entries
-again. So every item is true without a further check. A resumed walk keeps only its position between
-two calls.
+that takes or moves entries first stops the walk by emptying the copy, and the walk then reads the
+entries again. So every item is true without a further check. A resumed walk keeps only its position
+between two calls.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ResumedWalk:
         return self._open_pool()
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """Return the next items, of at most ``max_blocks`` blocks; empty at the queue's end."""
+        """Return the next items, of at most ``max_blocks`` blocks; none at the end of the queue."""
         pool, walk = self._open(), self._walk
         if not self._has_started:
             self.restart()
@@ -72,7 +72,7 @@ class ResumedWalk:
         self._has_started = False
 
     def close(self) -> None:
-        """End the walk; may be called twice."""
+        """End the walk; a second call does nothing."""
         if self._pool is not None:
             self._pool.remove_walk(self._walk)
             self._pool = None

@@ -351,7 +351,7 @@ class VLLMConnectorHarness:
             self._end_deadlock()
 
     def squeeze(self, num_blocks: int) -> None:
-        """Let another owner hold this number of blocks from now on, if as many are free."""
+        """Let another owner hold up to this number of free blocks from now on."""
         with named("squeezing"):
             if self._squeezed:
                 self._pool.free_blocks(self._squeezed)

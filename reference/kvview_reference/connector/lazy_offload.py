@@ -1,10 +1,10 @@
 """Lazy offloading: a block is stored when the GPU is about to evict it.
 
-The tier then holds blocks that the GPU does not hold, which helps most if the tier is not much
-larger than the GPU pool: with 2,000 blocks of each, 16.8 % of the generated workload's blocks are
-hit, compared with 11.5 % for the eager connector. The drawback is that free blocks are held. If
-requests already wait for blocks, these holds cost hits on the GPU; the eager connector never costs
-hits.
+The tier then mostly holds blocks that the GPU does not hold, which helps most if the tier is not
+much larger than the GPU pool. With 2,000 blocks in the tier and in the pool, 16.8 % of the
+generated workload's blocks are hit, compared with 11.5 % for the eager connector. The drawback is
+that the connector holds free blocks. If requests already wait for blocks, these holds cause fewer
+hits on the GPU, which the eager connector never does.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the lazy mode).
 """
@@ -33,11 +33,12 @@ from kvview_reference.connector.offload import OffloadConnector, OffloadOptions,
 
 
 class LazyOffloadConnector(OffloadConnector):
-    """Offloads the blocks that the GPU is about to evict to host memory, once.
+    """Offloads each block to host memory, once, when the GPU is about to evict the block.
 
-    It stores like :class:`OffloadConnector` in two cases: if a released block would become the most
-    recent one, because the view cannot put it back at the head (POOL-12), and if the tier is
-    smaller than the GPU pool, because such a tier gains fewer hits than the blocks in flight cost.
+    The connector stores like :class:`OffloadConnector` if the view cannot release a block to the
+    head of the queue (POOL-12), because a stored block would become the most recent one. It also
+    does so if the tier is smaller than the GPU pool, because such a tier gains fewer hits than the
+    blocks in flight cost.
     """
 
     @override
@@ -48,7 +49,7 @@ class LazyOffloadConnector(OffloadConnector):
 
 
 class LazyOffloadScheduler(OffloadScheduler):
-    """The scheduler half; ``num_visited_blocks`` counts the steps of its walks."""
+    """The scheduler half; ``num_visited_blocks`` counts the blocks that its walks visit."""
 
     def __init__(self, config: ConnectorConfig, options: OffloadOptions) -> None:
         super().__init__(config, options)
@@ -106,7 +107,7 @@ class LazyOffloadScheduler(OffloadScheduler):
             self._num_ahead -= 1 + -(-num_external_tokens // group.block_size)
 
     def _next_victims(self, room: int) -> list[FullBlock]:
-        """Return the next victims that are not stored yet, at most ``room``, last victim first."""
+        """Return up to ``room`` of the next victims that are not stored yet, last victim first."""
         view, unsaved = self._view, self._unsaved
         assert isinstance(view, SupportsFreeOrder)
         assert isinstance(view, SupportsBlockKeys)

@@ -1,9 +1,9 @@
-"""Several connectors side by side, which the engine uses as one.
+"""Several connectors that the engine uses as one connector.
 
 Each child is bound before any other call (vLLM #39654). The first child that promises a prefix
-loads the prefix. Job ids are renumbered, so that no child depends on the ids of another. Events are
-merged, so that a key that two children hold stays advertised until both children have dropped the
-key (EVENT-1, EVENT-2).
+loads the prefix. Job ids are renumbered, so that the ids of two children cannot collide. Events are
+merged, so that the removal of a key is reported only when no child holds the key any more (EVENT-1,
+EVENT-2).
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.33.0).
 """
@@ -207,7 +207,7 @@ class MultiScheduler(SchedulerConnector):
         return self._events.merge(event for events in taken for event in events)
 
     def comes_from_silent_tier(self, request_id: str) -> bool:
-        """Whether the chosen child of a request has reported no event so far (EVENT-2)."""
+        """Whether the child that loads for a request has reported no event so far (EVENT-2)."""
         chosen = self._chosen.get(request_id)
         if chosen is None or chosen not in self._speaking:
             return True
@@ -229,7 +229,7 @@ class MultiScheduler(SchedulerConnector):
 
     @property
     def num_skipped_blocks(self) -> int:
-        """Sum of the skipped blocks, over all children that count these blocks."""
+        """Number of skipped blocks, summed over all children that count them."""
         counting = [child for child in self._children if isinstance(child, SupportsSkippedBlocks)]
         return sum(child.num_skipped_blocks for child in counting)
 

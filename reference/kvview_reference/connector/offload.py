@@ -1,11 +1,11 @@
 """Offloading to host memory that does not change the engine's eviction order.
 
-``OffloadConnector`` stores a block each time that it is computed: the block is held from the step
-that computes it, and stored in the next step. The request of the block usually still uses the block
-at that time, so the hold takes no memory from other requests. The exceptions are blocks that a
-window or a finished request releases in between. No block is held while free blocks are short,
-because a request that waits for blocks may lose its prefix to other requests. So the GPU has the
-same number of hits as without a connector.
+``OffloadConnector`` stores each block after its computation. The block is held from the step that
+computes it, and is stored in the next step. The request of the block usually still uses the block
+at that time, so the hold takes no memory from other requests. Exceptions are blocks that a window
+or a finished request releases before the store has ended. No block is held while free blocks are
+short, because a request that waits for blocks may lose its prefix to other requests. So the GPU has
+the same number of hits as without a connector.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); PR #39654.
 """
@@ -69,8 +69,9 @@ class OffloadOptions(BaseModel):
         policy: Name of the tier's cache policy.
         store_threshold: Number of times that a block must be computed before it is stored.
         lookahead_blocks: Number of free blocks below which no block is held (and, for the lazy
-            connector, the number of next victims that it examines). None: ``LOOKAHEAD_STEPS`` times
-            the blocks that a step may allocate, but at most an eighth of the pool.
+            connector, the number of next victims that it examines). None stands for
+            ``LOOKAHEAD_STEPS`` times the blocks that a step may allocate, but at most an eighth of
+            the pool.
         enable_events: Whether offloading events are recorded.
     """
 
@@ -288,12 +289,12 @@ class OffloadScheduler(SchedulerConnector):
         self._let_go(self._last_computed(request, block_ids), may_hold=True)
 
     def _let_go(self, blocks: Sequence[FullBlock], *, may_hold: bool) -> None:
-        """Handle the last new blocks of a request that is about to lose them."""
+        """Record the last new blocks of a request that is about to lose its blocks."""
         if blocks and (job := self._store(blocks, self._room() if may_hold else 0)):
             self._planned_stores.append(job)
 
     def _computed(self, steps: Iterable[RequestStep]) -> list[FullBlock]:
-        """Return the next full blocks; a generated block has no hash before the next token."""
+        """Return new full blocks; a generated block gets a hash only with the next token."""
         blocks: list[FullBlock] = []
         size, seen = self._geometry.hash_block_size, self._num_seen_tokens
         for running in steps:
@@ -344,7 +345,7 @@ class OffloadScheduler(SchedulerConnector):
         return room
 
     def _store(self, blocks: Iterable[FullBlock], room: int) -> TransferJob | None:
-        """Hold and store as many blocks as the tier has room for, each prefix in order."""
+        """Hold and store blocks as far as the tier has room, in the order of each prefix."""
         view, ctx, lookup = self._view, ReqContext(), self._manager.lookup
         block_of = {block.key: block.block_id for block in blocks}
         missing = [key for key in block_of if lookup(key, ctx) is LookupResult.MISS]
@@ -394,12 +395,12 @@ class OffloadScheduler(SchedulerConnector):
                 self._free(store.block_ids)
 
     def _look_back(self, name: str, num_computed_tokens: int) -> None:
-        """Handle a failed load of a sibling connector: the request has fewer computed tokens."""
+        """Handle a failed load of a sibling connector, if a request lost computed tokens by it."""
         if num_computed_tokens < self._num_seen_tokens.get(name, 0):
             self._forget_step(name, num_computed_tokens)
 
     def _forget_step(self, name: str, num_computed_tokens: int) -> None:
-        """Handle a failed load within a step, whose computed blocks are then invalid."""
+        """Handle a failed load within a step, which makes the step's computed blocks invalid."""
         job, self._next_store = self._next_store, None
         if job is not None:
             store = self._stores.pop(job.job_id)

@@ -1,18 +1,18 @@
 """A small engine: continuous batching in steps, with a connector.
 
-One step does the following: take in finished transfers; allocate blocks to running requests,
-preempting the youngest when the pool is full; start waiting requests (prefix match, connector
-match, allocation); let the connector plan; start the plan; launch; take in the output; cache full
-blocks; end finished requests. The KV bytes of a full block follow from its hash, so every block
-that a request reads is compared byte for byte.
+One step does the following, in this order: process the reports of transfers; allocate blocks to
+running requests, and preempt the youngest request when the pool is full; start waiting requests
+(prefix match, connector match, allocation); let the connector plan; start the plan; launch the
+step; process its output; cache full blocks; end finished requests. The KV bytes of a full block are
+derived from its hash, so that every block that a request reads can be compared byte for byte.
 
-With several steps in flight, the output of a step is taken in after later steps were launched.
-Until then a request is scheduled past the tokens that it has, because *computed* means launched
-(CONN-7). With a stream, a step writes and reads KV when its output is taken in, in the order of
-the launches, in the blocks that its requests had at the launch, even if these blocks have other
-owners by then.
+With several steps in flight, the output of a step is processed after the launch of later steps. In
+the meantime more tokens are scheduled than the request has, because *computed* means launched
+(CONN-7). With a stream, a step writes and reads KV when its output is processed, in the order of
+the launches. It uses the blocks that its requests had at the launch, even if these blocks have
+other owners by then.
 
-Source: The order of calls follows ``vllm/v1/core/sched/scheduler.py`` and, of a step,
+Source: The order of calls is that of ``vllm/v1/core/sched/scheduler.py`` and, within a step,
 ``EngineCore.step_with_batch_queue`` in ``vllm/v1/engine/core.py`` (0.33.0).
 """
 
@@ -90,24 +90,25 @@ class Engine:
     Args:
         geometry: Block sizes and KV-cache groups.
         connector: Connector from which both halves are built; None for no connector.
-        num_gpu_blocks: Blocks of the pool, the null block included.
+        num_gpu_blocks: Number of blocks of the pool, including the null block.
         page_bytes: Bytes of one block in one layer, a multiple of 8.
         num_layers: Number of layers, each with a page of every block.
         max_running: Maximum number of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
-        decode_tokens: Tokens that a decoding request generates in one step.
-        drafts: Number of draft tokens that a decode step verifies besides its own token, and number
-            of accepted drafts, for the steps of a request in turn.
+        decode_tokens: Number of tokens that a decoding request generates in one step.
+        drafts: Pairs of numbers for the decode steps of a request, in turn: the draft tokens that
+            the step verifies besides its own token, and the accepted drafts.
         lookahead_tokens: Number of tokens for which a step has slots in addition to the tokens that
             it computes.
         steps_in_flight: Number of steps that may be launched before the output of the first step is
-            taken in.
-        stream: Stream that is notified of launches and outputs; KV is written and read when an
-            output is taken in, or at the launch without a stream.
-        verify_hits: Whether blocks that hit on the GPU are compared too, besides loaded blocks.
+            processed.
+        stream: Stream that is notified of launches and outputs. KV is written and read when an
+            output is processed; without a stream, at the launch.
+        verify_hits: Whether blocks that were hit on the GPU are compared too, and not only loaded
+            blocks.
         enable_events: Whether the pool records GPU events.
         device: Device of the KV cache.
-        group_pages: Layout of the pages for :class:`KVBytes`, instead of ``page_bytes`` and
+        group_pages: Layout of the pages for :class:`KVBytes`, which replaces ``page_bytes`` and
             ``num_layers``.
         pin_budget: Share of the pool's blocks that the connector may hold; None for no limit.
 
@@ -209,7 +210,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ConfigError: The request can never fit in the pool; it was not queued.
+            ConfigError: The request can never fit in the pool, so it was not queued.
         """
         num_tokens = request.num_prompt_tokens + request.num_output_tokens + self._num_extra_slots
         needed = sum(self._most_blocks(group, num_tokens) for group in self.geometry.groups)
@@ -223,7 +224,7 @@ class Engine:
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request early, in any state; False if the id is unknown."""
+        """End a request early, in any state, and return whether the id was known."""
         load = self._loads.get(request_id)
         if load is not None and load.request.status is Status.LOADING:
             # The load still writes, so its blocks are released when it has ended.
@@ -249,7 +250,7 @@ class Engine:
         return self.num_unfinished_requests() > 0
 
     def has_work(self) -> bool:
-        """Whether ``step`` has work to do, including pending work of the connector."""
+        """Whether ``step`` must be called, also because of pending work of the connector."""
         return (
             self.has_unfinished_requests()
             or any(step.chunks for step in self._launched)
@@ -257,7 +258,7 @@ class Engine:
         )
 
     def held_blocks(self) -> dict[int, int]:
-        """Count the references of the requests, ``{block_id: count}``, without the connector's."""
+        """Count the references of the requests, but not of the connector, ``{block_id: count}``."""
         held: Counter[int] = Counter()
         for request_id in (*self._loads, *(request.request_id for request in self.running)):
             for table in self.kv_cache.block_tables(request_id):
@@ -266,20 +267,20 @@ class Engine:
         return dict(held)
 
     def loading_request(self, request_id: str) -> Request | None:
-        """Find the request that waits for loads under this id, even if it was aborted."""
+        """Find the request with this id that waits for loads, even if it was aborted."""
         load = self._loads.get(request_id)
         return load.request if load else None
 
     def take_offloading_events(self) -> list[OffloadingEvent]:
-        """Take the connector's events since the last call."""
+        """Return the connector's events since the last call."""
         return list(self.scheduler_connector.take_events())
 
     def reset_cache(self) -> bool:
         """Reset the GPU prefix cache and the connector's cache, even during transfers.
 
         Returns:
-            False if the pool (while blocks are in use, POOL-9) or the connector refused; the other
-            cache was reset nevertheless.
+            False if the pool (while blocks are in use, POOL-9) or the connector refused the reset;
+            the other one was reset nevertheless.
         """
         was_reset = self.kv_cache.reset_prefix_cache()
         return self.scheduler_connector.reset_cache() and was_reset
@@ -299,7 +300,7 @@ class Engine:
     # --- one step ---
 
     def step(self) -> None:
-        """Schedule and launch a step; take in the oldest output if no further launch is allowed."""
+        """Schedule and launch a step; process the oldest output if no further launch is allowed."""
         self.stats.steps += 1
         step = self._launch()
         has_more = bool(step.chunks) or self.has_unfinished_requests()
@@ -312,7 +313,7 @@ class Engine:
             raise ConnectorError(f"{law}: {why}")
 
     def take_reports(self) -> None:
-        """Take in the transfers that have ended; each step starts with this."""
+        """Process the reports of ended transfers; each step starts with this call."""
         self._take_results(self.worker_connector.get_finished())
 
     def _launch(self) -> _Launched:
@@ -463,7 +464,7 @@ class Engine:
             self._verify(request, 0, num_hit_tokens)
 
     def _num_wanted_tokens(self, request: Request) -> int:
-        """Count the tokens to compute next; 0 if the outputs in flight complete the request."""
+        """Count the tokens to compute next; 0 if outputs in flight complete the request."""
         uncomputed = request.num_tokens + request.num_pending_tokens - request.num_kept_tokens
         left = request.num_output_tokens - request.num_generated_tokens
         left -= request.num_pending_tokens
@@ -474,7 +475,7 @@ class Engine:
         return min(self.decode_tokens, left)
 
     def _drafts_of(self, request: Request) -> tuple[int, int]:
-        """Return the number of drafts of the next decode step, and of accepted drafts."""
+        """Return the numbers of drafts and of accepted drafts of the next decode step."""
         return self.drafts[request.num_decode_steps % len(self.drafts)]
 
     def _preempt(self, request: Request) -> None:
@@ -492,7 +493,7 @@ class Engine:
     # --- compute and outputs ---
 
     def _begin(self, request: Request, num_tokens: int) -> _Chunk:
-        """Count launched tokens as computed (CONN-7), rejected drafts included until the output."""
+        """Count launched tokens as computed (CONN-7), and rejected drafts until their output."""
         start = request.num_kept_tokens
         end = kept = start + num_tokens
         # The token after the last computed one is known then: one after a prompt, several after
@@ -511,7 +512,7 @@ class Engine:
         return _Chunk(request, request.life, start, kept, end, num_sampled)
 
     def _compute(self, step: _Launched) -> None:
-        """Write the blocks that a step fills, now or in stream order."""
+        """Write the blocks that a step fills, immediately or in stream order."""
         block_ids: list[int] = []
         keys: list[OffloadKey] = []
         junk: list[int] = []  # blocks of rejected drafts, or after an unforeseen end
@@ -532,7 +533,7 @@ class Engine:
             self._submit(partial(self.kv_bytes.poison, junk))
 
     def _submit(self, kernel: Callable[[], None]) -> None:
-        """Run a call on the KV bytes after all launched steps; at once without a stream."""
+        """Run a call on the KV bytes after all launched steps, or immediately without a stream."""
         launched = [step for step in self._launched if step.chunks] if self._stream else []
         if launched:
             launched[-1].kernels.append(kernel)
@@ -546,7 +547,7 @@ class Engine:
             self._stream.take()
 
     def _take_in(self, step: _Launched) -> None:
-        """Take in the output of a step: tokens, hashes, ends."""
+        """Process the output of a step: append tokens, hash blocks, end requests."""
         for chunk in step.chunks:
             self._take_tokens(chunk)
         if self.steps_in_flight == 1:
@@ -565,7 +566,7 @@ class Engine:
                 self._end_waiting(request, Status.FINISHED)
 
     def _take_tokens(self, chunk: _Chunk) -> None:
-        """Append the tokens that a step sampled, unless the request has ended or was restarted."""
+        """Append the tokens that a step sampled, unless their request has ended or restarted."""
         request = chunk.request
         if chunk.life != request.life:
             return
@@ -668,7 +669,7 @@ class Engine:
         ]
 
     def _full_blocks(self, request: Request, start: int, end: int) -> Sequence[FullBlock]:
-        """List the blocks that become full between two token counts, with their future keys."""
+        """List the blocks that become full between two token counts, and their future keys."""
         size = self.geometry.hash_block_size
         if start // size == end // size:
             return ()  # the usual case
@@ -687,6 +688,6 @@ class Engine:
 
 
 def _last_info(request: Request) -> RequestInfo:
-    """Make the info of a request that loses its blocks; only KV of known tokens counts."""
+    """Make the info of a request that loses its blocks, and count only tokens of known value."""
     last = request.num_tokens - (request.num_output_tokens > 0)
     return request.info(min(request.num_computed_tokens, last))

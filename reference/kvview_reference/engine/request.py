@@ -1,4 +1,4 @@
-"""A request of the reference engine: lengths, hashes, progress, and matching tokens."""
+"""A request of the reference engine: its lengths, hashes, progress and simulated tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Item = TypeVar("_Item")
 
 
 def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
-    """Hash the ids of consecutive blocks so that each hash covers its whole prefix.
+    """Hash the ids of consecutive blocks so that each hash depends on all blocks before it.
 
     Args:
         ids: Identifiers of the blocks' contents.
-        parent: Hash of the block before the first, or a namespace.
+        parent: Hash of the block before the first block, or a namespace.
 
     Returns:
         A hash of 32 bytes for each block, in order.
@@ -45,7 +45,7 @@ class Status(Enum):
 
 
 class _Living(Sequence[_Item]):
-    """A sequence that grows with its request, and whose items are computed when they are read."""
+    """A sequence that grows with its request, and that computes an item when the item is read."""
 
     @overload
     def __getitem__(self, index: int) -> _Item: ...
@@ -89,7 +89,7 @@ class _TokenIds(_Living[int]):
 
 
 class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
-    """Extra keys as in vLLM: the LoRA in each block, the salt in the first."""
+    """Extra keys as in vLLM: the LoRA is in each block, the salt only in the first block."""
 
     def __init__(self, request: Request, hashes: Sequence[BlockHash]) -> None:
         self._lora = request.lora_id if request.lora_name is None else request.lora_name
@@ -117,24 +117,24 @@ class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
 class Request:
     """One request.
 
-    Two requests have equal tokens exactly as far as the given ``block_hashes`` are equal. LoRA,
-    salt and extra keys are hashed on top, so they change hashes and no tokens.
+    Two requests have equal tokens as far as the given ``block_hashes`` are equal, and no further.
+    LoRA, salt and extra keys are hashed in addition, so they change the hashes but not the tokens.
 
     Args:
-        request_id: Unique among unfinished requests.
-        num_prompt_tokens: Tokens of the prompt, at least 1.
+        request_id: Id of the request, unique among unfinished requests.
+        num_prompt_tokens: Number of tokens of the prompt, at least 1.
         num_output_tokens: Tokens to generate.
         hash_block_size: Tokens of one entry of ``block_hashes``.
-        block_hashes: Hashes of the full blocks, at first the blocks of the prompt; grows while
-            tokens are generated.
+        block_hashes: Hashes of the full blocks; at first those of the prompt, and later also of
+            generated blocks.
         lora_name: Name of the LoRA.
         lora_id: Its number.
-        cache_salt: Salt that keeps the prefix caches of tenants apart.
-        extra_keys: Further content of the hash of each block of the prompt, images for example;
-            may be shorter.
-        ends_in: Hash of the block in which the prompt ends, if its other tokens are known; by
-            default a unique hash.
-        stops_after: Generated tokens after which the request ends unexpectedly; None for
+        cache_salt: Salt that separates the prefix caches of tenants.
+        extra_keys: Further content of each prompt block's hash, for example images; may be shorter
+            than the prompt.
+        ends_in: Hash that the last, partial block of the prompt will have when it is full; unique
+            by default.
+        stops_after: Number of generated tokens after which the request ends unexpectedly; None for
             ``num_output_tokens``.
         transfer_params: Parameters that the client sends to the connector.
 
@@ -208,7 +208,7 @@ class Request:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Number of computed tokens, without the drafts that steps in flight reject."""
+        """Number of computed tokens, without drafts that steps in flight will reject."""
         return self.num_computed_tokens - self.num_rejected_tokens
 
     @property
@@ -234,7 +234,7 @@ class Request:
         self._name(self.block_hashes, self._tokens.hashes)
 
     def hashes_of(self, num_tokens: int) -> Sequence[BlockHash]:
-        """List the hashes of the full blocks of this many tokens, future tokens included."""
+        """List the hashes of the full blocks of this many tokens, even of future tokens."""
         num_blocks = num_tokens // self.hash_block_size
         if num_blocks <= len(self.block_hashes):
             return self.block_hashes
@@ -256,7 +256,7 @@ class Request:
         serial: int | None = None,
         transfer_params: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Make a request whose prompt consists of all tokens of this request, and new tokens.
+        """Make a request whose prompt is all tokens of this request, followed by new tokens.
 
         Args:
             request_id: Id of the new request.
@@ -294,7 +294,8 @@ class Request:
         """Make the part of the request that a connector receives.
 
         Args:
-            num_computed_tokens: Tokens whose KV the request will have, before it has blocks.
+            num_computed_tokens: Number of tokens whose KV the request will have, for a request that
+                has no blocks yet.
         """
         if num_computed_tokens is None:
             num_computed_tokens = self.num_computed_tokens
@@ -311,7 +312,7 @@ class Request:
             tokens.open_hash = self._hash_of_output(len(tokens.hashes), tokens.open_hash)
 
     def _name(self, named: list[BlockHash], tokens: Sequence[BlockHash]) -> None:
-        """Append the hashes of new blocks, by their tokens and all extra keys before them."""
+        """Append the hashes of new blocks, made from all tokens and extra keys so far."""
         for block in range(len(named), len(tokens)):
             keys = self._keys.of(block)
             parent = named[-1] if block else b""

@@ -16,17 +16,17 @@ class EngineStats:
     GPU blocks of every group.
 
     Args:
-        prompt_blocks: Blocks of requests at their first start, partial last blocks included.
+        prompt_blocks: Blocks of requests at their first start, including partial last blocks.
         gpu_hit_blocks: Blocks that requests hit in the GPU prefix cache at their first start.
         cpu_hit_blocks: Blocks that requests loaded from the connector at their first start.
         loaded_blocks: Blocks that load jobs moved (for windows, fewer blocks than the hits).
         offloaded_blocks: Blocks that store jobs moved.
-        prefill_tokens: Computed tokens that were known before: tokens of prompts, and tokens that
-            are computed again after a preemption.
+        prefill_tokens: Computed tokens of prompts, and tokens that were computed again after a
+            preemption.
         media: Media that jobs used, except the GPU, in the order of their first use.
         first_failure: Job and error of the first failed transfer.
         bytes_verified: Bytes compared with their expected values.
-        mismatches: Number of compared blocks that differed.
+        mismatches: Number of compared blocks with wrong bytes.
     """
 
     requests: int = 0
@@ -68,7 +68,7 @@ def num_gpu_blocks(spec: LoadStoreSpec) -> int:
     """Count the blocks of a job's GPU side.
 
     Raises:
-        ConnectorError: The spec is for another medium.
+        ConnectorError: The spec does not name GPU blocks.
     """
     if not isinstance(spec, GPULoadStoreSpec):
         raise ConnectorError(

@@ -1,16 +1,16 @@
 """The block tables of requests, in one or several KV-cache groups.
 
-``KVCacheManager`` (one per engine) calls a coordinator, which has one single-type manager for each
-group. Full attention, sliding window, chunked local attention and Mamba differ only in the blocks
-that a prefix needs, which the geometry defines (:mod:`kvview.geometry`), so one manager class
-serves all four. ``scheduler_block_size`` is passed down from the top (GEO-1).
+The ``KVCacheManager`` of an engine calls one coordinator, which has one single-type manager for
+each group. Full attention, sliding window, chunked local attention and Mamba differ only in the
+blocks that a prefix needs, which the geometry defines (:mod:`kvview.geometry`), so one manager
+class serves all four. ``scheduler_block_size`` is set once and passed down to the managers (GEO-1).
 
-- TABLE-1 Room **must** be requested for a positive number of tokens, including the computed ones. A
-  request for less room than before frees no block, so speculated tokens that were not accepted cost
-  nothing.
-- TABLE-2 A request has block tables from its first request for room to ``free``. Hits **must** come
-  with the first room, and only blocks in tables can be cached. ``free`` of a request without tables
-  does nothing, so it may be called twice.
+- TABLE-1 Room **must** be requested for a positive number of tokens, including the computed tokens.
+  A call for less room than before frees no block, so the slots of rejected draft tokens stay
+  allocated.
+- TABLE-2 A request has block tables from its first allocation of room until ``free``. Hits **must**
+  be passed with the first allocation, and only blocks in tables can be cached. ``free`` does
+  nothing for a request without tables, so it may be called twice.
 
 Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 ``single_type_kv_cache_manager.py`` (0.33.0).
@@ -38,8 +38,8 @@ class SingleTypeKVCacheManager:
         group: The KV-cache group.
         block_pool: The pool that all groups share.
         kv_cache_group_id: Index of the group.
-        scheduler_block_size: Number of tokens of which every hit is a multiple.
-        hash_block_size: Tokens of one entry of a request's block hashes.
+        scheduler_block_size: Number of tokens; the length of every hit is a multiple of it.
+        hash_block_size: Number of tokens that one block hash of a request covers.
 
     Raises:
         GeometryError: A size does not divide another size (GEO-2).
@@ -99,13 +99,13 @@ class SingleTypeKVCacheManager:
         return max(0, -(-num_tokens // self.block_size) - have)
 
     def start(self, request_id: str, hit_blocks: Sequence[int], num_computed_tokens: int) -> None:
-        """Open a table with one reference on each block of the hit that is still read.
+        """Make a table, and take one reference on each block of the hit that later tokens read.
 
         Args:
             request_id: A request without a table.
             hit_blocks: Blocks of the GPU prefix cache, from block 0.
-            num_computed_tokens: Tokens that are computed when the request starts, including
-                loaded ones; earlier blocks that the next token does not read are skipped.
+            num_computed_tokens: Number of tokens that are computed when the request starts,
+                including loaded tokens; blocks that the next token does not read are skipped.
         """
         first = self.group.num_skipped_tokens(num_computed_tokens) // self.block_size
         table = [NULL_BLOCK_ID] * first + list(hit_blocks[first:])
@@ -161,10 +161,10 @@ class SingleTypeKVCacheManager:
 class _PoolBlocks(CachedBlocks):
     """The cached blocks of one prompt in one group, looked up in pieces of doubling size.
 
-    For full attention, blocks are looked up from the left and kept. For other groups, they are
-    looked up from the right into one byte per block, which ``rfind`` searches at the speed of
-    memory. This search reaches 5 to 10 times vLLM's speed; a call per block reached 1.2 times
-    (benchmarks/prefix.py).
+    For full attention, blocks are looked up from the left and kept. For other groups, blocks are
+    looked up from the right, and one byte per block records the result, so that ``rfind`` can
+    search the bytes at the speed of memory. This search is 5 to 10 times as fast as vLLM's; with a
+    call per block it was 1.2 times as fast (benchmarks/prefix.py).
     """
 
     def __init__(self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes]) -> None:
@@ -209,7 +209,7 @@ class _PoolBlocks(CachedBlocks):
         return piece
 
     def _find_last(self, byte: bytes, start: int, stop: int) -> int:
-        """Return the last of these blocks that has this byte, or -1."""
+        """Return the number of the last of these blocks with this byte, or -1."""
         if self._bytes is None:
             self._bytes, self._start = bytearray(stop), stop
         while True:
@@ -291,13 +291,14 @@ class KVCacheCoordinator:
         hit_blocks: tuple[Sequence[int], ...],
         num_computed_tokens: int,
     ) -> bool:
-        """Give a request room for ``num_tokens`` in every group, or change nothing.
+        """Allocate room for ``num_tokens`` tokens of a request in every group, or change nothing.
 
         Args:
-            request_id: Id of the request; a table is made for a request without a table.
+            request_id: Id of the request; tables are made for a request that has no tables.
             num_tokens: Number of tokens that need slots.
             hit_blocks: For a new request, its hit in each group.
-            num_computed_tokens: For a new request, tokens that are hit or will be loaded.
+            num_computed_tokens: For a new request, the number of tokens that are hit or will be
+                loaded.
 
         Returns:
             False if too few blocks are free.
@@ -343,10 +344,10 @@ class KVCacheCoordinator:
     def check_computed(
         self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> None:
-        """Check that the computed tokens have room, and that every full block has a hash.
+        """Check that computed tokens are within the tables, and that every full block has a hash.
 
         Raises:
-            ValueError: Room or hashes are missing (TABLE-2); no group has been changed.
+            ValueError: Room or hashes are missing (TABLE-2); no group was changed.
         """
         for manager in self.managers:
             num_blocks = num_computed_tokens // manager.block_size

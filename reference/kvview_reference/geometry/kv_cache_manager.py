@@ -13,14 +13,14 @@ from kvview_reference.pool import BlockPool
 
 
 class KVCacheManager:
-    """The KV-cache manager of the engine's scheduler: hits, room, caching, release.
+    """The KV-cache manager of the engine's scheduler, which finds, allocates and frees blocks.
 
     Args:
         kv_cache_groups: The KV-cache groups; a group's index is its position.
-        num_blocks: Blocks of the pool, the null block included.
-        scheduler_block_size: Number of tokens of which every hit is a multiple; set here once and
-            passed down (GEO-1).
-        hash_block_size: Tokens of one entry of a request's block hashes.
+        num_blocks: Number of blocks of the pool, including the null block.
+        scheduler_block_size: Number of tokens; the length of every hit is a multiple of it. Set
+            once here and passed down (GEO-1).
+        hash_block_size: Number of tokens that one block hash of a request covers.
         enable_caching: Whether the manager has a prefix cache.
         enable_kv_cache_events: Whether the pool records GPU events.
 
@@ -52,7 +52,7 @@ class KVCacheManager:
     def find_computed_blocks(
         self, block_hashes: Sequence[bytes], num_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
-        """Return the prefix-cache hit of a request, which leaves at least its last token.
+        """Return the prefix-cache hit of a request, which never includes its last token.
 
         Returns:
             Block ids per group, and the number of tokens. No block is held yet.
@@ -73,7 +73,8 @@ class KVCacheManager:
             request_id: The request.
             num_tokens: Number of all tokens that need slots after the step.
             hit_blocks: For a new request, the hit from ``find_computed_blocks``.
-            num_computed_tokens: For a new request, tokens that are hit or will be loaded.
+            num_computed_tokens: For a new request, the number of tokens that are hit or will be
+                loaded.
 
         Returns:
             False if too few blocks are free.
@@ -100,7 +101,7 @@ class KVCacheManager:
         Args:
             request_id: The request.
             block_hashes: Block hashes of the request, at least the hashes of computed blocks.
-            num_computed_tokens: Tokens whose KV is in its blocks.
+            num_computed_tokens: Number of tokens whose KV is in the request's blocks.
 
         Raises:
             ValueError: Room or hashes are missing (TABLE-2).

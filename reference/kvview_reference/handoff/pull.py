@@ -1,9 +1,9 @@
-"""A connector that hands KV to another engine, in both roles: the consumer pulls the pages.
+"""A connector for handoffs between engines, in both roles, in which the consumer pulls the pages.
 
-The consumer requests the pages of a handoff until they have arrived, the producer refuses them, or
-the time of a lease has passed. The producer sends pages in CPU memory without a copy, so it holds
-the blocks until the wire has read them. The consumer verifies size and checksum before it writes
-any page, then confirms.
+The consumer requests the pages of a handoff until they arrive or the producer refuses them, but not
+for longer than a lease. The producer sends pages in CPU memory without copying them, so it holds
+the blocks until the wire has read them. The consumer verifies sizes and checksum before it writes
+any page, and then sends a confirmation.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.
@@ -57,7 +57,7 @@ _TRIES_PER_LEASE = 8
 
 @dataclass(frozen=True)
 class KeptKV:
-    """KV that a producer keeps: the destination of an offer, and the source of a fetch."""
+    """KV that a producer keeps, which is the destination of an offer and the source of a fetch."""
 
     medium: ClassVar[str] = "HANDOFF"
 
@@ -82,7 +82,7 @@ class Read(msgspec.Struct, tag=True, frozen=True):
 
 
 class PagesReply(msgspec.Struct, tag=True, frozen=True):
-    """A message with pages, one page in each frame after this one."""
+    """A message that precedes pages, one in each following frame."""
 
     handoff: Handoff
     reader: str
@@ -98,7 +98,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """A message of the consumer: the KV has arrived, or is not needed."""
+    """A message of the consumer that the KV has arrived or is not needed."""
 
     handoff: Handoff
     reader: str
@@ -123,7 +123,7 @@ class PullConnector(Connector):
 
 
 class PullScheduler(HandoffScheduler):
-    """The scheduler half: offers and holds, accepts and promises."""
+    """The scheduler half, which offers and holds blocks, accepts handoffs and promises prefixes."""
 
     def __init__(self, geometry: Any) -> None:
         self.geometry = geometry
@@ -155,7 +155,7 @@ class PullScheduler(HandoffScheduler):
 
     @cached_property
     def layout(self) -> str:
-        """Layout of this engine, after both hooks above."""
+        """Layout of this engine, which is known after the two hooks above."""
         return layout_of(self.geometry, self.page_bytes, self.me.split)
 
     # --- producer ---
@@ -188,7 +188,7 @@ class PullScheduler(HandoffScheduler):
         return handoff.to_params()
 
     def kept_blocks(self, block_ids: BlockIds, num_tokens: int) -> GPULoadStoreSpec:
-        """Name the blocks of every group that a prefix needs."""
+        """Return the blocks of every group that a prefix needs."""
         numbers = [group.required_blocks(num_tokens) for group in self.geometry.groups]
         return _blocks(block_ids, numbers)
 
@@ -272,7 +272,7 @@ class PullScheduler(HandoffScheduler):
 
 @dataclass
 class Fetch:
-    """A load that waits for its pages."""
+    """A load whose pages have not arrived yet."""
 
     job: TransferJob
     handoff: Handoff
@@ -281,7 +281,7 @@ class Fetch:
 
 
 class PullWorker(HandoffWorker):
-    """The worker half, which sends pages, requests pages, and ends jobs whose time has passed."""
+    """The worker half, which sends pages, requests pages, and ends jobs at their deadlines."""
 
     me: Peer
     wire: Wire
@@ -317,11 +317,11 @@ class PullWorker(HandoffWorker):
         return results
 
     def reader_of(self, job: TransferJob) -> str:
-        """Make the name of a reader, which no other load of any engine or rank has."""
+        """Make a name for a reader that no other load of any engine or rank has."""
         return f"{self.me.engine_id}/{self.me.life}/{self.rank}/{job.job_id}"
 
     def advance(self) -> None:
-        """Start jobs, process messages, and end the jobs whose time has passed."""
+        """Start jobs, process messages, and end the jobs whose deadlines have passed."""
         self.start_jobs()
         for ticket in self.wire.sent():
             if (handoff := self.sends.pop(ticket, None)) is not None:
@@ -340,7 +340,7 @@ class PullWorker(HandoffWorker):
             self.results.append(TransferResult(job.job_id, is_closed, error=error))
 
     def start_jobs(self) -> None:
-        """Start the queued jobs whose earlier steps are computed."""
+        """Start the queued jobs whose earlier steps have been computed."""
         now = self.wire.now()
         while self.queued and (self.queued[0][0] is None or self.queued[0][0].query()):
             _, job, is_load = self.queued.pop(0)
@@ -392,7 +392,7 @@ class PullWorker(HandoffWorker):
         self.send(fetch.handoff.address, read)
 
     def close(self, handoff: Handoff, reader: str) -> None:
-        """Report to the producer that its blocks are not needed any more."""
+        """Notify the producer that its blocks are not needed any more."""
         self.send(handoff.address, Close(handoff, reader))
 
     def on_read(self, read: Read) -> None:
@@ -442,7 +442,7 @@ def _blocks(block_ids: BlockIds, numbers: Sequence[range]) -> GPULoadStoreSpec:
 
 
 def _part(spec: Any, first_blocks: Sequence[int], num_blocks: Sequence[int]) -> GPULoadStoreSpec:
-    """Return those blocks of an offer that a reader asked for."""
+    """Return the blocks of an offer that a reader has requested."""
     kept, ids, sizes = iter(spec.block_ids), list[int](), list[int]()
     asked = zip(first_blocks, num_blocks, strict=False)
     for first_kept, num_kept, (first, size) in zip(

@@ -1,7 +1,7 @@
 """Messages between engines over TCP, with ZeroMQ.
 
-Frames are sent without a copy, and a ticket ends when ZeroMQ has released the frames. Anyone who
-can reach the port can send messages, so use it in a trusted network only.
+Frames are sent without a copy, and a ticket ends when ZeroMQ has released the frames. Any program
+that can reach the port can send messages, so use the wire only in a trusted network.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from kvview.handoff import Frame
 class ZmqWire:
     """The wire of one worker half in one life of an engine.
 
-    Rank 1 has the port after that of the address, and so on, so all ranks are on one host.
+    Rank 0 uses the port of the address, rank 1 the next port, and so on, so all ranks must be on
+    one host.
 
     Args:
         address: Address of this engine for its peers; ``*`` for any free port.
         rank: Rank of the worker half.
-        patience: Seconds after which frames for a peer that does not take them are dropped.
+        patience: Seconds after which frames are dropped if their peer does not receive them.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class ZmqWire:
         self._tickets = count()
 
     def now(self) -> float:
-        """Return the seconds of a clock that never goes back."""
+        """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
     def send(self, address: str, message: Sequence[Frame]) -> int:
-        """Queue a message; it is lost if the address is wrong or the queue is full."""
+        """Queue a message, which is lost if the address is wrong or the queue is full."""
         ticket = next(self._tickets)
         try:
             tracker = self._peer(address).send_multipart(
@@ -65,7 +66,7 @@ class ZmqWire:
         return self._peers[address]
 
     def _of_rank(self, address: str) -> str:
-        """Name the port of this rank."""
+        """Return the address with the port of this rank."""
         host, _, port = address.rpartition(":")
         return f"{host}:{int(port) + self._rank}" if self._rank else address
 

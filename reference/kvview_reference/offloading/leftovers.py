@@ -1,4 +1,4 @@
-"""The entries of dicts that a reset dropped, which are freed in pieces."""
+"""Memory of dicts that a reset has dropped, which is freed in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Leftovers:
-    """Dicts that are no longer used.
+    """Frees dicts that are no longer used, a few entries at a time.
 
     Freeing a dict of a million keys at once takes 20 ms or more, during which a step would wait.
     """
@@ -16,7 +16,7 @@ class Leftovers:
         self._dicts: list[dict[Any, Any]] = []
 
     def add(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        """Take over dicts, which must hold the only references to their entries."""
+        """Take over dicts, which must be the only references to their entries."""
         self._dicts += dicts
 
     def drop(self, num_entries: int) -> None:

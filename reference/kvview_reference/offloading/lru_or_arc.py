@@ -1,4 +1,4 @@
-"""The policy that follows LRU or ARC: the one with more hits on a sample of the keys."""
+"""A policy that acts like LRU or ARC, whichever has more hits on a sample of the keys."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _Order = OrderedDict[OffloadKey, int]
 class LRUOrARCPolicy:
     """Evicts like LRU, or like ARC, which distinguishes keys used once from keys used again.
 
-    1. Both are simulated on one of eight keys, selected by hash, in an eighth of the room. ARC
-       decides while it has more hits in this simulation.
-    2. When LRU decides, the least recently used key is evicted. When ARC decides, a key that was
-       used once is evicted if there are more such keys than the target of the simulated ARC,
-       otherwise a key that was used again.
-    3. A new key that was held recently counts as used again.
+    1. Both policies are simulated with one eighth of the capacity, on one eighth of the keys, which
+       a hash selects. ARC decides while it has more hits in this simulation.
+    2. When LRU decides, the least recently used key is evicted. When ARC decides, the oldest key
+       that was used once is evicted if the share of such keys is above the target of the simulated
+       ARC; otherwise the oldest key that was used again.
+    3. A new key that the tier held recently counts as used again.
 
     Args:
         capacity: Number of keys that the tier can hold.
@@ -134,7 +134,7 @@ class LRUOrARCPolicy:
         return victims
 
     def _take(self, order: _Order, num: int, until: int, in_flight: InFlight) -> list[OffloadKey]:
-        """At most this number of the oldest keys, none of them used later than ``until``."""
+        """Take at most this number of the oldest keys that were not used later than ``until``."""
         taken: dict[OffloadKey, int] = {}
         for _ in range(min(num, len(order))):
             key, last_use = order.popitem(last=False)
@@ -157,7 +157,7 @@ class LRUOrARCPolicy:
 
 
 class _Duel:
-    """LRU and ARC on a sample of all keys, with less room.
+    """A simulation of LRU and ARC on a sample of all keys, with a smaller capacity.
 
     Args:
         capacity: Number of keys that each policy holds.
@@ -174,7 +174,7 @@ class _Duel:
 
     @property
     def share_used_once(self) -> float | None:
-        """Share of the room that ARC reserves for keys used once; None while LRU has more hits."""
+        """Share of the keys that ARC reserves for keys used once; None while LRU decides."""
         return self._arc.target / self._capacity if self._is_arc_ahead else None
 
     def use(self, sample: Keys) -> None:
@@ -197,7 +197,7 @@ def _sample_of(keys: Keys) -> Keys:
 
 
 class _Miniature:
-    """A policy and the keys that it would hold, without pages."""
+    """A simulated policy, with the keys that it would hold, but without pages."""
 
     def __init__(self, policy: CachePolicy, capacity: int) -> None:
         self._policy, self._capacity = policy, capacity
@@ -205,7 +205,7 @@ class _Miniature:
         self.hits = 0.0
 
     def use(self, keys: Keys) -> None:
-        """Use keys, each of which is a hit or is admitted."""
+        """Use keys; each key counts as a hit or is admitted."""
         held = self._held
         hits = [key for key in keys if key in held]
         new = [key for key in keys if key not in held][: self._capacity]

@@ -1,7 +1,7 @@
-"""The bookkeeping of a CPU tier: pages, pins, events and a replacement policy.
+"""The manager of a CPU tier, which tracks pages, pins and events and has a replacement policy.
 
-Only stores and touches of keys change their recency. Lookups, loads and completions do not change
-it. Keys are processed by batched dict operations, because the scheduler waits for these calls.
+Only stores and touches change the recency of keys; lookups, loads and completions do not. Keys are
+processed by batched dict operations, because the scheduler waits for these calls.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ class CPUOffloadingManager:
     2. A completion of a key that is not in flight raises
        :class:`TransferNotInFlightError` and changes nothing. After ``reset``,
        keys in flight are still completed once for each transfer (OFF-8).
-    3. With ``store_threshold=N`` a key is stored from its N-th offer on, for as
-       long as its count is remembered; one call is one offer.
+    3. With ``store_threshold=N`` a key is stored from its N-th offer on, if the manager still
+       remembers the earlier offers; one call is one offer.
 
     Args:
-        num_blocks: Capacity, in offloaded blocks; pages are 0..num_blocks-1.
+        num_blocks: Capacity, in offloaded blocks; pages have the numbers 0 to num_blocks - 1.
         cache_policy: A name known to :func:`~kvview_reference.offloading.policies.register_policy`.
         enable_events: Whether to gather events for ``take_events``.
-        store_threshold: Offers that a key needs before it is stored; 1 stores all.
-        max_tracked_keys: Number of keys whose offers are counted; the least recently offered key is
-            dropped first.
+        store_threshold: Number of offers that a key needs before it is stored; with 1, all keys are
+            stored.
+        max_tracked_keys: Number of keys whose offers are counted; the count of the least recently
+            offered key is dropped first.
 
     Raises:
         ConfigError: A size is not a positive int, or the policy is unknown (OFF-7).
@@ -100,7 +101,7 @@ class CPUOffloadingManager:
         return len(self._loading) + len(self._storing) + len(self._late_pages)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
-        """Whether a key is held and loadable now (OFF-6); changes no order."""
+        """Return whether a key is held and loadable now (OFF-6); its recency does not change."""
         if key not in self._pages:
             return _MISS
         return _HIT_PENDING if key in self._storing else _HIT
@@ -156,7 +157,7 @@ class CPUOffloadingManager:
         self._policy.release(released)
 
     def touch(self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /) -> None:
-        """Count a use of each held key, in flight or not; the first is the most recent."""
+        """Count a use of each held key, in flight or not; the first key becomes the most recent."""
         self._policy.touch(list(keys), self._in_flight)
 
     def prepare_store(
@@ -222,7 +223,7 @@ class CPUOffloadingManager:
         /,
         success: bool = True,
     ) -> None:
-        """End the stores of these keys, which are then loadable, or no longer held (OFF-4).
+        """End stores; the keys are then loadable or, after a failure, no longer held (OFF-4).
 
         Raises:
             TransferNotInFlightError: A key is not being stored.
@@ -262,12 +263,12 @@ class CPUOffloadingManager:
         self._policy = self._make_policy(self._num_blocks)
 
     def shutdown(self) -> None:
-        """Drop every key, like ``reset``; may be called twice."""
+        """Drop every key, like ``reset``; a second call does nothing."""
         self.reset()
         self._leftovers.clear()
 
     def _take_pages(self, number: int) -> list[int]:
-        """Return pages for new keys; enough pages must be free."""
+        """Take pages for new keys from the free pages, of which there must be enough."""
         pages = self._free_pages[: -number - 1 : -1]
         del self._free_pages[-number:]
         if (missing := number - len(pages)) > 0:
@@ -276,7 +277,7 @@ class CPUOffloadingManager:
         return pages
 
     def _end_shared_loads(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """End loads of keys, some of them older than a reset; returns the keys without a load."""
+        """End loads, even loads older than a reset; return the keys that no load uses now."""
         ended = Counter(keys)
         for key, times in ended.items():
             if (self._loading.get(key) or self._late_loads.get(key, 0)) < times:
@@ -295,7 +296,7 @@ class CPUOffloadingManager:
         return released
 
     def _end_late_stores(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """End stores older than the last reset; returns the other keys."""
+        """End the stores that are older than the last reset, and return the other keys."""
         late, loads = self._late_pages, self._late_loads
         for key in keys:
             if key not in self._storing and (key not in late or key in loads):

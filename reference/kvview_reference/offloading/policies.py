@@ -1,7 +1,7 @@
 """Replacement policies, which choose the keys that are evicted.
 
 A policy only orders keys; the manager handles pages, pins and events. Each call receives a batch of
-keys, such as the keys of a request, so that the work is done at C speed.
+keys, such as the keys of a request, so that the work is done in C code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CachePolicy(Protocol):
 
     1. A key is held from ``admit`` until it is a victim or is removed.
     2. A key in flight **must not** become a victim. ``release`` is called when the key may be a
-       victim again, so a policy need not examine the key before.
+       victim again, so a policy need not examine the key earlier.
     3. The first key of a batch is the most recent: batches are in prefix order,
        and a chain is evicted from its tail.
     """
@@ -44,8 +44,8 @@ class CachePolicy(Protocol):
         """Choose and drop victims, then add new keys.
 
         Args:
-            keys: Keys that are not held yet, without duplicates; no such key may be a victim.
-            num_victims: Number of keys to evict; at least as many are held and not in flight.
+            keys: Keys that are not held yet, without duplicates; none of these may be a victim.
+            num_victims: Number of keys to evict; at least as many held keys are not in flight.
             in_flight: Keys that must not be evicted.
 
         Returns:
@@ -54,7 +54,7 @@ class CachePolicy(Protocol):
         ...
 
     def touch(self, keys: Keys, in_flight: InFlight, /) -> None:
-        """Count one use of each held key; uses during its store count as its first one."""
+        """Count one use of each held key; uses during its store count as its first use."""
         ...
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
@@ -68,7 +68,7 @@ class CachePolicy(Protocol):
 
 @runtime_checkable
 class SupportsLeftovers(Protocol):
-    """The policy keeps its keys in dicts, which are freed in pieces when it is no longer used."""
+    """A policy that keeps its keys in dicts, which are freed in pieces when they are unused."""
 
     def leftovers(self) -> Iterable[dict[Any, Any]]:
         """All dicts that hold many keys."""
@@ -76,11 +76,11 @@ class SupportsLeftovers(Protocol):
 
 
 class RecencyOrder:
-    """Keys in the order of their last use; removing the oldest key takes constant amortised time.
+    """Keys in the order of their last use; the oldest key is removed in constant amortised time.
 
-    A key in flight that would be popped is set aside, so that later calls need not skip it again. A
-    key that is set aside is older than all keys in ``order``, and is popped before them once it is
-    released.
+    If a key in flight is the oldest key, it is set aside, so that later calls need not skip it
+    again. A key that is set aside is older than all keys in ``order``, and is popped before them
+    once it is released.
     """
 
     def __init__(self) -> None:
@@ -108,8 +108,8 @@ class RecencyOrder:
     def without_newest(self, keys: Keys) -> Keys:
         """Return the keys that the caller must move when ``keys`` are used.
 
-        The keys of a request are mostly touched when they are stored. The last of these keys were
-        added just now, so they are already in their places. This saves a tenth of the time at
+        The keys of a request are mostly touched when they are stored. If the last of these keys
+        were added just before, they are already in their places. This saves a tenth of the time at
         50,000 blocks.
         """
         newest, self._newest = self._newest, []
@@ -162,7 +162,7 @@ class RecencyOrder:
         return [key for key in keys if key not in self.aside]
 
     def release(self, keys: Iterable[OffloadKey], /) -> None:
-        """Let keys that were set aside in flight be popped again."""
+        """Allow the removal of keys that were set aside because they were in flight."""
         self._newest = []
         if self._waiting:
             for key in self._waiting.intersection(keys):
@@ -195,15 +195,16 @@ class LRUPolicy(RecencyOrder):
 class ARCPolicy:
     """Adaptive replacement, which balances keys used once and keys used again.
 
-    1. T1 holds keys used once, T2 keys used again; B1 and B2 remember keys
-       evicted from each (ghosts). The names are the paper's.
+    1. T1 holds keys used once, and T2 keys used again. B1 and B2 remember keys that were evicted
+       from T1 and from T2 (ghosts). These are the names of the paper.
     2. A new key found in B1 raises the target size of T1, and a new key found in B2 lowers it; both
        keys enter T2. Any other new key enters T1, and moves to T2 when it is touched after its
        store.
-    3. ``|T1| + |B1| <= capacity`` and all four together ``<= 2 * capacity``.
-    4. The policy first adapts to a whole batch, then makes room. With one key per call, the policy
-       is exactly the published algorithm.
-    5. A failed store leaves neither a key nor a ghost; the target keeps its value.
+    3. ``|T1| + |B1|`` is at most the capacity, and all four lists together have at most twice the
+       capacity.
+    4. The policy first adapts its target to a whole batch, and then makes room. With one key per
+       call, the policy is exactly the published algorithm.
+    5. A failed store leaves neither a key nor a ghost, but does not revert the target.
 
     Args:
         capacity: Keys that the tier can hold.
@@ -221,7 +222,7 @@ class ARCPolicy:
 
     @property
     def target(self) -> float:
-        """The target size of T1, as adapted so far."""
+        """The current target size of T1."""
         return self._target
 
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
@@ -326,7 +327,8 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
 
     Args:
         name: Value of a manager's ``cache_policy``.
-        factory: Called with the capacity in keys, at the start and after each reset.
+        factory: Makes the policy; called with the capacity in keys, at the start and after each
+            reset.
         replace: Whether a registered name may be replaced.
 
     Raises:
@@ -338,7 +340,7 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The factory that is registered under a name, or the class that a target names (OFF-7).
+    """Return the factory that is registered under a name, or the class of a target (OFF-7).
 
     Args:
         name: Registered name, ``path/to/file.py:Policy``, or ``package.module:Policy``.
@@ -359,7 +361,7 @@ def policy_factory(name: str) -> PolicyFactory:
 
 
 def _build(name: str, found: Any, capacity: int) -> CachePolicy:
-    """The policy that a target names; None if the name is not a target."""
+    """Return the policy class of a target; None if the name is not a target."""
     try:
         policy = found(capacity)
     except TypeError as error:

@@ -14,9 +14,9 @@ _Order = OrderedDict[OffloadKey, None]
 class VLLMARCPolicy:
     """The ARC of vLLM 0.33, which differs from the ARC of the paper.
 
-    1. A new key enters T1, even if a ghost list remembers it; it goes to T2 when a later
+    1. A new key enters T1, even if a ghost list remembers the key, and moves to T2 when a later
        request uses it.
-    2. Victims are taken from T1 while T1 has at least its target size, then from T2.
+    2. Victims are taken from T1 while T1 has at least its target size, and otherwise from T2.
     3. Each ghost list remembers as many keys as the tier holds.
 
     Compared with the paper's ARC, it lost at most 2.2 percentage points of the prompt blocks.

@@ -1,4 +1,4 @@
-"""The order and the times in which the requests of a trace start."""
+"""The order in which, and the times at which, the requests of a trace may start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 
 
 def by_arrival(rows: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
-    """Sort the rows of sessions by arrival, if each session starts at 0.
+    """Sort rows by arrival, for a trace in which each session starts at time 0.
 
-    All rows are in memory during the sort, with 8 bytes per block.
+    All rows are in memory during the sort, with 8 bytes for each block.
     """
     packed = [replace(row, hash_ids=array("Q", row.hash_ids)) for row in rows]
     yield from sorted(packed, key=lambda row: row.arrival_s)
@@ -24,9 +24,10 @@ def by_arrival(rows: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
 class Arrivals:
     """A queue of the requests of a trace that have arrived and may start.
 
-    1. Rows arrive in the order of the trace, the first one at 0.
-    2. A turn starts neither before its own time nor before the previous turn has ended, if the
-       trace names that turn. Such a turn waits behind the requests that arrived in the meantime.
+    1. Rows arrive in the order of the trace, the first row at time 0.
+    2. A turn starts neither before its own time nor, if the trace names its previous turn, before
+       that turn has ended. A turn that had to wait starts after the requests that arrived in the
+       meantime.
 
     Args:
         rows: Rows of the trace.
@@ -34,7 +35,7 @@ class Arrivals:
         speed: Seconds of the trace in one simulated second; None lets all rows arrive at once.
 
     Attributes:
-        last_s: Arrival of the latest row that has arrived.
+        last_s: Arrival time of the latest row that has arrived.
     """
 
     def __init__(self, rows: Iterable[TraceRequest], block_size: int, speed: float | None) -> None:
@@ -54,7 +55,7 @@ class Arrivals:
         self.last_s = 0.0
 
     def next_s(self) -> float | None:
-        """Arrival of the next row; None at the end of the trace."""
+        """Return the arrival time of the next row; None at the end of the trace."""
         return None if self._next is None else self._arrival_s(self._next)
 
     def advance(self, now: float) -> None:

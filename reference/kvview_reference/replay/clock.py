@@ -1,4 +1,4 @@
-"""Simulated seconds: the ends of steps and transfers, according to the time model.
+"""The simulated clock of a replay, and the ends of steps and transfers by the time model.
 
 No wall clock is read, so a replay gives the same figures on every machine.
 """
@@ -87,10 +87,10 @@ class Clock:
 
         Args:
             engine: The engine.
-            next_arrival_s: Arrival of the next request; None at the end of the trace.
+            next_arrival_s: Arrival time of the next request; None at the end of the trace.
 
         Raises:
-            ConfigError: The time is too late to be simulated in steps of ``decode_step_s``.
+            ConfigError: The time is so late that a step of ``decode_step_s`` would not change it.
         """
         if not self.now / self.model.decode_step_s <= _MAX_STEPS:
             raise ConfigError(
@@ -123,7 +123,7 @@ class Clock:
 
 
 class OneStep:
-    """The time of the transfers in a replay without a clock: each ends before the next step."""
+    """Replaces the clock in a replay without times; each transfer ends before the next step."""
 
     def __init__(self) -> None:
         self._started: list[int] = []
@@ -150,7 +150,7 @@ def time_transfers(connector: Connector, clock: Clock | OneStep) -> Connector:
 
 
 class _TimedWorker(WorkerConnector):
-    """Moves the bytes at once, and reports each job at its simulated end."""
+    """Moves the bytes immediately, and reports each job at its simulated end."""
 
     def __init__(self, worker: WorkerConnector, clock: Clock | OneStep) -> None:
         self._worker, self._clock = worker, clock

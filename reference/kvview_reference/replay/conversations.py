@@ -1,9 +1,9 @@
-"""Turns of conversations, in which the tokens of an answer are part of the next turn's prompt.
+"""The turns of conversations; the tokens of an answer are a part of the next turn's prompt.
 
-A trace names the blocks of prompts, not generated blocks. If the trace names the request that a
-row continues, the row's prompt uses the hashes of the blocks that this request generated in the
-engine. So the next turn, and every other row with these ids, hits the generated blocks, as in an
-engine that knows the tokens.
+A trace has ids for the blocks of prompts, but not for generated blocks. If the trace names the
+request that a row continues, the row's prompt uses the hashes of the blocks that this request
+generated in the engine. So the next turn, and every other row with the same ids, hits the generated
+blocks, as in an engine that receives real tokens.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _Turn:
 
 
 class Conversations:
-    """Maker of the requests of a trace.
+    """Makes the requests of a trace.
 
-    1. A row is a next turn if the request that it continues has ended, all tokens of that
-       request are in the row's prompt, and the ids of both prompts agree.
+    1. A row is a next turn if the request that it continues has ended, if the row's prompt contains
+       all tokens of that request, and if the ids of both prompts agree.
     2. If several rows continue one request with different blocks, the first row is the next turn;
        the other rows (an edited answer, for example) only share the prompt.
 
@@ -50,7 +50,7 @@ class Conversations:
         self._generated: OrderedDict[tuple[bytes, int], BlockHash] = OrderedDict()
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether a request of the trace was started and has not ended."""
+        """Whether a request of the trace has started and has not ended."""
         turn = self._turns.get(request_id)
         return turn is not None and turn.request.status not in (Status.FINISHED, Status.ABORTED)
 
@@ -97,7 +97,7 @@ class Conversations:
     def _remember(
         self, hashes: Sequence[BlockHash], row: TraceRequest, first: int, last: int
     ) -> None:
-        """Store the ids that the trace has for the generated blocks of a prompt."""
+        """Record the ids that the trace uses for the generated blocks in a prompt."""
         for block in range(first, min(last, len(hashes))):
             parent = hashes[block - 1] if block else row.scope.encode()
             self._generated[parent, row.hash_ids[block]] = hashes[block]

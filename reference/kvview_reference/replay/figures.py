@@ -1,4 +1,4 @@
-"""The figures of a replay, and sentences about its timing, missing hits and failures."""
+"""The figures of a replay, and the sentences about its timing, missing hits and failures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def figures_of(report: ReplayReport, num_malformed: int) -> list[tuple[str, str,
 
 
 def explain(report: ReplayReport) -> list[str]:
-    """Explain the timing of the requests, a tier without hits, and failed transfers."""
+    """Write sentences about the timing of requests, a tier without hits and failed transfers."""
     lines = _timing(report)
     if report.offloaded_blocks and not report.cpu_hit_blocks and not report.failed_transfers:
         lines.append(

@@ -1,4 +1,4 @@
-"""The events of a replay, published in vLLM's format, to test routers without a GPU.
+"""The events of a replay, published in vLLM's format for tests of routers without a GPU.
 
 A trace has hashes but no tokens. So the tokens of a block are derived from its hash, and equal
 blocks have equal tokens.
@@ -39,7 +39,7 @@ _KINDS = {
 
 
 class EventFeed:
-    """A publisher of the changes of each step, in one batch.
+    """Publishes the changes of each step as one batch.
 
     Args:
         publisher: The channel.

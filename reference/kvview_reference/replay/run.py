@@ -1,8 +1,8 @@
 """The replay of a request trace through the engine, with a connector.
 
-Requests arrive at their recorded times, in simulated seconds (:class:`TimeModel`), or, in a closed
-loop, as soon as other requests end. Memory does not grow with the trace, unless its sessions must
-be sorted first (:func:`by_arrival`).
+Requests arrive at their recorded times, in simulated seconds (:class:`TimeModel`). In a closed
+loop, requests arrive as soon as other requests end. Memory does not grow with the trace, unless its
+sessions must be sorted first (:func:`by_arrival`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ReplayConfig:
     """Sizes of the engine.
 
     Args:
-        gpu_blocks: Blocks of the GPU pool, the null block included; None for enough blocks for
-            about a million tokens.
+        gpu_blocks: Number of blocks of the GPU pool, including the null block; None for enough
+            blocks for about a million tokens.
         block_bytes: Bytes of one block, a multiple of 8.
-        closed_loop: Number of requests in the engine at once, whatever their arrival times; None
+        closed_loop: Number of requests that are in the engine at once, in a closed loop; None
             replays the arrival times.
         groups: KV-cache groups, in the form that :func:`parse_groups` reads.
         options: Options of the connector.
@@ -81,16 +81,15 @@ class ReplayReport:
         failed_transfers: Failures of the connector itself; a replay injects no failures.
         first_failure: The first failed transfer, and the error in its result.
         media: Media that the connector moved blocks to or from, by the names of its specs.
-        holds_at_end: GPU blocks that were not free at the end of all work; must be 0.
+        holds_at_end: Number of GPU blocks that were not free at the end; must be 0.
         blocks_per_s: ``blocks`` over ``seconds``.
         play: "time" (recorded arrival times) or "closed-loop"; the fields below are None in a
             closed loop.
-        closed_loop: Number of requests at once; None with recorded arrival times.
+        closed_loop: Number of requests in the engine at once; None with recorded arrival times.
         time: The durations.
         simulated_seconds: Time from the first request to the end of all work.
         trace_seconds: Time from the first to the last arrival, at this speed.
-        mean_wait_s: Mean time between the moment from which a request could start and its start,
-            loads included.
+        mean_wait_s: Mean time for which a request waited before its start, including its loads.
         load_link_busy: Share of the simulated seconds in which the link moved loads.
         store_link_busy: Share of the simulated seconds in which the link moved stores.
     """
@@ -144,8 +143,9 @@ class ReplayFile(ReplayReport):
     Args:
         malformed_rows: Rows and files of the trace that could not be read.
         lost: The first 10,000 of these rows and files, with the reasons.
-        cut: Files whose rest after a line is lost, each with this line.
-        schema_version: Increased when a field is removed or changes its meaning.
+        cut: Files that could only be read up to a line, each with this line.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     malformed_rows: int = 0
@@ -163,7 +163,7 @@ def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
             larger.
 
     Raises:
-        ConfigError: A kind or a size is unknown; the message lists the known ones.
+        ConfigError: A kind or a size is unknown; the message lists the known kinds.
     """
     groups: list[CacheGroup] = []
     for part in text.split(","):
@@ -204,12 +204,12 @@ def replay(
         block_size: Number of tokens of one hash id.
         connector: The connector's class.
         config: Sizes and options.
-        on_progress: Called with the number of requests so far, after each step.
-        on_step: Called with the engine after each step, to take its events.
+        on_progress: Called after each step with the number of requests so far.
+        on_step: Called after each step with the engine, whose events it may take.
 
     Raises:
         ConfigError: A size is invalid, or no request fits in the pool.
-        TraceError: A row is malformed and the trace was opened to raise.
+        TraceError: A row is malformed, and the trace was opened with ``on_error=None``.
         ConnectorError: The connector broke the contract, or one of its hooks raised an exception.
     """
     if config.closed_loop is not None and config.closed_loop < 1:
@@ -243,7 +243,7 @@ def replay(
 
 
 class _Run:
-    """One replay, with its own counters in addition to the counters of the engine."""
+    """One replay, which has counters in addition to the counters of the engine."""
 
     def __init__(
         self,

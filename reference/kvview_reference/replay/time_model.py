@@ -14,23 +14,23 @@ class TimeModel:
 
     1. Prompts are computed at a rate, first come first served, at most ``step_tokens`` in
        one step. Tokens that were hit are not computed.
-    2. Each running request generates a token every ``decode_step_s``. Prompts and the generation of
-       tokens do not slow each other down.
+    2. Each running request generates a token every ``decode_step_s``. The computation of prompts
+       and the generation of tokens do not slow each other down.
     3. Each direction of the host link moves one job after another. A block has ``token_bytes``
        for each of its tokens, shared evenly by several KV-cache groups; the blocks of a hybrid
        model have ``group_bytes``.
-    4. A request starts, and the end of a transfer is reported, between two steps.
+    4. Requests start, and ends of transfers are reported, only between two steps.
 
     Args:
         prefill_tokens_per_s: Prompt tokens computed per second.
         decode_step_s: Seconds per generated token.
         load_gb_per_s: Bandwidth from the host to the GPU, in 10**9 bytes per second.
         store_gb_per_s: Bandwidth from the GPU to the host, in 10**9 bytes per second.
-        token_bytes: KV bytes of one token in all attention layers, all ranks together.
+        token_bytes: KV bytes of one token in all attention layers, summed over all ranks.
         step_tokens: Maximum number of prompt tokens in one step.
         max_running: Maximum number of requests that are computed at once.
         speed: Seconds of the trace in one simulated second.
-        group_bytes: Bytes of a block of each KV-cache group, all ranks together; None shares
+        group_bytes: Bytes of a block of each KV-cache group, summed over all ranks; None shares
             ``token_bytes`` evenly.
     """
 

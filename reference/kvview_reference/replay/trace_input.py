@@ -26,7 +26,8 @@ class Source:
         block_size: Number of tokens per hash id.
         title: The name of the trace.
         trace: The trace file or folder; None for a recording or a generated workload.
-        lost: Parts that could not be read; filled while the requests are read.
+        lost: Parts of the trace that could not be read, which are added while the requests are
+            read.
     """
 
     requests: Iterable[TraceRequest]
@@ -53,8 +54,8 @@ def open_source(
             ``num_generated``.
         seed: Seed of the generated workload.
         num_generated: Number of requests to generate by default.
-        strict: Whether damaged input raises; otherwise it is skipped.
-        report: Called with a line for each of the first skipped parts.
+        strict: Whether damaged input raises an exception; otherwise damaged parts are skipped.
+        report: Called with a line of text for each of the first skipped parts.
     """
     if path is None:
         rows = generate_trace(

@@ -26,9 +26,9 @@ class TraceRequest:
     """One request of a trace.
 
     Args:
-        request_id: The trace's own id, or the line for a schema without ids.
-        arrival_s: Seconds from the start of the trace, or of the session for ``cc-traces``; 0.0
-            in a trace without times.
+        request_id: Id of the request in the trace, or the line in a schema without ids.
+        arrival_s: Seconds from the start of the trace (``cc-traces``: of the session); 0.0 in a
+            trace without times.
         num_prompt_tokens: Prompt length in tokens, at least 1.
         num_output_tokens: Generated tokens, 0 or more.
         hash_ids: One id per prompt block, in order; equal ids of one scope mean reusable KV. The
@@ -54,7 +54,7 @@ class RowError(ValueError):
     Args:
         problem: The error.
         field: The field with the error, if the error is in one field.
-        ends_file: Whether nothing after the row can be read.
+        ends_file: Whether the rest of the file, after the row, cannot be read.
     """
 
     def __init__(self, problem: str, field: str = "", *, ends_file: bool = False) -> None:
@@ -185,7 +185,7 @@ class _CcSession(_Model):
 def _flatten(
     entries: Sequence[_CcEntry], start_s: float, path: str, field: str
 ) -> Iterator[tuple[float, str, str, _CcRequest]]:
-    """Yield arrival, path ("3", or "1.0" in a sub-agent), field and request, depth first."""
+    """Yield arrival, path ("3", or "1.0" in a sub-agent), field and request of each entry."""
     for index, entry in enumerate(entries):
         where = f"{field}[{index}]"
         if isinstance(entry, _CcRequest):
@@ -227,7 +227,7 @@ def _load(row: bytes) -> dict[str, Any]:
 
 
 def _nearest_schema(fields: dict[str, Any]) -> SchemaName | None:
-    """Find the schema of which a row has the most fields, and at least half of them."""
+    """Find the schema with which a row shares the most fields, at least half of the schema's."""
     shared = {name: len(fields.keys() & known) for name, known in _FIELDS.items()}
     nearest = max(shared, key=lambda name: shared[name])
     return nearest if 2 * shared[nearest] >= len(_FIELDS[nearest]) else None

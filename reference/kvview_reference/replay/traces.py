@@ -58,8 +58,8 @@ class Lost:
     """Parts of a trace that could not be read.
 
     Args:
-        rows: The first 10,000 rows and files, and the reason of each.
-        cut: Files whose rest after a line is lost too, an unknown number of rows.
+        rows: The first 10,000 of these rows and files, each with its reason.
+        cut: Files whose rest after a line is lost too, with an unknown number of rows.
         num_rows: Number of all rows and files that could not be read.
     """
 
@@ -68,7 +68,7 @@ class Lost:
     num_rows: int = 0
 
     def add(self, error: KVViewError) -> bool:
-        """Record a part; returns True for the first few parts, which are printed."""
+        """Record a part, and return whether it is one of the first few, which are printed."""
         self.num_rows += 1
         if self.num_rows <= _MAX_LOST:
             self.rows.append(str(error))
@@ -107,7 +107,7 @@ class Trace:
         block_size: Number of tokens per hash id.
         has_times: Whether its rows have arrival times.
         total_bytes: Size of the file on disk, which may be compressed.
-        bytes_read: Part of ``total_bytes`` that the latest iteration has read.
+        bytes_read: Number of bytes of the file that the latest iteration has read.
     """
 
     def __init__(self, path: str, on_error: OnError | None, max_row_bytes: int) -> None:
@@ -153,9 +153,9 @@ class Trace:
         return requests
 
     def _find_schema(self, rows: BinaryIO) -> tuple[SchemaName, int, bool]:
-        """Find the schema, the block size, and whether rows have times, in the first valid row.
+        """Read the schema, the block size, and whether rows have times, from the first valid row.
 
-        Malformed rows before it are reported by the iterations.
+        Malformed rows before this row are reported by each iteration.
         """
         problem = "no rows"
         for line, row in self._rows(rows):
@@ -184,7 +184,7 @@ class Trace:
         self._on_error(report)
 
     def _rows(self, rows: BinaryIO) -> Iterator[tuple[int, bytes | RowError]]:
-        """Yield line number and row; skips blank lines and stops at damaged gzip data."""
+        """Yield line numbers and rows, without blank lines, up to the first damaged gzip data."""
         line = 0
         try:
             for line, row in enumerate(read_rows(rows, self._max_row_bytes), 1):
@@ -203,7 +203,7 @@ class Trace:
 
 
 def _num_values(row: bytes) -> int:
-    """Count the values of a row of JSON without parsing it, in units of a number's memory."""
+    """Estimate the memory of a parsed row of JSON, in units of one number, without parsing it."""
     return sum(row.count(mark) * units for mark, units in _UNITS.items())
 
 
@@ -273,12 +273,12 @@ def open_trace(
 
     Args:
         path: JSON Lines, gzip-compressed or not; or a folder of such files.
-        on_error: Called with the error of each malformed row, once per iteration, and the row is
+        on_error: Called in each iteration with the error of each malformed row, which is then
             skipped; None raises the first error.
         max_row_bytes: Maximum length of a decompressed row; a longer row is malformed.
 
     Returns:
-        The trace, before its first row.
+        The trace, of which no row has been yielded yet.
 
     Raises:
         ConfigError: The file cannot be read, is empty, or no row of it can be read.

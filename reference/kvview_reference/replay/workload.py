@@ -56,7 +56,7 @@ def _draw(random: Random, quantiles: _Quantiles) -> int:
 def _draw_exponential(random: Random) -> float:
     """Draw from the exponential distribution with mean 1, by von Neumann's method of comparisons.
 
-    ``math.log`` may differ in its last bit between platforms; comparisons do not.
+    Results of ``math.log`` may differ in the last bit between platforms, but comparisons do not.
     """
     whole = 0
     while True:
@@ -81,7 +81,7 @@ def generate_trace(
         block_size: Number of tokens per hash id; prompts and arrivals do not depend on it.
 
     Returns:
-        Requests by arrival, one at a time; memory does not grow with their number.
+        Requests in the order of arrival, one at a time, so memory does not grow with their number.
 
     Raises:
         ConfigError: An argument is not a whole number or too small.

@@ -1,4 +1,4 @@
-"""Rates, bytes and seconds of the blocks that a host moves."""
+"""The rates, bytes and seconds of the blocks that a host tier moves."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ class Point(ReportPart):
     """One policy at one size of the host.
 
     Args:
-        host_gib: Size in GiB; None without a model, like all fields in bytes.
-        gpu_hit_rate: Share of the prompt blocks that hit on the GPU; the other rates are shares of
-            the same blocks.
+        host_gib: Size in GiB; None without a model, like every other figure in bytes.
+        gpu_hit_rate: Share of the prompt blocks that are hits on the GPU; the other rates are
+            shares of the same blocks.
         loaded_blocks: Blocks loaded from the host, which are its hits.
         offloaded_blocks: Blocks stored to the host.
-        offloaded_per_loaded: Ratio of the two numbers above; None if no block was loaded.
-        prefill_seconds_saved: Compute time saved: loaded tokens over the prefill rate.
-        load_seconds: Seconds that the loads take.
+        offloaded_per_loaded: ``offloaded_blocks`` divided by ``loaded_blocks``; None if no block
+            was loaded.
+        prefill_seconds_saved: Seconds of compute that the loads save: the loaded tokens divided by
+            the prefill rate.
+        load_seconds: Seconds that the loads take in total.
         load_gb_per_s: Mean bandwidth over the trace, in 10**9 bytes per second.
         peak_load_gb_per_s: Mean bandwidth over the busiest 10 s.
     """
@@ -53,7 +55,7 @@ class Point(ReportPart):
 
 
 class Accountant:
-    """The conversion of blocks into rates, bytes and seconds.
+    """Converts numbers of blocks into rates, bytes and seconds.
 
     Args:
         tiers: The trace, and the hits of its tiers.
@@ -115,7 +117,7 @@ class Accountant:
         )
 
     def _bandwidths(self, num_bytes: Sequence[float] | None) -> tuple[float | None, float | None]:
-        """Compute the mean and the peak, 10**9 bytes per second."""
+        """Compute the mean and the peak bandwidth, in 10**9 bytes per second."""
         seconds = self._references.seconds
         if num_bytes is None or not seconds:
             return None, None

@@ -1,13 +1,13 @@
-"""The KV-cache groups that vLLM makes of a model's layers, and the bytes of their blocks.
+"""The KV-cache groups into which vLLM divides a model's layers, and the bytes of their blocks.
 
-1. Each group has its own block table over one pool, so a block has the same number of bytes in all
-   groups.
-2. A state takes one block. If a state is larger than a block of attention, the blocks of attention
-   are enlarged to more tokens, and the state is padded to their size.
-3. Layers with smaller pages have blocks of more tokens; if the page sizes do not divide each other,
+1. Each group has its own block table, but all groups share one pool, so a block has the same number
+   of bytes in all groups.
+2. A state takes one block. If a state is larger than a block of attention, blocks of attention get
+   more tokens, and the state is padded to their size.
+3. Layers with smaller pages get blocks of more tokens; if the page sizes do not divide each other,
    smaller pages are padded.
-4. All groups have the same number of layers: the number of layers of the kind with the fewest
-   layers, or of the kind with the most layers if both numbers are close.
+4. All groups have the same number of layers. This is the number of layers of the rarest kind or, if
+   both numbers are close, of the most frequent kind.
 
 Source: vLLM 0.32.0, ``v1/core/kv_cache_utils.py`` (``get_kv_cache_groups``) and
 ``platforms/interface.py`` (``_align_hybrid_block_size``).
@@ -50,7 +50,8 @@ class CachePlan:
     """All groups of a model.
 
     Args:
-        block_size: Tokens of a block of attention, before all pages are enlarged to one size.
+        block_size: Number of tokens of a block of attention, before all pages are enlarged to one
+            size.
         groups: The groups.
         block_bytes: Bytes of a block on one rank, in the group with the most layers.
     """
@@ -76,11 +77,11 @@ def plan_cache(
 
     Args:
         model: The model.
-        block_size: Tokens of a block that the engine would choose.
-        kernel_block_size: Number of tokens of which the size of every block is a multiple.
+        block_size: Number of tokens of a block that the engine is configured to have.
+        kernel_block_size: Number of tokens; the size of every block is a multiple of it.
 
     Raises:
-        ConfigError: vLLM cannot group such layers.
+        ConfigError: vLLM cannot divide such layers into groups.
     """
     attention = [layers for layers in model.layers if layers.kind != "state"]
     states = [layers.state_bytes for layers in model.layers if layers.kind == "state"]
@@ -112,14 +113,14 @@ def plan_cache(
 
 
 def _block_that_holds(state: int, attention: LayerSet, block_size: int, kernel: int) -> int:
-    """Return the number of tokens of the smallest block of attention with room for a state."""
+    """Return the number of tokens of the smallest block of attention that can hold a state."""
     step = max(kernel, block_size, _LATENT_BLOCK_SIZE if attention.is_latent else 0)
     tokens = step * -(-state // (step * attention.token_bytes))
     return max(block_size, kernel * -(-tokens // kernel))
 
 
 def _ratio(layers: LayerSet, page: int, largest: int) -> int:
-    """Count the blocks of these layers in the largest page; 1 if pages are padded."""
+    """Return the number of blocks of these layers that fit in the largest page; 1 if padded."""
     if layers.kind == "state" or page == largest:
         return 1
     ratio, rest = divmod(largest, page)

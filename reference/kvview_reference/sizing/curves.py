@@ -1,9 +1,9 @@
-"""Hits of a cache of every size in one pass, for LRU and for the optimum of all policies.
+"""The hits of a cache at every size, for LRU and for the optimum of all policies.
 
-Both computations read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A hit
-needs the whole prefix before it. With LRU a prefix is always used at least as recently as the
-blocks that follow it, so the hits of a cache are the blocks whose stack distance is at most its
-size.
+Both computations read runs (:mod:`kvview_reference.sizing.references`) and count blocks. A block is
+a hit only if all blocks before it in the prefix are hits. With LRU, a prefix was always used at
+least as recently as the blocks that follow it. So a cache hits the blocks whose stack distance is
+at most the size of the cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Curve:
     """The hits of a cache by its size, exact at every size.
 
     Args:
-        reached: Change of the slope by size. From this size on, each further block of capacity adds
-            this number of hits more (or fewer, if negative) than before.
+        reached: Changes of the slope, by size. From a size on, each further block of capacity adds
+            that many more hits than before (or fewer, if negative).
     """
 
     def __init__(self, reached: dict[int, int]) -> None:
@@ -66,8 +66,9 @@ A cache of ``d + 1`` blocks hits one of them, a cache of ``d + n`` blocks hits a
 def lru_reaches(references: References) -> Iterator[list[Reach]]:
     """Yield the stack distances of the blocks that each request uses again, in prefix order.
 
-    The list of a request ends at its first new block. The blocks of a request become the most
-    recent blocks, the first block most recent of all, because engines free a chain from its tail.
+    The list of a request ends before its first new block. The blocks of a request become the most
+    recent blocks, and its first block the most recent of all, because engines free a chain from its
+    tail.
 
     Source: R. Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
     Journal 9(2), 1970; the tree is P. Fenwick's.
@@ -127,10 +128,10 @@ def hits_within(reaches: Iterable[Reach], size: int) -> int:
 
 
 def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
-    """Count the hits of MIN with bypass, the optimum of a cache that knows the future.
+    """Count the hits of MIN with bypass, the best possible policy, which knows all later requests.
 
-    After each request, the cache keeps those blocks (its own and those of the request) that are
-    used next, and drops blocks without a next use. No policy has more hits.
+    After each request, the cache keeps the blocks whose next use is soonest, among its own blocks
+    and those of the request, and drops blocks without a next use. No policy has more hits.
 
     Args:
         references: The trace.

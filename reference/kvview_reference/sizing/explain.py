@@ -7,7 +7,7 @@ from kvview_reference.sizing.sweep import SizeReport
 
 
 def explain(report: SizeReport) -> list[str]:
-    """State the gain of a host, and then the warnings and the basis of the figures."""
+    """Write the gain of a host, then the warnings, and then the basis of the figures."""
     alone, most = report.no_connector_hit_rate, report.unlimited_hit_rate
     lines = ["Without a GPU cache, the host has all hits."]
     if report.gpu_blocks:
@@ -47,7 +47,7 @@ def _basis(report: SizeReport) -> list[str]:
 
 
 def _blocks_and_gib(report: SizeReport, blocks: int, tier: str = "host") -> str:
-    """Write a size in blocks, and in GiB with a model."""
+    """Write a size in blocks and, with a model, also in GiB."""
     text = f"{blocks:,} {tier} blocks"
     if report.model is None:
         return text

@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 def require_number(
     name: str, value: object, where: str, *, least: int = 1, most: int = _MOST
 ) -> int:
-    """Check a number of a file.
+    """Check a number that was read from a file.
 
     Raises:
         ConfigError: The value is not a whole number from ``least`` to ``most``.
@@ -38,7 +38,7 @@ def require_number(
 
 
 class Fields:
-    """A JSON object that remembers which fields were read.
+    """A JSON object that records the fields that were read.
 
     Args:
         values: The object.

@@ -33,24 +33,24 @@ def list_kinds(rule: Rule, fields: Fields, num_layers: int) -> list[Stored] | No
 
 
 def _listed(fields: Fields, _: int, field: str) -> list[Stored] | None:
-    """Read the layers from a list that names the type of each layer."""
+    """Read the kinds of layers from a list with a word for each layer."""
     return _meanings(field, fields.sequence(field, str) or (), TABLE["words"], fields)
 
 
 def _lettered(fields: Fields, _: int, field: str) -> list[Stored] | None:
-    """Read the layers from a text with a letter for each layer."""
+    """Read the kinds of layers from a text with a letter for each layer."""
     return _meanings(field, fields.text(field, ""), TABLE["letters"], fields)
 
 
 def _every(_: Fields, num_layers: int, kind: Stored) -> list[Stored]:
-    """The same kind for all layers."""
+    """Return the same kind for all layers."""
     return [kind] * num_layers
 
 
 def _period(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored, offset: str = ""
 ) -> list[Stored]:
-    """One layer of each period has another kind: the layer at ``offset``, or else the last."""
+    """Return the kinds if one layer per period differs, at ``offset`` or by default the last."""
     length = fields.number(field)
     at = fields.number(offset, least=0) if offset else length - 1
     if at >= length:
@@ -61,7 +61,7 @@ def _period(
 def _numbered(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored
 ) -> list[Stored] | None:
-    """A list with the numbers of some layers, from 0."""
+    """Read the kinds from a list with the numbers of some layers, counted from 0."""
     numbers = fields.sequence(field, int)
     if numbers is None:
         return None
@@ -71,14 +71,14 @@ def _numbered(
 def _flagged(
     fields: Fields, _: int, field: str, kind: Stored, other: Stored
 ) -> list[Stored] | None:
-    """A list of 0 and 1, one for each layer."""
+    """Read the kinds from a list with a 0 or a 1 for each layer."""
     return [kind if flag else other for flag in fields.sequence(field, int) or ()] or None
 
 
 def _starting_at(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored
 ) -> list[Stored]:
-    """All layers from a given number on."""
+    """Return another kind for all layers from a given number on."""
     first = fields.number(field, least=0)
     return [kind if layer >= first else other for layer in range(num_layers)]
 

@@ -2,7 +2,8 @@
 
 1. A layer of full attention (``"full"``) stores a key and a value for every token.
 2. A layer with a sliding window (``"window"``) or with chunked local attention (``"chunked"``)
-   stores the same bytes for a token, but needs only the tokens that it can still read.
+   stores as many bytes per token as full attention, but only needs the tokens that it can still
+   read.
 3. A Mamba or linear-attention layer (``"state"``) stores one state, however long the prefix is.
 """
 
@@ -38,7 +39,7 @@ _NAMES = {
 
 
 def dtype_name(dtype: object) -> str:
-    """Map a type to its known name: ``"fp8_e5m2"`` is ``"fp8"``.
+    """Return the known name of a type, for example ``"fp8"`` for ``"fp8_e5m2"``.
 
     Raises:
         ConfigError: The type is unknown.
@@ -69,7 +70,7 @@ class LayerSet:
     """Layers of a model with the same KV.
 
     Args:
-        kind: Kind of the layers, which determines the tokens that they keep.
+        kind: Kind of the layers, which determines the tokens that the layers keep.
         count: Number of layers.
         token_bytes: Bytes of one token in one layer, on one rank; 0 for a state.
         state_bytes: Bytes of the state of one layer, on one rank; 0 for attention.
@@ -88,7 +89,7 @@ class LayerSet:
 
     @property
     def name(self) -> str:
-        """The kind in words."""
+        """Name of the kind of layers, in words."""
         return _NAMES[self.kind].format(tokens=self.tokens)
 
 
@@ -98,7 +99,7 @@ class ModelShape:
 
     Args:
         layers: Sets of layers, of different kinds.
-        tp: Ranks that share a layer; each stores its part.
+        tp: Number of ranks that share a layer, each of which stores a part.
         name: Name of the model.
     """
 
@@ -108,17 +109,17 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that every token adds in full attention, all ranks together."""
+        """Bytes that every token adds in full attention, summed over all ranks."""
         return self.bytes_of_kinds("full")
 
     @property
     def read_token_bytes(self) -> int:
-        """Bytes of a token that all attention layers can still read, all ranks together."""
+        """Bytes of a token that all attention layers can still read, summed over all ranks."""
         return self.bytes_of_kinds("full", "window", "chunked")
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all states, all ranks together."""
+        """Bytes of all states, summed over all ranks."""
         return self.tp * sum(layers.count * layers.state_bytes for layers in self.layers)
 
     @property
@@ -127,7 +128,7 @@ class ModelShape:
         return any(layers.kind != "full" for layers in self.layers)
 
     def bytes_of_kinds(self, *kinds: Kind) -> int:
-        """Compute the bytes of a token in the layers of some kinds, all ranks together."""
+        """Compute the bytes of a token in the layers of these kinds, summed over all ranks."""
         chosen = (layers for layers in self.layers if layers.kind in kinds)
         return self.tp * sum(layers.count * layers.token_bytes for layers in chosen)
 
@@ -149,10 +150,11 @@ def attention_layers(
         kind: Kind of the layers.
         count: Number of layers.
         kv_heads: Key-value heads; 1 for multi-head latent attention.
-        head_size: Elements of a head, or of the latent vector and its rotary part together.
+        head_size: Number of elements of a head, or of the latent vector together with its rotary
+            part.
         dtype: Type of the KV cache.
-        tp: Ranks. Number of ranks; with more ranks than heads, ranks hold copies, and a latent
-            vector is copied to each rank.
+        tp: Ranks. Number of ranks; with more ranks than heads, several ranks hold copies of a head,
+            and each rank holds a copy of a latent vector.
         tokens: Tokens of the window or chunk.
         is_latent: Whether key and value share one vector (MLA).
 
@@ -187,15 +189,15 @@ def state_layers(
     tp: int,
     missing: Callable[[str], ConfigError],
 ) -> LayerSet:
-    """Make layers with a state: the end of a convolution, and a recurrent part.
+    """Make layers whose state is the end of a convolution and a recurrent part.
 
     Args:
         kind: ``"mamba1"``, ``"mamba2"``, ``"delta_net"`` or ``"convolution"``.
-        sizes: Sizes that the shapes of that kind consist of.
+        sizes: Sizes from which the shapes of that kind are computed.
         count: Number of layers.
         conv_dtype: Type of the convolution's part.
         state_dtype: Type of the recurrent part.
-        tp: Ranks that share a state.
+        tp: Number of ranks that share a state.
         missing: Makes the error for a missing size.
 
     Raises:
@@ -258,7 +260,7 @@ def parse_size(
         num_blocks: Number of distinct blocks of the trace.
 
     Raises:
-        ConfigError: The text has another form, or is in bytes without a model.
+        ConfigError: The text has another form, or states a size in bytes without a model.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (not match["unit"] and not match["number"].isdigit()):

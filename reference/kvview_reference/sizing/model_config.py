@@ -1,8 +1,8 @@
 """The layers in a ``config.json`` of Hugging Face.
 
-1. A model with image input has its language part in ``text_config``, which may lack any field
-   whose value is the default of its class.
-2. Each number and name is checked where it is read.
+1. The language part of a model with image input is in ``text_config``, which may lack any field
+   with the default value of its class.
+2. Each number and name is checked when it is read.
 3. A field that may change the KV cache and was not read is an error, because a wrong size would
    go unnoticed.
 
@@ -231,7 +231,7 @@ class _Reader:
     # --- the rest ---
 
     def _require_understood(self) -> None:
-        """Refuse a file with an unread field that may change the cache."""
+        """Refuse a file that has an unread field which may change the cache."""
         has_window = self._tokens("window") is not None
         for name, value in self._fields.unread():
             if not value or name in self._facts.ignored or HARMLESS.search(name):

@@ -20,9 +20,9 @@ class State(BaseModel):
     """The state of a layer, and the fields with its sizes.
 
     Args:
-        kind: The shapes: Mamba 1, Mamba 2, gated delta net, or a short convolution alone.
-        sizes: Field of each size of the shapes.
-        dtype: Field with the type of the recurrent part; by default the model's type.
+        kind: The kind of shapes: Mamba 1, Mamba 2, gated delta net, or only a short convolution.
+        sizes: Name of the field for each size of the shapes.
+        dtype: Name of the field with the type of the recurrent part; by default that of the model.
     """
 
     kind: Literal["mamba1", "mamba2", "delta_net", "convolution"]

@@ -23,7 +23,7 @@ def read_model(path: str, dtype: str | None = None, tp: int | None = None) -> Mo
     Args:
         path: A ``config.json`` of Hugging Face, or JSON with ``groups`` of layers.
         dtype: Type of the KV cache; None for the type in the file.
-        tp: Ranks that share a layer; None for the number in the file, or 1.
+        tp: Number of ranks that share a layer; None for the number in the file, by default 1.
 
     Raises:
         ConfigError: The file cannot be read, or a field is missing, wrong or unknown.

@@ -1,11 +1,11 @@
 """A recording of a server's KV events as a trace.
 
-1. An event that stores blocks on the GPU is a request that computed them; the prefix that the
-   request hit is the chain of the blocks' parents. Other media, and all KV-cache groups except the
-   first, are ignored.
-2. Blocks that follow the last blocks of a request within ``SAME_REQUEST_S`` belong to the same
-   request: its next prefill step, or its generated blocks.
-3. A block that is computed again after its eviction is stored again, so the request is visible. A
+1. An event that stores blocks on the GPU stands for a request that computed these blocks. The
+   prefix that the request hit is the chain of the blocks' parents. Other media, and all KV-cache
+   groups except the first, are ignored.
+2. Blocks that follow the last blocks of a request within ``SAME_REQUEST_S`` belong to this request,
+   as its next prefill step or its generated blocks.
+3. A block that is computed again after its eviction is stored again, so its request is visible. A
    request that hits all of its full blocks stores no block and is invisible.
 
 Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``.

@@ -1,9 +1,9 @@
-"""The block references of a trace, by arrival, small enough to be read many times.
+"""The block references of a trace, by arrival, in a compact form that can be read many times.
 
-1. Blocks that the same requests use form one *run*, so a prefix that every turn of a session
-   repeats is one reference per turn, not thousands. This is exact, because in a trace whose ids
-   name prefixes such blocks are adjacent in every request. If the blocks are not adjacent, each
-   block is a run.
+1. Blocks that exactly the same requests use form one *run*. So a prefix that every turn of a
+   session repeats is one reference in each turn, and not thousands. No information is lost, because
+   in a trace whose ids stand for prefixes, such blocks are adjacent in every request. If the blocks
+   are not adjacent, each block is a run.
 2. Runs are numbered by first use, and blocks are numbered without gaps: run ``r`` holds the blocks
    ``starts[r]`` to ``starts[r + 1] - 1``, in prefix order.
 """
@@ -23,12 +23,12 @@ from kvview_reference.sizing.tails import Tail, TailCount
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One request, as its runs.
+    """One request, as a sequence of runs.
 
     Args:
         arrival_s: Seconds from the first request of the trace.
         runs: Runs of its full blocks, in prefix order.
-        num_blocks: Blocks in these runs.
+        num_blocks: Number of blocks in these runs.
     """
 
     arrival_s: float
@@ -43,9 +43,10 @@ class References:
     Args:
         requests: Requests by arrival.
         starts: First block of each run, and at the end the number of blocks.
-        num_ids: Hash ids of all prompts, dropped ones included; hit rates are shares of them.
+        num_ids: Number of hash ids of all prompts, including dropped prompts; hit rates are shares
+            of it.
         num_too_large: Requests that were skipped.
-        tail_shares: Share of the different blocks in each requested tail.
+        tail_shares: Share of the distinct blocks that are in each requested tail.
     """
 
     requests: Sequence[Reference]
@@ -84,9 +85,9 @@ def read_references(
         block_size: Tokens of one hash id.
         max_request_blocks: Number of blocks; a request whose prompt and output need more blocks is
             skipped.
-        has_partial_blocks: Whether a cache holds the partial last block of a prompt; no engine's
-            prefix cache does.
-        tails: Ends of prompts whose different blocks are counted.
+        has_partial_blocks: Whether a cache may hold the partial last block of a prompt, which no
+            engine's prefix cache does.
+        tails: Ends of prompts whose distinct blocks are counted.
     """
     reader = _Reader(TailCount(tails, block_size))
     num_ids = num_too_large = 0
@@ -137,7 +138,7 @@ class _Reader:
 
 
 def _signatures(in_order: Iterable[array[int]], num_blocks: int) -> list[int]:
-    """Assign one number to all blocks that the same requests use."""
+    """Assign each block a number that is equal for blocks that the same requests use."""
     signatures = [0] * num_blocks
     draw = Random(12).getrandbits
     for blocks in in_order:
@@ -150,7 +151,7 @@ def _signatures(in_order: Iterable[array[int]], num_blocks: int) -> list[int]:
 def _runs(
     in_order: Sequence[array[int]], signatures: Sequence[int]
 ) -> tuple[list[array[int]], array[int]]:
-    """List the runs of each request, -1 for a partial run, and the first block of each run."""
+    """List the runs of each request, with -1 for a partial run, and the first block of each run."""
     numbers = [-1] * len(signatures)
     run_of = [-1] * len(signatures)  # by the number of a first block
     starts = array("I")
@@ -185,7 +186,7 @@ def _runs(
 
 
 def _are_prefixes(requests: Iterable[array[int]]) -> bool:
-    """Whether each run always follows the same other run, so that the ids name prefixes."""
+    """Whether each run always follows the same run, so that the ids stand for prefixes."""
     before: dict[int, int] = {}
     for runs in requests:
         last = -2

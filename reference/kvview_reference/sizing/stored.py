@@ -2,12 +2,12 @@
 
 1. KV of full attention and of attention chunks is stored for every token, because vLLM's connector
    skips no blocks of these layers.
-2. Sliding windows are stored for the tokens that the end of each prompt still reads; states are
+2. Sliding windows are stored for the tokens that are read at the end of each prompt; states are
    stored at the end of each prompt.
-3. Blocks have the bytes that they have in vLLM, padding included, on all ranks together.
+3. Blocks have the same bytes as in vLLM, including padding, summed over all ranks.
 
-The number of prompt ends depends on the trace, so the bytes of a block are a mean over its
-different blocks; the total of a host that holds the whole trace is exact.
+The number of prompt ends depends on the trace, so the bytes of a block are a mean over the distinct
+blocks of the trace. The total of a host that holds the whole trace is exact.
 
 Source: vLLM 0.32.0, ``reachable_block_mask`` in ``v1/core/single_type_kv_cache_manager.py``, with
 the default retention: only the end of the prompt is kept.
@@ -37,7 +37,7 @@ class StoredLayers:
     Args:
         layers: The set.
         share: Share of the distinct blocks for which the part is stored.
-        block_bytes: Bytes of one such block, all ranks together.
+        block_bytes: Bytes of one such block, summed over all ranks.
     """
 
     layers: LayerSet
@@ -72,7 +72,7 @@ class StoredBlocks:
         """Compute the stored part of each set of layers.
 
         Args:
-            tail_shares: Shares of the different blocks, in the order of ``tails``.
+            tail_shares: Shares of the distinct blocks, in the order of ``tails``.
         """
         shares = dict(zip(map(id, self._ends), tail_shares, strict=True))
         stored: list[StoredLayers] = []
@@ -91,7 +91,7 @@ class StoredBlocks:
         )
 
     def dense_block_bytes(self, tail_shares: Sequence[float]) -> int:
-        """Compute the mean bytes of a block if windows are stored for every token, too."""
+        """Compute the mean bytes of a block if windows, too, are stored for every token."""
         return ceil(
             sum(
                 stored.block_bytes
@@ -121,10 +121,10 @@ class LayersReport(BaseModel):
 
     Args:
         tokens: Tokens of the window or chunk.
-        token_bytes: Bytes of one token in all these layers, all ranks of TP together.
-        state_bytes: Bytes of the states of these layers, all ranks together; 0 for attention.
+        token_bytes: Bytes of one token in all these layers, summed over all TP ranks.
+        state_bytes: Bytes of the states of these layers, summed over all ranks; 0 for attention.
         stored_share: Share of the trace's distinct blocks for which the host stores these layers.
-        stored_block_bytes: Bytes of one such block in vLLM, padding included.
+        stored_block_bytes: Bytes of one such block in vLLM, including padding.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,8 +143,8 @@ class ModelReport(BaseModel):
     """The model whose KV is stored.
 
     Args:
-        token_bytes: Bytes that every token adds in full attention, all ranks of TP together.
-        block_bytes: Bytes that the host stores for a block, a mean over the trace.
+        token_bytes: Bytes that every token adds in full attention, summed over all TP ranks.
+        block_bytes: Mean bytes that the host stores for a block of the trace.
         dense_block_bytes: Mean bytes for a block if a connector stores windows for every token.
     """
 

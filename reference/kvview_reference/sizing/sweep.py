@@ -1,4 +1,4 @@
-"""The value of a host tier at every size: the run, and the JSON of ``kvview size --json``.
+"""The value of a host tier at every size: its computation, and the JSON of ``kvview size --json``.
 
 ``docs/sizing.md`` describes the JSON; ``python docs/make_commands.py`` writes its JSON Schema.
 """
@@ -44,15 +44,16 @@ class SizeReport(ReportPart):
     """The report of ``kvview size``.
 
     Args:
-        play: Requests are served one after another, in the order of arrival, without time.
+        play: "order": requests are served one after another, in the order of arrival, without
+            times.
         block_size: Tokens of a block.
         requests: Requests that were served.
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
         malformed_rows: Rows and files of the trace that could not be read.
         lost: The first 10,000 of these rows and files, with the reasons.
-        cut: Files whose rest after a line is lost.
+        cut: Files that could only be read up to a line, each with this line.
         blocks: Number of hash ids of all prompts; the rates are shares of this number.
-        gpu_gib: Size of the GPU cache, all ranks together.
+        gpu_gib: Size of the GPU cache in GiB, summed over all ranks.
         notes: Warnings about the figures of the model.
         no_connector_hit_rate: Hit rate of the GPU's prefix cache alone.
         unlimited_hit_rate: Hit rate with a host that holds every block.
@@ -60,8 +61,8 @@ class SizeReport(ReportPart):
         knee_host_blocks: Size at which the LRU curve bends most; beyond this size each further
             block gains less than the average block.
         knee_share: Share of the gain of the largest host that LRU has at the knee.
-        optimum: Host blocks, and the hit rate that no policy exceeds with GPU and host: MIN with
-            bypass, which knows the future.
+        optimum: Pairs of host blocks and the highest possible hit rate of GPU and host, which MIN
+            with bypass reaches, because it knows all later requests.
         lru_curve: Pairs of host blocks and exact hit rate.
     """
 
@@ -115,7 +116,7 @@ def size(
         trace: Name of the trace.
         block_size: Tokens of a block.
         gpu_blocks: Blocks that the GPU's prefix cache holds; 0 for no cache.
-        policies: Policies of the host, by name; "lru" is added in front.
+        policies: Names of the host's policies; "lru" is added in front.
         host_sizes: Sizes in blocks; None lets the command choose sizes.
         blocks: The bytes of blocks; None without a model.
         prefill_tokens_per_s: Prompt tokens that the engine computes per second.

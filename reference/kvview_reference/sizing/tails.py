@@ -1,4 +1,4 @@
-"""The ends of prompts, for whose blocks sliding windows and states are stored."""
+"""The ends of prompts, for which sliding windows and states are stored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks_in_tail(tail: Tail, block_size: int, num_blocks: int) -> range:
 
 
 class TailCount:
-    """Counter of the distinct blocks in tails.
+    """Counts the distinct blocks in tails.
 
     Args:
         tails: The tails, each counted separately.
@@ -55,5 +55,5 @@ class TailCount:
             held.update(blocks[ends.start : ends.stop])
 
     def shares(self) -> tuple[float, ...]:
-        """Compute the share of the different blocks in each tail."""
+        """Compute the share of the distinct blocks that are in each tail."""
         return tuple(len(held) / max(1, self._num_blocks) for _, held in self._held)

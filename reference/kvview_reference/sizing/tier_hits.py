@@ -1,11 +1,11 @@
 """The hits of the GPU's prefix cache and of a host tier for each request of a trace.
 
-1. Requests are served one after another, by arrival. The GPU holds the blocks used last (LRU,
-   chains from their tail). The host adds the blocks that follow in the prefix without a gap; all
-   other blocks are computed.
-2. Every block of a request is offered to the host and counts as used there, hit or not, as in
+1. Requests are served one after another, by arrival. The GPU holds the most recently used blocks
+   (LRU, which evicts chains from their tail). Blocks that follow in the prefix without a gap and
+   are on the host are loaded; all other blocks are computed.
+2. Every block of a request is offered to the host and counts as used on the host, hit or not, as in
    vLLM's connector. So the host also holds the blocks that the GPU holds.
-3. A policy is replayed through the reference's manager, with stores in the steps of a chunked
+3. A policy is run in the manager of the reference, with stores after each step of a chunked
    prefill. LRU needs no replay, because one pass over the trace gives the hits of every size.
 """
 
@@ -26,7 +26,7 @@ STEP_BLOCKS = 128
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """Blocks that a host tier moves for each request.
+    """Numbers of blocks that a host tier moves for each request.
 
     Args:
         loaded: Blocks loaded from the host, which are its hits.
@@ -45,8 +45,9 @@ class Tiers:
         gpu_blocks: Blocks that the GPU's prefix cache may hold; 0 for no cache.
 
     Attributes:
-        gpu_hits: Blocks hit on the GPU for each request, the same with every host.
-        curve: Hits of one LRU cache by its size.
+        gpu_hits: Number of blocks that each request hits on the GPU, which does not depend on the
+            host.
+        curve: Hits of an LRU cache, by its size.
     """
 
     def __init__(self, references: References, gpu_blocks: int) -> None:
@@ -89,7 +90,7 @@ class Tiers:
         return HostTraffic(loaded, stored)
 
     def _requests(self) -> Iterator[list[OffloadKey]]:
-        """Yield the keys of each request, one by one, because all at once would be large."""
+        """Yield the keys of one request at a time, because all keys together would be large."""
         starts, keys = self.references.starts, self._keys
         if not keys:
             keys += (make_offload_key(n.to_bytes(32, "big"), 0) for n in range(starts[-1]))
@@ -101,7 +102,7 @@ class Tiers:
 
 
 def _serve(manager: CPUOffloadingManager, keys: list[OffloadKey], on_gpu: int) -> tuple[int, int]:
-    """Serve one request from its arrival to its end; returns blocks loaded and stored."""
+    """Serve one request from its arrival to its end; return the blocks loaded and stored."""
     ctx, lookup, hit = ReqContext(), manager.lookup, LookupResult.HIT
     end = on_gpu
     while end < len(keys) and lookup(keys[end], ctx) is hit:

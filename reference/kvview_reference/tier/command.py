@@ -29,10 +29,10 @@ class StoreNamespace:
 
     Args:
         folder: Name of the folder below the root.
-        model: Model in its ``namespace.json``; empty if the file cannot be read.
-        weights: Weights in its ``namespace.json``; empty if the file cannot be read.
-        entries: Number of its pages.
-        num_bytes: Bytes of the files of its pages.
+        model: Model in the folder's ``namespace.json``; empty if the file cannot be read.
+        weights: Weights in the folder's ``namespace.json``; empty if the file cannot be read.
+        entries: Number of pages in the folder.
+        num_bytes: Bytes of the files of these pages.
     """
 
     folder: str
@@ -44,7 +44,7 @@ class StoreNamespace:
 
 @dataclass(frozen=True)
 class BadEntry:
-    """An entry that cannot be loaded.
+    """An entry of a store that cannot be loaded.
 
     Args:
         path: Path of the file or folder.
@@ -61,9 +61,10 @@ class StoreCheck:
 
     Args:
         root: Folder of the store.
-        namespaces: One entry for each folder.
+        namespaces: The folders of namespaces.
         bad: Every entry that cannot be loaded.
-        schema_version: Version of the JSON; grows when a field is removed or changes its meaning.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     root: str
@@ -72,7 +73,7 @@ class StoreCheck:
     schema_version: Literal[1] = 1
 
     def report(self, path: str, problem: str) -> None:
-        """Record an entry that cannot be loaded, and print the first ones."""
+        """Record an entry that cannot be loaded, and print it if it is one of the first."""
         self.bad.append(BadEntry(path, problem))
         if len(self.bad) <= _MOST_LINES:
             echo(f"{path}: {problem}", err=True)

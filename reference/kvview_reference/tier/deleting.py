@@ -15,15 +15,15 @@ from kvview.tier import Namespace, Threaded
 class DeletingStore(Threaded):
     """``Threaded`` with ``delete``; a subclass implements four methods, which may block.
 
-    1. A key that was deleted, or that failed to load, is a miss from then on. A thread removes the
-       page of the key; if that fails (a medium that cannot be written, credentials that may not
-       delete), the key stays hidden.
+    1. A key that was deleted, or whose page had wrong bytes, is hidden: it is a miss until a put
+       replaces its page. A thread removes the page. If this fails (the medium cannot be written, or
+       the credentials do not permit it), the key stays hidden.
     2. A put of a hidden key replaces the old page and makes the key visible again. A put of any
        other key keeps the old page.
 
     Args:
         namespace: Namespace of the store.
-        threads: Number of threads that call these methods.
+        threads: Number of threads that call the four methods.
     """
 
     def __init__(self, namespace: Namespace, *, threads: int) -> None:
@@ -40,15 +40,15 @@ class DeletingStore(Threaded):
 
     @abstractmethod
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Fill a page; False if the stored bytes are wrong and must be removed.
+        """Fill a page; return False if the stored bytes are wrong and must be removed.
 
         Raises:
-            OSError: No page is stored, or it cannot be read now.
+            OSError: No page is stored, or the page cannot be read now.
         """
 
     @abstractmethod
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Store a page whole or not at all; keep an old page unless ``is_replaced``."""
+        """Store a page completely or not at all; keep an old page unless ``is_replaced``."""
 
     @abstractmethod
     def remove(self, key: bytes, /) -> None:
@@ -87,7 +87,7 @@ class DeletingStore(Threaded):
             return is_stored
 
     def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
-        """Return the known results; a hidden key is a miss, even if a put of it has just ended."""
+        """Return the known results; a hidden key is a miss, even if its put has just ended."""
         flags, hidden = super().lookup(keys), self._hidden
         return [False if key in hidden else flag for key, flag in zip(keys, flags, strict=True)]
 
@@ -111,7 +111,7 @@ class DeletingStore(Threaded):
         self._remove_hidden([*self._deleted])
 
     def _delete(self, keys: Sequence[bytes], under_way: Sequence[Any]) -> None:
-        """Remove keys, after the puts of these keys on other threads have ended."""
+        """Remove keys, after the puts of these keys by other threads have ended."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_closed or not any(entry.parts_left for entry in under_way)

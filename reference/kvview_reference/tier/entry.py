@@ -14,7 +14,7 @@ MOST_BYTES = 0x7FFFF000  # of an entry, because the system writes at most this m
 
 
 class EntryFormat:
-    """The heads of one namespace's entries; the page follows the head.
+    """The heads of the entries of one namespace; in an entry, the page follows the head.
 
     Args:
         namespace: Namespace of the entries.

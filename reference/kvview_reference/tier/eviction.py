@@ -1,10 +1,9 @@
 """``OldestFiles``: removes the files of a namespace that were used longest ago.
 
-1. If there are many files, only the oldest files of a few shards are removed, because there is no
-   index on the medium or in memory. Every process sets the times of the files that it uses.
+1. If there are many files, the oldest files of only a few shards are removed, because neither the
+   medium nor the memory has an index. Every process sets the times of the files that it uses.
 2. A file that cannot be removed stays, and the next oldest file is removed. If no file can be
-   removed,
-the next attempt starts after ten times the duration of this one.
+   removed, the next attempt starts after ten times the duration of this attempt.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class OldestFiles:
 
     Args:
         folder: Folder of the namespace.
-        show_life: Called regularly during the search for old files.
+        show_life: Called regularly during a search for old files.
     """
 
     def __init__(self, folder: StoreFolder, show_life: Callable[[], object]) -> None:
@@ -51,7 +50,7 @@ class OldestFiles:
         return time.monotonic() < self._rests_until
 
     def remove(self, num_bytes: int) -> int:
-        """Remove files of at least this many bytes in total, or all files; returns their bytes."""
+        """Remove files of at least this many bytes in total, or all files; return the bytes."""
         began = time.monotonic()
         if began >= self._stuck_until:
             self._stuck.clear()
@@ -73,7 +72,7 @@ class OldestFiles:
         return removed
 
     def _remove_file(self, use: int, path: str) -> int:
-        """Remove a file unless it was used again; returns its bytes, or 0 if the file stays."""
+        """Remove a file unless it was used again; return its bytes, or 0 if the file stays."""
         try:
             if self._folder.stat(path).st_mtime_ns != use:
                 return 0
@@ -88,7 +87,7 @@ class OldestFiles:
         return size
 
     def _look(self) -> int:
-        """Find the files that were used longest ago, in all shards or in the next few.
+        """Find the files that were used longest ago, in all shards or in the next few shards.
 
         Returns:
             Number of shards that were read.

@@ -1,15 +1,16 @@
 """The budget of a folder, counted for all processes that write there (TIER-8).
 
-1. The count is in a file that processes share. The count grows before a file is renamed to its
-   final name, and shrinks after a file was removed. So a process that is killed leaves the count
-   too high, but never too low.
+1. The count of bytes is in a file that all processes share. The count grows before a file is
+   renamed to its final name, and shrinks after a file was removed. So if a process is killed, the
+   count may be too high, but never too low.
 2. A process that opens a folder which no other process has open removes half-written files. Such a
-   process counts the files again only if the count is not reliable: it is damaged, or the machine
-   was restarted before a process had closed the folder. So a folder of any size opens at once.
+   process counts the files again only if the count is not reliable, because it is damaged, or
+   because the machine was restarted before a process had closed the folder. So a folder of any size
+   opens without delay.
 3. The files that were used longest ago are removed to make room; see ``eviction``.
-4. If a lock is not released, the call fails, unless the holder of the lock is still at work. Later
-   calls fail at once until the lock is released. Processes take turns, because a process that tries
-   a lock at intervals would lose it to the process that has just released it.
+4. If another process keeps a lock and does nothing, the call fails, and later calls fail
+   immediately until the lock is released. Processes take turns through a second lock, because a
+   process that tries a lock at intervals would lose it to the process that has just released it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class FileBudget:
         lock_file(self._alive, fcntl.LOCK_SH, _PATIENCE, self._counter)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Make room for a file that is about to be written; False if that is impossible."""
+        """Make room for a file that is about to be written; return False if this is impossible."""
         with self._counted() as count:
             if self.max_bytes is not None:
                 if num_bytes > self.max_bytes:
@@ -134,7 +135,7 @@ class FileBudget:
                 raise
 
     def give_up(self, half: str, num_bytes: int) -> None:
-        """Remove a file that is not renamed; if it cannot be removed, its bytes still count.
+        """Remove a file that will not be renamed; if it cannot be removed, its bytes still count.
 
         Raises:
             OSError: The file cannot be removed, or the count cannot be changed.
@@ -182,7 +183,7 @@ class FileBudget:
 
     @contextmanager
     def _counted(self) -> Iterator[_Count]:
-        """Lock the count for all other threads and processes, and write it at the end.
+        """Lock out all other threads and processes, yield the count, and write it at the end.
 
         Raises:
             OSError: The count cannot be locked, read or written.
@@ -247,12 +248,12 @@ class FileBudget:
         return found
 
     def _show_life(self) -> None:
-        """Show the processes that wait for the count that this process still works."""
+        """Signal to the processes that wait for the count that this process is still at work."""
         with suppress(OSError):
             os.utime(self._counter)
 
     def _evict(self, count: _Count, num_bytes: int) -> None:
-        """Make room for this number of bytes, as far as files can be removed."""
+        """Remove files to make room for this number of bytes, as far as possible."""
         missing = 0 if self.max_bytes is None else count.used + num_bytes - self.max_bytes
         if missing <= 0 or self.oldest.is_resting:
             return

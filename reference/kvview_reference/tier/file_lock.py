@@ -1,4 +1,4 @@
-"""Locks on files that another process may keep, because it was stopped."""
+"""Locks on files, which a stopped process may keep forever."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.001
 
 
 def lock_file(file: int, kind: int, patience: float, watched: int | None = None) -> None:
-    """Lock an open file; wait at most ``patience`` seconds for a holder that does nothing.
+    """Lock an open file; wait at most ``patience`` seconds for a process that does nothing.
 
     Args:
         file: Descriptor.
         kind: ``fcntl.LOCK_EX`` (exclusive) or ``fcntl.LOCK_SH`` (shared).
         patience: Seconds to wait, counted from the last change of the time of ``watched``.
-        watched: Descriptor of a file that the holder touches while it works; None for no such file.
+        watched: Descriptor of a file that the holder of the lock touches while it works; None
+            without such a file.
 
     Raises:
         TimeoutError: Another process keeps the lock.

@@ -1,11 +1,11 @@
-"""``FileStore``: one file for each key, for many threads and processes on one folder.
+"""``FileStore``: one file for each key, in a folder that many threads and processes share.
 
     <root>/<namespace>/namespace.json   the namespace of the pages
                        <shard>/<key>    a header with a seal, then the page
                        half/            files that are being written
                        lock, turn, budget   see ``file_budget``
 
-1. A file is renamed to its final name when it is complete (TIER-9). There is no fsync, because a
+1. A file gets its final name when it is complete (TIER-9). There is no fsync, because a
    file that a power cut left half-written fails its seal.
 2. A file that fails its seal is removed, so that the next put stores it again (TIER-4).
 3. ``max_bytes`` is a budget of this namespace, for all processes together (TIER-8).
@@ -37,7 +37,7 @@ class FileStore(DeletingStore):
     Args:
         namespace: Namespace of the pages, which has its own folder.
         root: Folder for the folders of namespaces; created if it is missing.
-        max_bytes: Budget of this namespace in bytes; None for no limit.
+        max_bytes: Budget of this namespace, in bytes; None for no limit.
         threads: Number of threads that read and write.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
 
@@ -81,7 +81,7 @@ class FileStore(DeletingStore):
         return self._files.has(self._path(key))
 
     def load(self, key: bytes, page: memoryview, /) -> bool:
-        """Read and verify a page; the next put replaces a file that cannot be read."""
+        """Read and verify a page; if its file cannot be read, the next put replaces the file."""
         path = self._path(key)
         head, more = bytearray(EntryFormat.head_bytes(key)), bytearray(b"?")
         try:
@@ -103,7 +103,7 @@ class FileStore(DeletingStore):
         return True
 
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Write a page into a file with another name, then rename the file."""
+        """Write a page into a file with a temporary name, then rename the file."""
         path = self._path(key)
         if is_replaced:
             self._budget.remove(path)
@@ -134,11 +134,11 @@ class FileStore(DeletingStore):
         self._later(partial(self._touch, [*keys]))
 
     def usage(self) -> TierUsage:
-        """Return the bytes of all files, as this process last read them."""
+        """Return the bytes of all files, as this process last read the count."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
-        """Call ``evicted`` with keys whose files this process removed to make room."""
+        """Call ``evicted`` with the keys whose files this process removes to make room."""
 
         def report(path: str) -> None:
             if key := key_of(path):
@@ -157,11 +157,11 @@ class FileStore(DeletingStore):
             self._budget.used(self._path(key))
 
     def _path(self, key: bytes) -> str:
-        """The path of a key's file in the folder."""
+        """Return the path of a key's file in the folder."""
         return path_of(key)
 
     def _write_file(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Write a new file, whole or not at all."""
+        """Write a new file completely or not at all."""
         file = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if os.writev(file, parts) != sum(map(len, parts)):
@@ -174,7 +174,7 @@ class FileStore(DeletingStore):
             os.close(file)
 
     def _claim(self, namespace: Namespace) -> None:
-        """Write the namespace into the folder, or refuse one of another namespace (TIER-10)."""
+        """Write the namespace into the folder; refuse a folder of another namespace (TIER-10)."""
         for _ in range(_CLAIMS):
             with suppress(FileNotFoundError):
                 note = self._files.read_note(NOTE).decode("utf-8", "replace")

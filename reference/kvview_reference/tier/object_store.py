@@ -3,17 +3,16 @@
     <url>/<namespace>/namespace.json   the namespace of the pages
                       <key>            a header with a seal, then the page
 
-1. An object exists whole or not at all, as S3 and similar services promise (TIER-9).
-2. An object that fails its seal is removed, and stored again by the next put (TIER-4). If it may
-   not be removed, it is a miss for this process until a put has replaced it.
+1. An object exists completely or not at all, as S3 and similar services guarantee (TIER-9).
+2. An object that fails its seal is removed, and stored again by the next put (TIER-4). If the
+   removal is not permitted, its key is a miss in this process until a put has replaced the object.
 3. There is no byte budget, because a machine that shares a bucket cannot enforce one. A lifecycle
    rule of the bucket removes old objects, whose keys are then misses.
-4. In a folder (``file://``, for trials) links are not followed, and only regular files are objects.
-   A link that another program creates during a request may be followed. ``FileStore`` is safe
-   against such programs.
-5. Credentials come from the client's own chain (environment, profile, role of the machine), never
-   from an option. Only the kind of error in a server's response is logged or raised, never its
-   text.
+4. In a folder (``file://``, for trials) only regular files are objects, and links are not followed,
+   except a link that another program creates during a request. ``FileStore`` is safe against such
+   programs.
+5. The client itself finds credentials (environment, profile, role of the machine); they are never
+   an option. Of an error in a server's response, only the kind is logged or raised, never the text.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ObjectStore(DeletingStore):
             ``file:///path`` and ``memory:///`` for trials.
         threads: Maximum number of requests at once.
         timeout: Seconds after which a request fails.
-        retries: Maximum number of retries of a failed request; no retry starts after twice
+        retries: Maximum number of retries of a failed request; no retry starts later than twice
             ``timeout``.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
         options: Options of the client, such as ``region`` and ``endpoint``, but no credentials.
@@ -102,7 +101,7 @@ class ObjectStore(DeletingStore):
         return content[:start] == self._format.head(key, page)
 
     def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
-        """Store a page, unless another machine has stored it."""
+        """Store a page, unless another machine has stored it already."""
         import obstore
 
         self._claim()
@@ -142,7 +141,7 @@ class ObjectStore(DeletingStore):
 
     @contextmanager
     def _requesting(self, what: str, path: str) -> Iterator[None]:
-        """Make a request; an error is raised as an ``OSError`` that only names its kind."""
+        """Make a request; raise any error as an ``OSError`` that only states the kind of error."""
         try:
             _require_plain(self._client, path)
             yield
@@ -161,7 +160,7 @@ class ObjectStore(DeletingStore):
 
 
 def _require_plain(client: Client, path: str) -> None:
-    """Refuse an object in a folder that is a link, a pipe or a device, or is behind a link.
+    """Refuse an object that is a link, a pipe or a device, or is behind a link, in a folder.
 
     Raises:
         OSError: The object is refused, because a client would follow the link, or wait for the pipe
@@ -234,6 +233,6 @@ _CHAIN = (
 
 
 def _kind(error: BaseException) -> str:
-    """Return class and status of an error, but not its text, which may contain credentials."""
+    """Return the class and the status of an error, but no text, which may contain credentials."""
     status = _STATUS.search(str(error))
     return type(error).__name__ + (f", status {status[1]}" if status else "")

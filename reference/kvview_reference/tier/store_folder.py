@@ -1,8 +1,8 @@
-"""``StoreFolder``: the folder of one namespace, outside of which nothing is touched.
+"""``StoreFolder``: the folder of one namespace; files outside the folder are never accessed.
 
-1. A path is ``name`` or ``folder/name``. Each folder is opened without following a link, and a file
-   is opened by its name in the open folder. A link instead of a folder is an error, even if it
-   replaces the folder later.
+1. Each path is ``name`` or ``folder/name``. Each folder is opened without following a link, and a
+   file is opened by its name in the open folder. A link in place of a folder is an error, even if
+   the link replaces the folder later.
 2. Only regular files count as files. A link, folder, pipe, socket or device is never read or
    removed.
 """
@@ -30,12 +30,12 @@ _MOST_OF_A_NOTE = 1 << 20  # bytes
 
 
 def path_of(key: bytes) -> str:
-    """Path of the file of a key."""
+    """Return the path of the file of a key."""
     return f"{SHARDS[zlib.crc32(key) & 0xFF]}/{key.hex()}"
 
 
 def key_of(path: str) -> bytes | None:
-    """The key whose file has this path; None if no store writes such a file."""
+    """Return the key whose file has this path; None for a path that no store writes."""
     try:
         key = bytes.fromhex(path.rpartition("/")[2])
     except ValueError:
@@ -95,7 +95,7 @@ class StoreFolder:
         return file
 
     def stat(self, path: str) -> os.stat_result:
-        """Size and times of a regular file.
+        """Return the size and the times of a regular file.
 
         Raises:
             OSError: The file does not exist, or cannot be examined.
@@ -136,7 +136,7 @@ class StoreFolder:
             os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
 
     def unlink(self, path: str) -> int:
-        """Remove a regular file; returns its size in bytes.
+        """Remove a regular file, and return its size in bytes.
 
         Raises:
             OSError: The file does not exist, or cannot be removed.
@@ -147,12 +147,12 @@ class StoreFolder:
         return size
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file; another file with the new name is replaced, but not a folder."""
+        """Rename a file; this replaces a file with the new name, but not a folder."""
         with self._parent(old) as (source, old_name), self._parent(new) as (target, new_name):
             os.rename(old_name, new_name, src_dir_fd=source, dst_dir_fd=target)
 
     def files(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Path and state of each regular file in a folder; empty if the folder does not exist.
+        """Yield path and state of each regular file in a folder, if the folder exists.
 
         Raises:
             OSError: The folder cannot be listed.
@@ -169,7 +169,7 @@ class StoreFolder:
                         yield f"{folder}/{entry.name}", state
 
     def entries(self, shard: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Path and state of each file of a key in a shard."""
+        """Yield path and state of each file of a key in a shard."""
         return ((path, state) for path, state in self.files(shard) if key_of(path) is not None)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """The entries of a file store, read without the store, for ``kvview tier fsck``.
 
-Only files that a store can have written are read: one folder per namespace, and entries that are
-named after their keys. All other files are ignored, links included.
+Only files that a store may have written are read: one folder per namespace, and entries that are
+named after their keys. All other files, including links, are ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StoredNamespace:
 
 
 def read_entry(namespace: Namespace, content: bytes) -> StoredEntry:
-    """Verify one entry as a load would."""
+    """Verify one entry, as a load does."""
     view = memoryview(content)
     if len(view) < HEAD.size or view[:8] != MAGIC:
         return StoredEntry(b"", "it has no header")

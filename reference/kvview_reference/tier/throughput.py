@@ -24,17 +24,17 @@ _HERE = Namespace("benchmark", weights="1")
 
 @dataclass(frozen=True)
 class TierSpeed:
-    """Medians over the rounds, of one job of several pages at a time.
+    """Medians over all rounds, in each of which one job of several pages is in flight at a time.
 
     Args:
         page_bytes: Bytes of each page.
         pages: Pages of a job.
-        put: GB/s (10**9 bytes) from the call to the report of a store.
-        get: GB/s (10**9 bytes) from the call to the report of a load.
-        lookup_us: Microseconds per key to look up new keys.
+        put: GB/s (10**9 bytes) of a store, from the call to the report.
+        get: GB/s (10**9 bytes) of a load, from the call to the report.
+        lookup_us: Microseconds per key of a lookup of new keys.
         call_us: Microseconds per page that the caller's thread spent in put, get and poll.
         failed: Pages whose put or get failed.
-        wrong: Pages that were loaded with other bytes than the stored bytes.
+        wrong: Number of pages that were loaded with other bytes than were stored.
     """
 
     page_bytes: int
@@ -53,9 +53,10 @@ class StoreBench:
 
     Args:
         store: Target of the store.
-        guarded: Whether the guard was in front of the store.
-        sizes: One entry for each page size, in the given order.
-        schema_version: Grows when a field is removed or changes its meaning.
+        guarded: Whether the store was called through the guard.
+        sizes: The results for each page size, in the given order.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     store: str
@@ -73,7 +74,7 @@ def measure(
     rounds: int = 5,
     is_guarded: bool = True,
 ) -> list[TierSpeed]:
-    """Put, look up and get pages that no earlier round used.
+    """Measure puts, lookups and gets of new pages in each round.
 
     Args:
         make: Class of the store.
@@ -82,7 +83,7 @@ def measure(
         sizes: Page sizes in bytes.
         pages: Number of pages of one job.
         rounds: Number of rounds for each size.
-        is_guarded: Whether the guard is in front of the store, as in every bridge.
+        is_guarded: Whether to call the store through the guard, as every bridge does.
 
     Raises:
         ConfigError: A number is not positive, or a job does not end.

@@ -1,10 +1,10 @@
 """The CUDA side of transfers: one stream per direction, pinned host memory, one call per job.
 
-:class:`StreamCopier` orders the jobs. The copier uses streams and events only through
-:class:`Driver`, so it can be tested without a GPU. The real driver is
+:class:`StreamCopier` determines the order of the jobs. The copier uses streams and events only
+through :class:`Driver`, so it can be tested without a GPU. The real driver is
 :class:`~kvview.store_connector.cuda_copies.CUDADriver`.
 
-Source: vLLM #45704 for the faults without this order.
+Source: vLLM #45704, for the faults that occur without this order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STORE, LOAD = 0, 1
 
 
 class Driver(Protocol):
-    """Streams, events and copies of one device; all calls return at once, except ``wait``."""
+    """Streams, events and copies of one device; all calls except ``wait`` return immediately."""
 
     def pin(self, host: npt.NDArray[np.uint8]) -> None:
         """Pin host memory, so that the device can copy from and to this memory by itself."""
@@ -31,7 +31,7 @@ class Driver(Protocol):
         """Undo ``pin``."""
 
     def stream(self) -> Any:
-        """Make a stream, whose work runs in order and concurrently with other streams."""
+        """Make a stream, whose work runs in order, but concurrently with other streams."""
 
     def compute_stream(self) -> Any:
         """Return the stream on which the caller currently computes."""
@@ -46,14 +46,14 @@ class Driver(Protocol):
         """Queue copies on a stream; they may run in any order among themselves.
 
         Returns:
-            An object to keep until the copies have ended.
+            An object that must be kept until the copies have ended.
 
         Raises:
             RuntimeError: Only some of the copies were queued.
         """
 
     def done(self, event: Any) -> bool:
-        """Whether an event has happened; raises if the device has failed."""
+        """Return whether an event has happened; raise an exception if the device has failed."""
 
     def wait(self, event: Any) -> None:
         """Block until an event has happened."""
@@ -77,19 +77,20 @@ class _Launched:
 class StreamCopier:
     """Runs stores on one stream and loads on another.
 
-    1. A job starts after all work in the compute stream at submission (XFER-6): a store
-       reads bytes that compute wrote, and a load must not be overtaken by earlier writes to
-       its blocks (zeroing).
+    1. A job starts after all work that the compute stream has at submission (XFER-6), because a
+       store reads bytes that compute wrote, and because earlier writes to the blocks of a load
+       (zeroing) must not overwrite the loaded bytes.
     2. Jobs of one direction run in order. A job waits for the last job of the other direction that
-       touches one of its pages, and so for all jobs before that one (XFER-3).
-    3. Pages are distinguished by block: two groups that use one block id in different tensors are
-       also kept in order, which is safe and costs nothing.
+       touches one of its pages, and so also for all earlier jobs of that direction (XFER-3).
+    3. Pages are distinguished only by block id, so jobs of two groups that use one block id in
+       different tensors are also kept in order, which is safe and costs nothing.
 
     Args:
         driver: The device.
         host: The host tier, of shape ``(rows, row_bytes)``; this object pins it.
         num_gpu_blocks: Number of blocks of the KV cache; all block ids are smaller.
-        compute_stream: Stream after whose work jobs run; None for the caller's current stream.
+        compute_stream: Stream whose work must end before a job starts; None for the caller's
+            current stream.
 
     Raises:
         ConfigError: The host tier cannot be pinned.
@@ -160,7 +161,7 @@ class StreamCopier:
         return results
 
     def wait(self, job_id: int) -> None:
-        """Block until a job has ended; returns at once for an unknown job."""
+        """Block until a job has ended; return immediately for an unknown job."""
         if job_id in self._numbers:
             self._driver.wait(self._launched[self._numbers[job_id]].end)
 

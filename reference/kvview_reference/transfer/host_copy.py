@@ -1,7 +1,8 @@
 """Copies between pages in CPU memory, many pages per call, without the interpreter lock.
 
-Shares of one ``copy_`` of the same bytes, CPU time of one thread, scattered pages, KV-cache
-tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
+The table has speeds as fractions of the speed of one ``copy_`` of the same bytes (CPU time of one
+thread, scattered pages, KV-cache tensors in memory pages of 4 KiB as torch allocates them). Each
+pair of numbers is for stores and loads.
 
     page     memmove a page   kernel, host pinned   tensor pinned   take, then set   index_copy_
     1 KiB      0.11   0.08         0.13   0.12       0.10   0.09     0.29   0.22      0.05   0.05
@@ -9,15 +10,15 @@ tensors in memory pages of 4 KiB as torch allocates them; stores, then loads:
     64 KiB     0.83   0.85         0.68   0.67       0.39   0.35     0.64   0.57      0.06   0.06
     1 MiB      0.98   0.97         0.76   0.76       0.48   0.43     0.70   0.67      0.06   0.07
 
-So small pages are gathered and set by numpy, through a buffer that stays in the cache. Larger pages
+So numpy gathers and sets small pages, through a buffer that stays in the CPU's cache. Larger pages
 are copied with one call per page while no other thread needs the interpreter lock. A thread that
-computes in Python releases the lock only every 5 ms, and each page would wait for that; then the
-kernel copies many pages per call, if it allows a process to access itself so (Linux). It pins the
-memory of one side, which is always the host's memory, because it is in huge pages, so fewer pages
-must be pinned.
+computes in Python releases the lock only every 5 ms, and each page would wait for this. In this
+case the kernel copies many pages per call, if it lets a process access its own memory in this way
+(Linux). The kernel pins the memory of one side. This side is always the host tier, because the tier
+is in huge pages, of which fewer must be pinned.
 
-Torch is not used, because its copies share a pool that spins at barriers, which costs milliseconds
-per page as soon as another process needs one of the cores.
+Torch is not used, because its copies share a pool of threads that spin at barriers. This costs
+milliseconds per page as soon as another process needs one of the cores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LONG_WAIT_S = 0.002  # one wait for the lock is 5 ms
 
 
 def copy_pages(dst: Pages, src: Pages, dst_ids: Ids, src_ids: Ids) -> None:
-    """``dst[dst_ids] = src[src_ids]``, through a buffer that stays in the cache."""
+    """Assign ``dst[dst_ids] = src[src_ids]``, through a buffer that stays in the CPU's cache."""
     size = max(1, _PIECE_BYTES // dst.itemsize)
     buffer = np.empty(min(size, len(dst_ids)), dst.dtype)
     for at in range(0, len(dst_ids), size):
@@ -72,7 +73,7 @@ CopyAll = Callable[[Ids, Ids, Ids, bool], None]
 
 
 def _copies_of_the_kernel() -> CopyAll | None:
-    """Copies that pin the host's side, or None where a process may not access itself so."""
+    """Return the kernel's copy function, or None if a process may not access itself in this way."""
     number, pointer = ctypes.c_ulong, ctypes.c_void_p
     calls: list[Any] = []
     try:
@@ -108,7 +109,7 @@ _copy_by_kernel = _copies_of_the_kernel()  # decided once
 
 
 def copy_all(dst: Ids, src: Ids, sizes: Ids, to_host: bool) -> None:
-    """Copy one page per call until the lock or the core is contended, then by the kernel."""
+    """Copy one page per call until the lock or the core is contended, then let the kernel copy."""
     if _copy_by_kernel is None:
         memmove_all(dst, src, sizes)
         return

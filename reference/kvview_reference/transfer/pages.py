@@ -11,8 +11,8 @@ the padding that the KV-cache tensors may have:
 
 1. A row has the length of the longest group, so a group with separate tensors takes no host memory
    for the tensors of other groups.
-2. So a host block belongs to one group at a time: only the group that stored it
-   can load it. Offload keys hold the group index for the same reason.
+2. So a host block belongs to one group at a time, and only the group that stored the block can load
+   it. Offload keys contain the group index for the same reason.
 
 """
 
@@ -47,7 +47,7 @@ HOST_ALIGNMENT = 4096
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The places of one KV-cache group's pages; arrays have one entry for each tensor.
+    """The places of the pages of one KV-cache group; each array has one entry for each tensor.
 
     Args:
         tensors: The tensors that the group refers to, each once.
@@ -55,8 +55,8 @@ class Group:
         strides: Bytes from one block of a tensor to the next.
         columns: Offset of each tensor's page in a host row, in bytes.
         widths: Bytes moved a page.
-        num_blocks: Number of blocks that all tensors of the group have; if the group has no tensor,
-            that all tensors of the cache have.
+        num_blocks: Number of blocks that every tensor of the group has or, if the group has no
+            tensor, every tensor of the cache.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -72,14 +72,14 @@ class Group:
         return int(self.widths.sum())
 
     def check_in_place(self) -> None:
-        """Raise RuntimeError if a tensor has another address than before."""
+        """Raise RuntimeError if the address of a tensor has changed."""
         if [tensor.data_ptr() for tensor in self.tensors] != self.addresses.tolist():
             raise RuntimeError("a KV-cache tensor was freed or moved after the worker was made")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Job:
-    """One accepted transfer, as rows; no part of it refers to the caller's spec.
+    """One accepted transfer, in rows, without any reference to the caller's spec.
 
     Args:
         job_id: Id of the job, as given by the caller.
@@ -127,7 +127,7 @@ class Job:
         return (host, gpu, sizes) if self.to_host else (gpu, host, sizes)
 
     def few_copies(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the same copies page by page, which is faster for a few pages."""
+        """Return the copies of the job page by page, which is faster for a few pages."""
         parts: tuple[list[int], list[int], list[int]] = ([], [], [])
         on_gpu, on_host, sizes = parts
         host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
@@ -143,10 +143,10 @@ class Job:
         return (on_host, on_gpu, sizes) if self.to_host else parts
 
     def pages(self) -> Iterator[tuple[Pages, Pages, Ids, Ids]]:
-        """Yield the same copies in CPU memory, by group and tensor.
+        """Yield the copies of a job in CPU memory, by group and tensor.
 
         Yields:
-            Destination, source, and the indices of the copied pages in each.
+            Destination, source, and the indices of the copied pages in each of them.
         """
         host_address, row_bytes = self.host.ctypes.data, self.host.strides[0]
         for group, gpu_blocks, host_rows in self.moves:
@@ -180,7 +180,7 @@ def _coalesce(gpu: Ids, host: Ids, sizes: Ids, lengths: Sequence[int]) -> tuple[
     """Join copies that follow each other on both sides.
 
     Args:
-        gpu: Addresses, and likewise ``host``.
+        gpu: Addresses on the GPU side.
         host: Addresses.
         sizes: In bytes.
         lengths: Copies of each group, in order. No copy joins two groups, because memory that is
@@ -199,7 +199,7 @@ def _coalesce(gpu: Ids, host: Ids, sizes: Ids, lengths: Sequence[int]) -> tuple[
 
 
 def failed(job: Job, error: Exception, moved: Sequence[bool] | None = None) -> TransferResult:
-    """The result of a job that could not move all its bytes (XFER-4)."""
+    """Make the result of a job that could not move all its bytes (XFER-4)."""
     return TransferResult(job.job_id, False, error=f"{type(error).__name__}: {error}", moved=moved)
 
 
@@ -210,7 +210,7 @@ def check_tensors(caches: Sequence[CanonicalKVCacheTensor[torch.Tensor]]) -> tor
         The device that all tensors share.
 
     Raises:
-        ConfigError: The tensors do not have the expected form; the message names the tensor and the
+        ConfigError: A tensor does not have the expected form; the message names the tensor and the
             form.
     """
     if not caches:
@@ -246,11 +246,12 @@ def make_group(
 
     Args:
         index: Index of the group, for messages.
-        refs: The tensors that the group uses; a tensor named twice counts once.
+        refs: The tensors that the group uses; a tensor that occurs twice counts once.
         caches: All tensors, already checked.
 
     Raises:
-        ConfigError: A reference names no tensor, or more bytes than its page has.
+        ConfigError: A reference has the index of no tensor, or more bytes than a page of its
+            tensor.
     """
     widths: dict[int, int] = {}
     for ref in refs:
@@ -301,11 +302,11 @@ def check_host_bytes(asked: int, limit: int | None, what: str) -> None:
 
 
 def allocate_host(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory for the host tier.
+    """Allocate zeroed memory for the host tier.
 
     Returns:
-        Shape ``(num_rows, row_bytes)``, uint8, starting on a memory page: pinning works in whole
-        pages, so the array shares no page at its start.
+        An array of shape ``(num_rows, row_bytes)`` and type uint8. It starts at a memory page, so
+        that no other memory shares its first page, because only whole pages can be pinned.
     """
     size = num_rows * row_bytes
     # Allocated by calloc, so that the system commits memory when it is first written.
@@ -315,10 +316,10 @@ def allocate_host(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that this process may still allocate; None if the system does not report it.
+    """Return the bytes that this process may still allocate; None if they are unknown.
 
-    On Linux, the memory that is available without swapping, and the room below the
-    limit of the control group (v2, then v1) that is a container's root.
+    On Linux, this is the smaller of the memory that is available without swapping, and the room
+    below the limit of the control group (v2, then v1) at a container's root.
     """
     rooms = []
     try:

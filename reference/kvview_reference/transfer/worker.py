@@ -1,8 +1,8 @@
 """CPU<->GPU transfers in torch: any groups, tensors, page sizes and chunk sizes.
 
-A job becomes a list of ``(destination, source, size)`` byte copies, on every device. For tensors in
-GPU memory the CUDA driver runs the list (:mod:`kvview_reference.transfer.cuda`); for tensors in CPU
-memory a background thread does.
+On every device, a job becomes a list of byte copies, ``(destination, source, size)``. For tensors
+in GPU memory the CUDA driver runs the list (:mod:`kvview_reference.transfer.cuda`); for tensors in
+CPU memory, a background thread runs the list.
 
 Source: vLLM PR #38453; ``vllm/v1/kv_offload/cpu/gpu_worker.py`` (0.33.0).
 """
@@ -68,7 +68,7 @@ class Copier(Protocol):
         """Return the results since the last call, in order of completion, without blocking."""
 
     def wait(self, job_id: int) -> None:
-        """Block until a job has ended; returns at once for an unknown job."""
+        """Block until a job has ended; return immediately for an unknown job."""
 
     def close(self) -> None:
         """Finish every job, and release threads and pinned memory."""
@@ -77,17 +77,18 @@ class Copier(Protocol):
 class ThreadCopier:
     """Copies pages in CPU memory, on a separate thread, one job after the other.
 
-    1. A job of up to ``inline_bytes`` is copied at once if no job is in flight and compute has
-       ended, because passing it to a thread would take longer than copying it.
-    2. Threads start with the first job that needs one, and end with the engine.
+    1. A job of up to ``inline_bytes`` is copied by the caller if no job is in flight and compute
+       has ended, because it takes longer to pass such a job to a thread than to copy it.
+    2. The threads start with the first job that needs a thread, and end with the engine.
     3. The thread waits for compute, and the caller never does (XFER-6). Events of one stream happen
        in the order in which they were recorded, so the jobs keep their order.
     4. If a store fails, all groups that can be moved are moved nevertheless (XFER-4).
 
     Args:
-        num_threads: Threads that share one large job.
+        num_threads: Number of threads that share one large job.
         inline_bytes: Jobs of at most this size run on the caller's thread.
-        compute_stream: Stream after whose work jobs run; None if compute has ended at submission.
+        compute_stream: Stream whose work must end before a job starts; None if compute has ended at
+            submission.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ThreadCopier:
         self._finished.append(result)
 
     def _store_by_group(self, job: Job) -> list[bool]:
-        """Move the groups that can be moved; returns for each GPU block whether it was moved."""
+        """Move the groups that can be moved, and return for each GPU block whether it was moved."""
         moved = []
         for move in job.moves:
             try:
@@ -181,7 +182,7 @@ class ThreadCopier:
             self._share(partial(copy_all, to_host=job.to_host), copies, job.num_bytes)
 
     def _share(self, copy: Callable[..., None], arrays: Sequence[Ids], num_bytes: int) -> None:
-        """Make the copies that the arrays name; large ones are shared by all threads."""
+        """Make the copies that the arrays describe; all threads share large copies."""
         num_copies = len(arrays[0])
         share = -(-num_copies // self._num_threads) if num_bytes >= SHARED_BYTES else num_copies
         others = [
@@ -198,12 +199,11 @@ class CPUGPUTransferWorker:
 
     1. Jobs that touch the same page run in the order of submission, in both
        directions; other jobs may overlap.
-    2. A spec is checked whole before anything starts (XFER-1).
-    3. The cost of a job grows with the pages it names, not with the number of
-       groups: a group of size 0 costs one comparison.
-    4. One thread calls a worker. A job id is in flight until the job was reported.
-    5. After ``shutdown`` no job is accepted; results of earlier jobs can still be
-       fetched.
+    2. The whole spec of a job is checked before any copy starts (XFER-1).
+    3. The cost of a job grows with the number of its pages, and not with the number of groups,
+       because a group of size 0 costs only one comparison.
+    4. Only one thread may call a worker. A job id is in flight until the job has been reported.
+    5. After ``shutdown`` no job is accepted, but results of earlier jobs are still returned.
 
     Args:
         kv_caches: All tensors on one device, CUDA or CPU. The tensors are read and written in
@@ -211,11 +211,12 @@ class CPUGPUTransferWorker:
             torch.
         num_cpu_blocks: Host blocks of the tier, numbered from 0.
         blocks_per_chunk: Number k of GPU blocks that one host block holds.
-        max_host_bytes: Upper bound of the host tier in bytes; None for the memory of the machine.
-        num_threads: Threads that share one large copy in CPU memory; None for torch's number of
-            threads, at most 8.
-        inline_bytes: Up to this size a job in CPU memory is copied on the caller's thread if no job
-            is in flight and compute has ended; 0 for never.
+        max_host_bytes: Maximum number of bytes of the host tier; None for the memory of the
+            machine.
+        num_threads: Number of threads that share one large copy in CPU memory; None for torch's
+            number of threads, at most 8.
+        inline_bytes: Maximum size of a job in CPU memory that is copied on the caller's thread if
+            no job is in flight and compute has ended; 0 for never.
 
     Raises:
         ConfigError: The tensors and the references do not match, a number is not positive, or the
@@ -308,7 +309,7 @@ class CPUGPUTransferWorker:
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, in that order, without blocking."""
+        """Return the jobs that ended since the last call, in order, without blocking."""
         results = self._copier.poll()
         self._in_flight.difference_update(result.job_id for result in results)
         return results
@@ -319,7 +320,7 @@ class CPUGPUTransferWorker:
             self._copier.wait(job_id)
 
     def shutdown(self) -> None:
-        """Finish or drop the jobs in flight and release memory; may be called twice."""
+        """Finish or drop the jobs in flight and release memory; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._copier.close()
@@ -396,7 +397,7 @@ class CPUGPUTransferWorker:
 
 
 def _sides(spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool]:
-    """The GPU side, the host side, and whether the first is the source."""
+    """Return the GPU side, the host side, and whether the GPU side is the source."""
     src, dst = spec
     if isinstance(src, GPULoadStoreSpec) and isinstance(dst, CPULoadStoreSpec):
         return src, dst, True
@@ -449,9 +450,9 @@ def _duplicate(ids: Ids, seen: Ids) -> int | None:
 
     Args:
         ids: Ids, each of which is an index into ``seen``.
-        seen: Scratch array, in which each id keeps the last position at which it occurs, so an
-            earlier position of the same id is not found. The search needs no sort, and the array is
-            never cleared.
+        seen: Scratch array, in which each id records the last position at which it occurs, so that
+            an earlier position of the same id differs. So the search needs no sort, and the array
+            is never cleared.
     """
     order = np.arange(len(ids))
     seen[ids] = order
