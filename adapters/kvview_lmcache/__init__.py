@@ -1,4 +1,4 @@
-"""Any tier store as an L2 adapter of LMCache, guarded."""
+"""Any tier store as an L2 adapter of LMCache, behind kvview's guard."""
 
 from kvview_lmcache.tier import KVViewL2Adapter, LMCacheTierOptions
 

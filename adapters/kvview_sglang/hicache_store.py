@@ -31,7 +31,7 @@ def storage_config(namespace: Namespace, extra: dict[str, Any] | None = None) ->
 
 
 class HiCacheStore(Threaded):
-    """A :class:`~kvview.tier.TierStore` over a backend, whose calls may block as under SGLang.
+    """A :class:`~kvview.tier.TierStore` over a backend of SGLang, whose calls may block.
 
     Args:
         namespace: Namespace of the store.

@@ -66,7 +66,8 @@ class BlockPoolViewMixin:
         """Receive the view. Override this method.
 
         Args:
-            view: Valid until another pool is bound or :meth:`close_block_pool_view`.
+            view: The view, which is valid until another pool is bound or
+                :meth:`close_block_pool_view` is called.
         """
 
     @property
@@ -81,7 +82,7 @@ class BlockPoolViewMixin:
         return self._bound_view
 
     def check_block_pool_view(self) -> None:
-        """Raise if the view is needed and was never bound (BIND-3).
+        """Raise an exception if the view is needed and was never bound (BIND-3).
 
         Raises:
             ViewNotBoundError: The engine never bound a pool.

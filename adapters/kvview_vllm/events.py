@@ -35,7 +35,7 @@ class _Chain:
     """The content of the blocks of one request.
 
     Args:
-        hashes: Block hashes of the request, a live list.
+        hashes: Block hashes of the request; vLLM's live list until the request has finished.
         content: Content of the request.
         extra_keys: For each group, the extra keys of each of its blocks.
         num_known: Number of blocks of each group whose keys are in the index.

@@ -1,6 +1,6 @@
 """The guard in vLLM, which makes the view of a connector and logs old holds.
 
-Source: :mod:`kvview.guard`, whose laws it satisfies.
+Source: :mod:`kvview.guard`, whose laws this module satisfies.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class PrependingBlockPoolView(VLLMBlockPoolView):
 
 
 class NotifyingBlockPoolView(VLLMBlockPoolView):
-    """The view of a release that reports when a block is allocated again: 0.30 and later."""
+    """The view for 0.30 and later, which can report that a block was allocated again."""
 
     @override
     def _open_account(self, owner: str, parent: LedgerView | None) -> None:

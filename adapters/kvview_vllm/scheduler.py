@@ -1,4 +1,4 @@
-"""vLLM's schedulers with a step that binds the block pool, for ``--scheduler-cls``.
+"""vLLM's schedulers, extended to bind the block pool, for ``--scheduler-cls``.
 
 These schedulers are needed for releases that have no hook for the pool (0.11 to 0.18) or do not
 pass it to the children of ``MultiConnector`` (0.19 to 0.21). In other releases the schedulers are

@@ -1,4 +1,4 @@
-"""Any tier store below vLLM's host memory, guarded: ``KVViewTier`` (vLLM 0.22.0 and later).
+"""``KVViewTier``: any tier store below vLLM's host memory, behind the guard (0.22.0 and later).
 
     PYTHONHASHSEED=0 vllm serve MODEL --kv-transfer-config '{
       "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -12,12 +12,12 @@
 - VTIER-1 A tier **must not** start if the weights, or the root of the chain of hashes, are unknown,
   because it would return KV of other weights, or never find its own KV. If vLLM chooses the root
   later, the tier **must** be suspended, and log the reason.
-- VTIER-3 If the engine publishes KV events, they **must** include those of the tier: the keys
-  that it stored and the keys that it can no longer load, in the medium ``STORAGE``.
-- VTIER-2 Each job **must** be reported to vLLM once, with its loaded part where the release
-  supports parts, and without an exception.
+- VTIER-3 If the engine publishes KV events, they **must** include the events of the tier, in the
+  medium ``STORAGE``: the keys that it stored and the keys that it can no longer load.
+- VTIER-2 Each job **must** be reported to vLLM once, without an exception and, if the release
+  supports partial loads, with the part that was loaded.
 
-Source: :mod:`kvview.tier`, whose laws it satisfies; ``SecondaryTierManager``,
+Source: :mod:`kvview.tier`, whose laws this module satisfies; ``SecondaryTierManager``,
 vllm/v1/kv_offload/tiering/base.py.
 """
 
@@ -121,7 +121,7 @@ class KVViewTier(_Tier):
         self._has_started = False
 
     def lookup(self, key: Any, req_context: Any = None) -> Any:
-        """Return whether a chunk is stored, or that vLLM must retry."""
+        """Return a hit, a miss or a retry for a chunk."""
         (flag,) = self.guard.lookup((bytes(key),))
         if flag is False and self._events is not None:
             self._events.gone(bytes(key))

@@ -45,7 +45,7 @@ def canonical_kv_caches(
         kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0, which has one group.
 
     Raises:
-        UnsupportedEngineError: A layout without pages (PAGE-1).
+        UnsupportedEngineError: A layer has a layout without pages (PAGE-1).
     """
     if kv_cache_config is None:
         groups = [list(kv_caches)]
@@ -103,7 +103,7 @@ def check_whole_blocks(spec: Any, kv_caches: Any) -> None:
 
 
 def _share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether a page of one tensor holds bytes of another block of a second, higher tensor.
+    """Whether a page shares bytes with another block of a second tensor at a higher address.
 
     Layers of several groups may share pages, if each block has the same address in both.
     """

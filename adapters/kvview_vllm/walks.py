@@ -2,8 +2,8 @@
 
 A block that leaves the queue loses its links, and a block that joins the queue is linked at its
 front or its back. A view knows its touches, but not the changes that the engine makes. Both
-kinds of walk move to a safe block before the view touches blocks. A walk that resumes checks its
-place with the blocks that it has read before.
+kinds of walk move to a safe block before the view touches blocks. When a walk resumes, it uses the
+blocks that it has read before to check its place.
 
 Source: ``FreeKVCacheBlockQueue`` in ``vllm/v1/core/kv_cache_utils.py``.
 """

@@ -5,7 +5,7 @@ The queue consists of two arrays of ints and a list of states.
 - Every free block has a position on one axis, next victim first. Unhashed blocks join at
   the low end, the stack ``_front``: item i has position ``-1 - i``. Hashed blocks
   join at the high end, ``_back``: item i has position ``_back_start + i``, which is at least
-  ``FIRST_BACK``. Items before ``_head`` are used up.
+  ``FIRST_BACK``. Items before ``_head`` are not in the queue any more.
 - ``_state[b]`` is the position of a free block. For a held block, ``_state[b]`` is twice the number
   of references, plus 1 if the block has a hash. This number is positive and less than
   ``FIRST_BACK``, so it is never a position. A touch or a free reads only this list, because reading

@@ -1,4 +1,4 @@
-"""The reference under the conformance kit: ``kvview check kvview_reference.harness:pool``."""
+"""The reference's harnesses for the kit, as in ``kvview check kvview_reference.harness:pool``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReferencePool:
     """The block pool, and a view of it.
 
     Args:
-        num_blocks: Blocks in the pool, the null block included.
+        num_blocks: Number of blocks of the pool, including the null block.
     """
 
     capabilities: frozenset[Capability] = frozenset(
@@ -119,7 +119,7 @@ class ReferencePool:
         self.pool.evict_blocks(block_ids)
 
     def reset(self) -> bool:
-        """Reset the prefix cache; returns False if it is refused."""
+        """Reset the prefix cache; return False if the pool refuses."""
         return self.pool.reset_prefix_cache()
 
     def close(self) -> Mapping[int, int]:
@@ -133,7 +133,7 @@ class ReferencePool:
 
 
 class GuardedReferencePool(ReferencePool):
-    """The same pool behind a guard, with a clock that only ``advance`` moves."""
+    """The block pool behind a guard, with a clock that only ``advance`` moves."""
 
     Guard: type[GuardedView] = GuardedView
 

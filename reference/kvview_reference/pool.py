@@ -129,7 +129,7 @@ class BlockPool(FreeQueue):
         """Take one reference on a block for each occurrence of its id (POOL-1, 2, 3, 5).
 
         Raises:
-            UnknownBlockError: An id is not a block of this pool; no block was touched.
+            UnknownBlockError: An id does not name a block of this pool; no block was touched.
         """
         block_ids = list(block_ids)
         if self._walks:
@@ -174,7 +174,7 @@ class BlockPool(FreeQueue):
         """Release one reference for each occurrence of an id; the first block is evicted first.
 
         Raises:
-            UnknownBlockError: An id is not a block of this pool.
+            UnknownBlockError: An id does not name a block of this pool.
             BlockNotHeldError: A block has fewer references than occurrences; no block was freed.
         """
         block_ids = list(block_ids)
@@ -266,7 +266,7 @@ class BlockPool(FreeQueue):
         block size and the parent.
 
         Raises:
-            UnknownBlockError: An id is not a block of this pool.
+            UnknownBlockError: An id does not name a block of this pool.
             BlockNotHeldError: A block is free, so no request can have computed its KV.
             ValueError: The numbers of blocks and hashes differ, or the group index is invalid.
         """

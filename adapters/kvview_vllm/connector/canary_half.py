@@ -276,7 +276,7 @@ class CanaryHalf(SchedulerConnector):
     def _keys(
         self, request: RequestInfo, block_ids: BlockIds, num_computed_tokens: int
     ) -> dict[int, OffloadKey]:
-        """The keys that blocks of computed tokens must have."""
+        """Return the keys that the blocks of computed tokens must have."""
         return {
             block: make_offload_key(request.block_hashes[number], group)
             for group, blocks in enumerate(block_ids)

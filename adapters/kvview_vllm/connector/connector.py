@@ -439,7 +439,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PromMetrics:
-        """Return the metrics (0.11.1), one object for all children of a ``MultiConnector``."""
+        """Return the metrics (0.11.1); all children of a ``MultiConnector`` share one object."""
         last = _last_prom_metrics[0] if _last_prom_metrics else None
         if last is None or last.per_engine_labelvalues is not per_engine_labelvalues:
             last = PromMetrics(metric_types, labelnames, per_engine_labelvalues)

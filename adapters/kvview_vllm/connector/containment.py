@@ -32,7 +32,7 @@ _AT_START = {"bind_gpu_block_pool_view", "on_engine_ready", "bind_peer"}
 
 
 class Faults:
-    """The faults of one half, and whether it is still called.
+    """The faults of one half of a connector, and whether this half is still called.
 
     Args:
         target: Target of the connector.
@@ -87,7 +87,7 @@ class Faults:
 
 
 def report_at_start(target: str, error: BaseException) -> None:
-    """Log why a connector cannot start, before vLLM's tracebacks (FAULT-1)."""
+    """Log the reason why a connector cannot start, before vLLM's tracebacks (FAULT-1)."""
     _logger.error("kvview: connector %s cannot start: %s", target, one_line(error))
 
 

@@ -1,4 +1,4 @@
-"""Handoffs in ``KVViewConnector``: the setting, and vLLM's parameters of disaggregation.
+"""Handoffs in ``KVViewConnector``: their setting, and their parameters in vLLM's requests.
 
 A router sends ``{"do_remote_decode": true}`` with a prompt to the producer. The router copies the
 ``kv_transfer_params`` of the response, in which ``do_remote_prefill`` is true, into the request for
@@ -29,7 +29,7 @@ class HandoffOptions(BaseModel):
 
     Args:
         wire: Target of the wire's class, which is called with the address and a worker's rank.
-        address: Address at which this engine receives messages, as its peers reach it.
+        address: Address at which the peers of this engine can reach it.
         lease_seconds: Seconds for which an offer waits for its consumer.
     """
 

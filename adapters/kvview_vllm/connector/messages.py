@@ -93,7 +93,7 @@ class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class KVViewStats(KVConnectorStats):
-    """Metrics for the front end and, up to 0.17, reports, which the scheduler's side takes out."""
+    """Metrics for the front end; up to 0.17 also reports, which the scheduler's side removes."""
 
     def reset(self) -> None:
         """Remove all values."""

@@ -104,7 +104,7 @@ class _Computed(NamedTuple):
 
 
 class SchedulerSide:
-    """The scheduler half, driven by vLLM's scheduler.
+    """Passes the calls of vLLM's scheduler on to the scheduler half of a connector.
 
     Args:
         half: The connector's scheduler half; faults of watched hooks are contained.
@@ -114,7 +114,7 @@ class SchedulerSide:
             and the fields of the scheduler's output.
         preempted_status: ``RequestStatus.PREEMPTED``, for releases whose output
             does not name the preempted requests.
-        faults: Policy for a half that fails.
+        faults: Records the faults of the half, and applies the failure policy.
         descriptions: Tracks the content of blocks; None if events do not describe it.
     """
 

@@ -167,7 +167,7 @@ class _Play:
         self._scheduler.add_request(request)
 
     def _step_until(self, name: str) -> None:
-        """Step until a request has received every call except the call at its end."""
+        """Step until the connector has received every call for a request but the one at its end."""
         for _ in range(_MOST_STEPS):
             self._step()
             if self._half is not None and self._half.is_ready_to_end(name):

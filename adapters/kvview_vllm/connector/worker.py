@@ -44,7 +44,7 @@ class WorkerSide:
         kv_cache_config: vLLM's ``KVCacheConfig``, None in 0.11.0.
         rank: Rank of this worker in its engine.
         release: Flags of the release, such as the way in which a failed load is reported.
-        faults: Policy for a half that fails.
+        faults: Records the faults of the half, and applies the failure policy.
         wire: The wire of a half with the hooks for handoffs.
     """
 

@@ -28,10 +28,10 @@ def serve(server: Server, job: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         server: The engine.
-        job: Fields of a request: ``ids`` and ``n``; ``id``, if the request needs a certain id;
-            ``kv``, its parameters; ``abort_after``, the number of steps after which it is aborted.
-            Other jobs: ``steps`` runs steps, ``fill`` overwrites the KV cache, and ``forget`` also
-            resets the prefix cache.
+        job: Fields of a request: ``ids``, the prompt; ``n``, the number of new tokens; ``id``, if
+            the request needs a certain id; ``kv``, its parameters; ``abort_after``, the number of
+            steps after which it is aborted. Other jobs: ``steps`` runs steps, ``fill`` overwrites
+            the KV cache, and ``forget`` also resets the prefix cache.
     """
     start, name = time.monotonic(), job.get("id", f"r{next(_numbers)}")
     result: dict[str, Any] = {"tokens": None, "kv": None, "error": None}

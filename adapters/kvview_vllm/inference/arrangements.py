@@ -1,4 +1,4 @@
-"""The ways in which a connector is run: models, workers, and connectors side by side."""
+"""The ways in which a connector is run: by model, by workers, and under ``MultiConnector``."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Configured:
 
         Args:
             arrangement: The arrangement.
-            folder: Folder for the connector's files, ``{tmp}`` in its options.
+            folder: Folder for the connector's files, which replaces ``{tmp}`` in its options.
         """
         config: dict[str, Any] = copy.deepcopy(self._config)
         if not arrangement.is_multi:

@@ -68,7 +68,7 @@ def check_tokens(
         arrangements: The arrangements, including the plain one of each model.
 
     Raises:
-        ConfigError: No vLLM that can run is installed, or the options are refused.
+        ConfigError: No vLLM that can run is installed, or the connector refuses the options.
     """
     prepare()
     version = require_vllm()

@@ -1,7 +1,7 @@
 """Engines in forked processes, which are monitored, and killed at the end.
 
 1. An engine that reports no progress for too long is killed, with every process that it started.
-2. No engine survives the check, even if Ctrl-C ends it.
+2. Every engine ends with the check, even after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def run_engines(
     silence: float,
     on_progress: Callable[[str], None],
 ) -> list[Served]:
-    """Run each job in its own process, a few at a time.
+    """Run each job in a separate process, a few jobs at a time.
 
     Args:
-        jobs: The jobs; ``str`` of a job is its name.
+        jobs: The jobs; the name of a job is its ``str``.
         serve: Serves a job; its second argument is a function that reports progress.
         silence: Seconds without any progress until an engine is killed.
         on_progress: Called with the names of the running jobs.

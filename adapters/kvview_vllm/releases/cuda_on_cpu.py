@@ -59,7 +59,7 @@ class Device:
         self._current = Stream()
 
     def is_xpu(self) -> bool:
-        """Whether pointers are unsigned."""
+        """Return False, so that pointers are signed."""
         return False
 
     def current_stream(self) -> Stream:
@@ -87,7 +87,7 @@ class Device:
 
 
 class Event:
-    """A ``torch.Event`` of a copy."""
+    """The end of a copy, with the interface of ``torch.Event``."""
 
     def __init__(self, **_: Any) -> None:
         self._copy: tuple[Any, object] | None = None

@@ -116,7 +116,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
     2. A shape that no tested release has is refused.
 
     Args:
-        block_pool: Expected to be a ``vllm.v1.core.block_pool.BlockPool``.
+        block_pool: The pool, which should be a ``vllm.v1.core.block_pool.BlockPool``.
 
     Returns:
         The differences found on the pool.
@@ -161,7 +161,7 @@ def probe_offloading(manager: Any) -> OffloadingSeam:
     """Recognise an offloading manager, once, when it is wrapped, without a call of any method.
 
     Args:
-        manager: Expected to be a manager of ``vllm.v1.kv_offload``, or its class.
+        manager: The manager, which should be a manager of ``vllm.v1.kv_offload``, or its class.
 
     Returns:
         The differences found on the manager.

@@ -42,13 +42,13 @@ class Difference:
     Args:
         name: Name of the field of the seam that records the difference.
         seam: The surface of vLLM that the difference belongs to.
-        description: The behaviour of a release with the difference and, where needed, of a release
-            without it.
+        description: The behaviour of a release that has the difference and, if needed, of a release
+            that does not.
         source: The upstream pull request, or the path of the source file.
         releases: ``SINCE..UNTIL``; an empty end is the oldest or the newest tested release.
         members: The members of vLLM by which the difference is recognised; empty if :data:`_PROBES`
             has the difference.
-        is_defect: Whether the difference is a mistake in vLLM.
+        is_defect: Whether the difference is a defect of vLLM.
     """
 
     name: str

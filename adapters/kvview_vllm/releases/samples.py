@@ -232,8 +232,8 @@ def make_request(
         max_tokens: Tokens to generate.
         cache_salt: Salt of its block hashes.
         lora: Name and number of an adapter, vllm/lora/request.py.
-        block_hasher: Called with the request, returns the hashes of its new full blocks; vLLM's
-            own by default.
+        block_hasher: Returns the hashes of a request's new full blocks; by default vLLM's own
+            function.
         end_token: Token that ends the request early.
         transfer_params: The ``kv_transfer_params`` of the request.
         **more: Further arguments of ``Request``, which replace the arguments above.

@@ -308,7 +308,7 @@ def plain_text(text: str) -> str:
 
 
 class _Plain(ast.NodeTransformer):
-    """A rewriter of annotations, with plain names and ``X | None`` for ``Optional[X]``."""
+    """Rewrites annotations with plain names, and with ``X | None`` for ``Optional[X]``."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         return ast.Name(node.attr)

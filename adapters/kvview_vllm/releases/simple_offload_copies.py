@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 
 def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack, connector: type) -> None:
-    """Make the worker copy with a :class:`LateBackend` until the stack is closed.
+    """Let the worker copy with a :class:`LateBackend` until the stack is closed.
 
     Args:
         make_queue: Makes the queue of copies of one direction, which may be late.
         stack: Undoes the replacement.
-        connector: vLLM's class, or a copy of it in another package, which has its own worker.
+        connector: vLLM's class, or a copy of this class in another package, with a separate worker.
     """
     import torch
 

@@ -246,7 +246,7 @@ def with_events_of_tiers(manager: Any, kind: Any) -> Any:
 def metric_definitions(
     counters: Mapping[str, str], gauges: Mapping[str, str], labels: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Make the series of a tier in vLLM's form, from names and descriptions."""
+    """Make the metric series of a tier in vLLM's form, from names and descriptions."""
     kinds = {"OffloadingCounterMetadata": counters, "OffloadingGaugeMetadata": gauges}
     return {
         name: make_known(find_class(kind), documentation=text, labelnames=labels)

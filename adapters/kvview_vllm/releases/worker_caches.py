@@ -76,7 +76,7 @@ class CacheKind:
 
 @dataclass(frozen=True)
 class RealCaches:
-    """The tensors that a worker registers, and the simulation's view of them.
+    """The tensors that a worker registers, and views of them for the simulation.
 
     Args:
         config: vLLM's ``KVCacheConfig``.
@@ -220,7 +220,7 @@ def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
     """Allocate the tensors of a worker and bind them to its layers.
 
     Args:
-        vllm_config: The worker's ``VllmConfig``; its layers are added to it.
+        vllm_config: The worker's ``VllmConfig``, to which the layers are added.
         config: A result of :func:`make_config`.
         kind: Its layers.
     """

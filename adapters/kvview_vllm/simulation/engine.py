@@ -399,7 +399,7 @@ class VLLMConnectorHarness:
             return False
 
     def shutdown(self) -> Mapping[int, int]:
-        """Stop both sides; returns the references that neither requests nor the scenario own."""
+        """Stop both sides; return the references that neither requests nor the scenario own."""
         while self._launched:
             self._run(self._launched.popleft())
         with named("shutdown"):
@@ -626,7 +626,7 @@ class VLLMConnectorHarness:
         """Receive the outputs of a step, by client."""
 
     def _propose_drafts(self, step: LaunchedStep) -> None:
-        """Draft the next tokens of a step's requests, as a worker does with steps in flight."""
+        """Pass drafts for a step's requests to the scheduler; not with several steps in flight."""
         if not self._drafts or self._steps_in_flight > 1:
             return
         drafts = {

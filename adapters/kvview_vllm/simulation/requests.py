@@ -132,7 +132,7 @@ class PlannedRequest:
             has_ended: Whether the request ended without an abort.
 
         Raises:
-            InvariantBroken: The output differs from that of a sequential engine (``ENGINE``).
+            InvariantBroken: The output differs from the output of a sequential engine (``ENGINE``).
         """
         tokens = self.request.output_token_ids
         for index in range(self._num_checked, len(tokens)):

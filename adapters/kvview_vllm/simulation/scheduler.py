@@ -128,7 +128,7 @@ def can_load_between_steps() -> bool:
 
 
 def most_steps_in_flight() -> int:
-    """Return the most steps in flight that a scheduler handles correctly (0.27.0 on: three).
+    """Return the most steps in flight that a scheduler handles correctly: 2, or 3 from 0.27.0 on.
 
     Older releases may resume a preempted request while two of its outputs are in flight, so that
     the request receives a token twice, even without a connector.
@@ -143,7 +143,7 @@ def can_fail_loads(num_groups: int = 1) -> bool:
 
 
 def can_load_after_hits(num_groups: int) -> bool:
-    """Whether a request may load the blocks after its GPU hit (several groups: 0.24.0)."""
+    """Whether a request may load blocks after its GPU hit (with several groups: 0.24.0)."""
     release = installed().connector
     return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
 

@@ -3,8 +3,8 @@
 ``OffloadConnector`` stores each block after its computation. The block is held from the step that
 computes it, and is stored in the next step. The request of the block usually still uses the block
 at that time, so the hold takes no memory from other requests. Exceptions are blocks that a window
-or a finished request releases before the store has ended. No block is held while free blocks are
-short, because a request that waits for blocks may lose its prefix to other requests. So the GPU has
+or a finished request releases before the store has ended. No block is held while few blocks are
+free, because a request that waits for blocks may lose its prefix to other requests. So the GPU has
 the same number of hits as without a connector.
 
 Source: vLLM 0.33.0, ``vllm/v1/simple_kv_offload/manager.py`` (the eager mode); PR #39654.
@@ -266,7 +266,7 @@ class OffloadScheduler(SchedulerConnector):
         return StepPlan(loads, stores)
 
     def _plan_store(self, step: StepInfo) -> TransferJob | None:
-        """Return the store of this step: the blocks that the step before it computed."""
+        """Return the store job of this step, for the blocks that the previous step computed."""
         running = step.scheduled if self._looks_at_all else step.filling()
         for one in running:
             self._look_back(one.request.request_id, one.num_computed_tokens)

@@ -78,7 +78,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step whose output was not processed yet."""
+    """A launched step whose output has not been processed yet."""
 
     chunks: Sequence[_Chunk]
     kernels: list[Callable[[], None]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Engine:
         connector: Connector from which both halves are built; None for no connector.
         num_gpu_blocks: Number of blocks of the pool, including the null block.
         page_bytes: Bytes of one block in one layer, a multiple of 8.
-        num_layers: Number of layers, each with a page of every block.
+        num_layers: Number of layers, each of which has a page of every block.
         max_running: Maximum number of requests that are computed at once.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Number of tokens that a decoding request generates in one step.

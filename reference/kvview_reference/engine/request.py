@@ -139,7 +139,7 @@ class Request:
         transfer_params: Parameters that the client sends to the connector.
 
     Raises:
-        ValueError: A count is invalid, or differs from the number of hashes (KEY-1).
+        ValueError: A count is invalid, or does not match the number of hashes (KEY-1).
     """
 
     request_id: str

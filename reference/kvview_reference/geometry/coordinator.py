@@ -228,8 +228,8 @@ class KVCacheCoordinator:
     Args:
         kv_cache_groups: The KV-cache groups; a group's index is its position.
         block_pool: The pool that all groups share.
-        scheduler_block_size: Number of tokens of which every hit is a multiple.
-        hash_block_size: Tokens of one entry of a request's block hashes.
+        scheduler_block_size: Number of tokens; the length of every hit is a multiple of it.
+        hash_block_size: Number of tokens that one block hash of a request covers.
 
     Raises:
         GeometryError: A size does not divide another size (GEO-2).

@@ -86,7 +86,7 @@ class KVCacheManager:
         return self.coordinator.allocate(request_id, num_tokens, hits, num_computed_tokens)
 
     def block_tables(self, request_id: str) -> tuple[list[int], ...]:
-        """Return the request's own block tables, one per group; read-only until the next step."""
+        """Return the request's own block tables, one per group; callers must not change them."""
         return tuple(manager.blocks(request_id) for manager in self.coordinator.managers)
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:

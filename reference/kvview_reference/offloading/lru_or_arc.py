@@ -113,7 +113,7 @@ class LRUOrARCPolicy:
             self._again.pop(key, None)
 
     def leftovers(self) -> Iterable[dict[Any, Any]]:
-        """All dicts that hold many keys."""
+        """Return all dicts that hold many keys."""
         return self._once, self._again, self._ghosts
 
     def _evict(self, num_victims: int, in_flight: InFlight) -> list[OffloadKey]:

@@ -71,7 +71,7 @@ class SupportsLeftovers(Protocol):
     """A policy that keeps its keys in dicts, which are freed in pieces when they are unused."""
 
     def leftovers(self) -> Iterable[dict[Any, Any]]:
-        """All dicts that hold many keys."""
+        """Return all dicts that hold many keys."""
         ...
 
 
@@ -95,7 +95,7 @@ class RecencyOrder:
         return len(self.order) + len(self.aside)
 
     def leftovers(self) -> Iterable[dict[Any, Any]]:
-        """All dicts that hold many keys."""
+        """Return all dicts that hold many keys."""
         return (self.order,)
 
     def enter(self, keys: Keys) -> None:
@@ -153,7 +153,7 @@ class RecencyOrder:
         return popped
 
     def _set_aside(self, keys: list[OffloadKey], in_flight: InFlight) -> list[OffloadKey]:
-        """Set aside keys that are in flight; returns the other keys."""
+        """Set aside the keys that are in flight, and return the other keys."""
         in_use = [key for key in keys if key in in_flight.loading or key in in_flight.storing]
         self._waiting.update(in_use)
         for key in in_use:
@@ -277,7 +277,7 @@ class ARCPolicy:
         self._t2.remove(keys)
 
     def leftovers(self) -> Iterable[dict[Any, Any]]:
-        """All dicts that hold many keys."""
+        """Return all dicts that hold many keys."""
         return self._t1.order, self._t2.order, self._b1, self._b2
 
     def _learn(self, ghosts: Iterable[OffloadKey]) -> None:

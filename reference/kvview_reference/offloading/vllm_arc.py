@@ -1,4 +1,4 @@
-"""ARC as vLLM implements it, to predict the hits of a server with that policy."""
+"""ARC as vLLM implements it, for predictions of the hits of a server with this policy."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Arrivals:
     Args:
         rows: Rows of the trace.
         block_size: Number of tokens of a hash id.
-        speed: Seconds of the trace in one simulated second; None lets all rows arrive at once.
+        speed: Seconds of the trace in one simulated second; None lets all rows arrive at the start.
 
     Attributes:
         last_s: Arrival time of the latest row that has arrived.

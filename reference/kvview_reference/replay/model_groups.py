@@ -25,7 +25,7 @@ def groups_of(model: ModelShape) -> str:
 
 
 def block_bytes_of(model: ModelShape, geometry: CacheGeometry) -> tuple[int, ...]:
-    """Compute the bytes of a block of each group, on all ranks together.
+    """Compute the bytes of a block of each group, summed over all ranks.
 
     Args:
         model: The model.

@@ -88,7 +88,7 @@ class ReplayReport:
         closed_loop: Number of requests in the engine at once; None with recorded arrival times.
         time: The durations.
         simulated_seconds: Time from the first request to the end of all work.
-        trace_seconds: Time from the first to the last arrival, at this speed.
+        trace_seconds: Time from the first to the last arrival, at the given speed.
         mean_wait_s: Mean time for which a request waited before its start, including its loads.
         load_link_busy: Share of the simulated seconds in which the link moved loads.
         store_link_busy: Share of the simulated seconds in which the link moved stores.
@@ -200,7 +200,7 @@ def replay(
     """Run a trace to its end, and then step until the connector has no pending work.
 
     Args:
-        trace: Requests, read one by one.
+        trace: The requests, which are read one by one.
         block_size: Number of tokens of one hash id.
         connector: The connector's class.
         config: Sizes and options.

@@ -12,11 +12,11 @@ from kvview.errors import ConfigError
 class TimeModel:
     """Durations of steps and transfers; the defaults are about right for an 8B model on an A100.
 
-    1. Prompts are computed at a rate, first come first served, at most ``step_tokens`` in
-       one step. Tokens that were hit are not computed.
+    1. Prompts are computed at a fixed rate, in the order of arrival, at most ``step_tokens`` tokens
+       in one step. Tokens that were hit are not computed.
     2. Each running request generates a token every ``decode_step_s``. The computation of prompts
        and the generation of tokens do not slow each other down.
-    3. Each direction of the host link moves one job after another. A block has ``token_bytes``
+    3. Each direction of the host link moves one job at a time. A block has ``token_bytes``
        for each of its tokens, shared evenly by several KV-cache groups; the blocks of a hybrid
        model have ``group_bytes``.
     4. Requests start, and ends of transfers are reported, only between two steps.

@@ -1,7 +1,7 @@
 """The schemas of a row of a request trace, and the requests in a row.
 
 Lengths are in tokens. In Mooncake and Bailian the partial last block of a prompt has a hash id; in
-cc-traces it has none. Both are accepted.
+cc-traces it has no id. Both are accepted.
 
 Source: ``mooncake``: kvcache-ai/Mooncake, ``FAST25-release/traces``;
 ``bailian``: alibaba-edu/qwen-bailian-usagetraces-anon, ``README.md``;

@@ -90,7 +90,7 @@ _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 @contextmanager
 def _reading(path: str) -> Iterator[tuple[InputFile, BinaryIO]]:
-    """Open a file, and the decompressed rows in it."""
+    """Open a file, and yield the file and its decompressed rows."""
     try:
         with open_rows(path) as opened:
             yield opened
@@ -120,7 +120,7 @@ class Trace:
             self.schema, self.block_size, self.has_times = self._find_schema(rows)
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """Yield requests in file order; inside a ``cc-traces`` session by arrival.
+        """Yield requests in the order of the file; within a ``cc-traces`` session, by arrival.
 
         Raises:
             TraceError: A row is malformed and ``on_error`` is None.

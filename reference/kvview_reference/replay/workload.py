@@ -77,7 +77,7 @@ def generate_trace(
 
     Args:
         num_requests: Number of requests.
-        seed: Any whole number from 0.
+        seed: Seed of the workload, a whole number from 0.
         block_size: Number of tokens per hash id; prompts and arrivals do not depend on it.
 
     Returns:

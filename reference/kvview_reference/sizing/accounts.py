@@ -27,8 +27,8 @@ class Point(ReportPart):
         host_gib: Size in GiB; None without a model, like every other figure in bytes.
         gpu_hit_rate: Share of the prompt blocks that are hits on the GPU; the other rates are
             shares of the same blocks.
-        loaded_blocks: Blocks loaded from the host, which are its hits.
-        offloaded_blocks: Blocks stored to the host.
+        loaded_blocks: Number of blocks loaded from the host, which are the host's hits.
+        offloaded_blocks: Number of blocks stored to the host.
         offloaded_per_loaded: ``offloaded_blocks`` divided by ``loaded_blocks``; None if no block
             was loaded.
         prefill_seconds_saved: Seconds of compute that the loads save: the loaded tokens divided by

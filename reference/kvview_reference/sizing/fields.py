@@ -42,7 +42,7 @@ class Fields:
 
     Args:
         values: The object.
-        where: The name of the object in errors.
+        where: Name of the object, for error messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -50,7 +50,7 @@ class Fields:
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """Return a field, unchecked; None if it is missing or null."""
+        """Return a field without a check; None if it is missing or null."""
         self._read.add(name)
         return self._values.get(name)
 

@@ -41,9 +41,9 @@ def read_config(config: Mapping[str, Any], where: str, dtype: str | None, tp: in
 
     Args:
         config: The file.
-        where: The name of the file in errors.
+        where: Name of the file, for error messages.
         dtype: Type of the KV cache; None for the type in the file.
-        tp: Ranks that share a layer.
+        tp: Number of ranks that share a layer.
 
     Raises:
         ConfigError: A field is missing, wrong or not understood; the message names it.

@@ -81,7 +81,7 @@ def read_references(
     """Read a trace to its end.
 
     Args:
-        trace: Requests in any order.
+        trace: The requests, in any order.
         block_size: Tokens of one hash id.
         max_request_blocks: Number of blocks; a request whose prompt and output need more blocks is
             skipped.

@@ -63,7 +63,7 @@ class SizeReport(ReportPart):
         knee_share: Share of the gain of the largest host that LRU has at the knee.
         optimum: Pairs of host blocks and the highest possible hit rate of GPU and host, which MIN
             with bypass reaches, because it knows all later requests.
-        lru_curve: Pairs of host blocks and exact hit rate.
+        lru_curve: Pairs of a number of host blocks and the exact hit rate.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -109,7 +109,7 @@ def size(
     lost: Lost | None = None,
     on_progress: Callable[[str], object] = lambda text: None,
 ) -> SizeReport:
-    """Compute hits and costs at every size of the host.
+    """Compute the hits and costs of a host at every size.
 
     Args:
         references: The trace, which was read with the ``tails`` of ``blocks``.

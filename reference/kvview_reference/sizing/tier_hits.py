@@ -29,7 +29,7 @@ class HostTraffic:
     """Numbers of blocks that a host tier moves for each request.
 
     Args:
-        loaded: Blocks loaded from the host, which are its hits.
+        loaded: Blocks loaded from the host, which are the host's hits.
         stored: Blocks stored to the host.
     """
 

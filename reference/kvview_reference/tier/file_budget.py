@@ -161,7 +161,7 @@ class FileBudget:
                 self._folder.set_time_of_use(path, time.time_ns())
 
     def close(self) -> None:
-        """Close the files; may be called twice."""
+        """Close the files; a second call does nothing."""
         with self._mutex:
             is_open, self._is_open = self._is_open, False
         if not is_open:

@@ -64,7 +64,7 @@ class Driver(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Launched:
-    """A job on its stream; ``copies`` and ``kept`` keep the descriptors alive until its end."""
+    """A job on its stream; ``copies`` and ``kept`` keep the descriptors alive until it ends."""
 
     job: Job
     start: Any

@@ -177,7 +177,7 @@ def _join(parts: Sequence[Ids]) -> Ids:
 
 
 def _coalesce(gpu: Ids, host: Ids, sizes: Ids, lengths: Sequence[int]) -> tuple[Ids, Ids, Ids]:
-    """Join copies that follow each other on both sides.
+    """Join copies that are adjacent on both sides.
 
     Args:
         gpu: Addresses on the GPU side.

@@ -82,7 +82,7 @@ class ThreadCopier:
     2. The threads start with the first job that needs a thread, and end with the engine.
     3. The thread waits for compute, and the caller never does (XFER-6). Events of one stream happen
        in the order in which they were recorded, so the jobs keep their order.
-    4. If a store fails, all groups that can be moved are moved nevertheless (XFER-4).
+    4. If a store fails, all groups that can be moved are still moved (XFER-4).
 
     Args:
         num_threads: Number of threads that share one large job.
@@ -129,7 +129,7 @@ class ThreadCopier:
         return results
 
     def wait(self, job_id: int) -> None:
-        """Block until a job has ended; returns at once for an unknown job."""
+        """Block until a job has ended; return immediately for an unknown job."""
         future = self._futures.get(job_id)
         if future is not None:
             future.result()
@@ -206,9 +206,9 @@ class CPUGPUTransferWorker:
     5. After ``shutdown`` no job is accepted, but results of earlier jobs are still returned.
 
     Args:
-        kv_caches: All tensors on one device, CUDA or CPU. The tensors are read and written in
-            place, and must outlive the worker. The compute stream of CUDA tensors is a stream of
-            torch.
+        kv_caches: All tensors, which must be on one device, CUDA or CPU. The tensors are read and
+            written in place, and must outlive the worker. For CUDA tensors, the compute stream must
+            be a stream of torch.
         num_cpu_blocks: Host blocks of the tier, numbered from 0.
         blocks_per_chunk: Number k of GPU blocks that one host block holds.
         max_host_bytes: Maximum number of bytes of the host tier; None for the memory of the

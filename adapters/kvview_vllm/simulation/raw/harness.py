@@ -243,7 +243,7 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def free_block_ids(self) -> Sequence[int]:
-        """Return the free queue by its links, which a connector may have broken."""
+        """Return the free queue, read from its links, which a connector may have broken."""
         return free_queue(self._pool)
 
     @override

@@ -214,7 +214,7 @@ class Fabric:
     _built: Any = None
 
     def is_alive(self, name: str) -> bool:
-        """Whether an agent exists, in the current life of its engine."""
+        """Whether an agent exists and the life of its engine has not ended."""
         return name in self.agents and self.agents[name].is_alive
 
     def run_handshakes(self) -> None:

@@ -78,7 +78,7 @@ class StandIns:
     """The stand-ins of one run.
 
     Args:
-        fates: Delays of the copies in steps, in turn.
+        fates: Delays of the copies, in steps, which are used in turn.
     """
 
     def __init__(self, fates: Sequence[Fate]) -> None:

@@ -55,7 +55,7 @@ class Wrong:
         position: Position of the token.
         block_id: Block of the token.
         layer: Number of the first layer in which the bytes differ.
-        head: Head, or slot of a head, of the first different bytes.
+        head: Number of the head, or of the slot of a head, in which the first bytes differ.
         word: The word that was found (:meth:`TokenWords.name`); None if no word was written.
     """
 
@@ -108,7 +108,7 @@ class TokenCompute:
     """Writes the tokens that steps compute, and compares the tokens that they read.
 
     Args:
-        slots: The words of each state for each layer, ``(blocks, states of a block, ...)``.
+        slots: For each layer, the words of all states, ``(blocks, states of a block, ...)``.
         groups: The KV-cache groups.
         group_of_layer: The number of the group for each layer.
         rank: Number of the rank; the bytes of the ranks differ.

@@ -33,7 +33,7 @@ _PATIENCE = 150.0  # longer than a hook may take, so that a slow hook is named f
 
 @dataclass(frozen=True)
 class RawStep:
-    """The message of a step to a worker, which can be pickled.
+    """The message to a worker for one step, which can be pickled.
 
     Args:
         output: The scheduler's ``SchedulerOutput``.
