@@ -73,7 +73,7 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
 
     Args:
         job: The job.
-        on_progress: Called with the progress, at short intervals.
+        on_progress: Called at short intervals, with a text about the progress.
     """
     import torch
 

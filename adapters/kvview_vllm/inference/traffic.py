@@ -54,7 +54,7 @@ class Traffic:
     Args:
         server: The engine.
         served: Receives the results.
-        on_progress: Called with the progress, at short intervals.
+        on_progress: Called at short intervals, with a text about the progress.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class SeededTraffic(Traffic):
         truth: Answers without a connector; None in the run without a connector.
         resets: Whether the connector can be reset.
         reuses_ids: Whether the id of a dropped request is reused.
-        on_progress: Called with the progress, at short intervals.
+        on_progress: Called at short intervals, with a text about the progress.
     """
 
     def __init__(

@@ -21,10 +21,10 @@ WINDOW = 2 * BLOCK_SIZE
 """Tokens of the sliding window of the second KV-cache group."""
 
 LAYERS = ("layer 0", "layer 1")
-"""The layers of their KV cache, one per group."""
+"""Names of the layers of the samples' KV cache, one per group."""
 
 TOKENS_PER_STEP = 8 * BLOCK_SIZE
-"""Tokens that one step of their scheduler computes at most."""
+"""Maximum number of tokens that one step of a sample's scheduler computes."""
 
 _EMPTY = (("list", list), ("dict", dict), ("set", set), ("int", int), ("bool", bool))
 _PLAIN = (list, dict, set, tuple)

@@ -606,7 +606,7 @@ class VLLMConnectorHarness:
         return chunks
 
     def _take_in(self) -> None:
-        """Process the aborts before the output of the oldest step, and then this output."""
+        """Process waiting aborts, and then the output of the oldest step."""
         step = self._launched.popleft()
         self._run(step)
         aborts, self._aborts = list(self._aborts), {}

@@ -19,7 +19,7 @@ from kvview_reference.replay.trace_schemas import TraceRequest
 _MAX_TURNS = 4096
 """Number of latest turns that are remembered, so that memory does not grow with the trace."""
 _MAX_GENERATED = 2**20
-"""Number of generated blocks whose ids are remembered, for the same reason."""
+"""Number of generated blocks whose ids are remembered, so that memory stays bounded."""
 
 
 @dataclass

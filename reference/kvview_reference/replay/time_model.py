@@ -16,9 +16,9 @@ class TimeModel:
        in one step. Tokens that were hit are not computed.
     2. Each running request generates a token every ``decode_step_s``. The computation of prompts
        and the generation of tokens do not slow each other down.
-    3. Each direction of the host link moves one job at a time. A block has ``token_bytes``
-       for each of its tokens, shared evenly by several KV-cache groups; the blocks of a hybrid
-       model have ``group_bytes``.
+    3. Each direction of the host link moves one job at a time. A block has ``token_bytes`` for each
+       of its tokens, which several KV-cache groups share evenly. The blocks of a hybrid model have
+       ``group_bytes``.
     4. Requests start, and ends of transfers are reported, only between two steps.
 
     Args:

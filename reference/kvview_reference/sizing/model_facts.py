@@ -49,7 +49,7 @@ CUES = re.compile("|".join(TABLE["cues"]))
 """Names of fields that may change what a KV cache stores."""
 
 HARMLESS = re.compile("|".join(TABLE["harmless"]))
-"""Names that look like these but never change the KV cache."""
+"""Names of fields that look like :data:`CUES` but never change the KV cache."""
 
 PLAIN = Facts(rules=(("listed", "layer_types"), ("every", "window")))
 

@@ -1,4 +1,4 @@
-"""Locks on files, which a stopped process may keep forever."""
+"""Locks on files, which a stopped process may keep."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvview.tier.store import MAX_KEY_BYTES
 
 SHARDS = [f"{number:02x}" for number in range(256)]
-"""Folders that the files of a namespace are spread over."""
+"""Names of the folders over which the files of a namespace are spread."""
 
 NOTE = "namespace.json"
 MODE = 0o600  # files contain prompts of users

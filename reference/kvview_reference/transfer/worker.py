@@ -1,4 +1,4 @@
-"""CPU<->GPU transfers in torch: any groups, tensors, page sizes and chunk sizes.
+"""CPU<->GPU transfers in torch, for any groups, tensors, page sizes and chunk sizes.
 
 On every device, a job becomes a list of byte copies, ``(destination, source, size)``. For tensors
 in GPU memory the CUDA driver runs the list (:mod:`kvview_reference.transfer.cuda`); for tensors in
