@@ -19,11 +19,11 @@ class TierOptions(BaseModel):
     """A user's settings of a tier, the same for every engine.
 
     Args:
-        store: Target of the store, which is called with the namespace and its options, or of a
-            :class:`~kvview.StoreConnector` that has a store.
+        store: Target of a store class, which is called with the namespace and the options, or
+            target of a :class:`~kvview.StoreConnector` that has a store.
         options: Options of the store.
-        weights: Revision or digest of the model's weights; any text that you change when
-            they change (TIER-10).
+        weights: Revision or digest of the model's weights, or any text that you change when the
+            weights change (TIER-10).
         deadline: Seconds until a job without a report counts as failed.
         lookup_deadline: Seconds until a key without a lookup result counts as a miss.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store has its own checksums.

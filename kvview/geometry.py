@@ -139,8 +139,7 @@ class CacheGeometry:
     """The block sizes and KV-cache groups of one engine, which are checked when the object is made.
 
     Args:
-        scheduler_block_size: A number of tokens; the length of every prefix hit is a multiple of
-            it.
+        scheduler_block_size: The length of every prefix hit is a multiple of this number of tokens.
         hash_block_size: Tokens covered by one entry of a request's block hashes.
         groups: The KV-cache groups; a group's index is its position.
 
@@ -230,7 +229,7 @@ class CacheGeometry:
         Args:
             block_hashes: The block hashes of the request.
             group_idx: KV-cache group.
-            block: Number of the block in the request, counted in blocks of that group.
+            block: Number of the block in the request, counted in blocks of the group.
         """
         index = self.block_hash_index(group_idx, block)
         if index >= len(block_hashes):

@@ -1,7 +1,7 @@
 """Reading of untrusted files: regular files only, with limits on memory.
 
-1. A folder, a device, a pipe or a socket is refused before it is opened, because reading one
-   may block or never end.
+1. A folder, a device, a pipe or a socket is refused before it is opened, because reading such a
+   file may block or never end.
 2. A file is read up to the length that it had when it was opened, so reading ends even if the
    file grows. A file without a reported length (``/proc``) is refused.
 3. gzip is recognised by its first bytes and decompressed row by row.
@@ -65,7 +65,7 @@ class InputFile(io.RawIOBase):
         self._num_read = 0
 
     def _require_empty(self, path: str | os.PathLike[str]) -> None:
-        """Refuse a file of length 0 that has bytes, as those of ``/proc`` do."""
+        """Refuse a file of length 0 that has bytes, as files of ``/proc`` do."""
         if self._file.read(1):
             if not os.fstat(self._file.fileno()).st_size:
                 reason = "the system does not report its length"

@@ -2,8 +2,8 @@
 
 Laws: KEY-1 to KEY-3 in ``kvview/laws.toml``.
 
-Keys are bytes and not tuples, because bytes are one object each that the garbage collector
-does not track. They are packed like vLLM's ``BlockHashWithGroupId``.
+Keys are bytes and not tuples, because the garbage collector does not track a bytes object. Keys are
+packed like vLLM's ``BlockHashWithGroupId``.
 
 Source: ``vllm/v1/kv_offload/base.py`` (0.20.0 and later).
 """

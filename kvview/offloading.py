@@ -38,7 +38,7 @@ class ReqContext:
     """The request on whose behalf a call is made.
 
     Args:
-        req_id: Id of the request; empty when there is none.
+        req_id: Id of the request; empty if the call belongs to no request.
         kv_transfer_params: Parameters that the client sent with the request, or None.
     """
 
@@ -67,7 +67,7 @@ class OffloadingManager(Protocol):
     """Tracks the keys that one tier holds, with calls to look up, prepare and complete."""
 
     def lookup(self, key: OffloadKey, ctx: ReqContext, /) -> LookupResult:
-        """Whether a key is held and loadable now (OFF-6); not a use of the key."""
+        """Whether a key is held and loadable now (OFF-6); a lookup is not a use of the key."""
         ...
 
     def prepare_load(self, keys: Collection[OffloadKey], ctx: ReqContext, /) -> LoadStoreSpec:
@@ -96,8 +96,8 @@ class OffloadingManager(Protocol):
         """Record that a request used these keys; the first one becomes the most recent.
 
         Keys are passed in prefix order, so that a chain is evicted from its tail, because its head
-        serves more requests. Keys that are not held are ignored. A touch while a key is being
-        stored is not a further use of the key.
+        serves more requests. Keys that are not held are ignored. A touch of a key that is still
+        being stored does not count as a further use.
         """
         ...
 

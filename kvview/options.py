@@ -21,11 +21,12 @@ def parse_options(model: type[OptionsT], options: Mapping[str, Any]) -> OptionsT
     """Check a connector's options against its pydantic model.
 
     Args:
-        model: The options; ``extra="forbid"`` makes a typo an error.
+        model: Model of the options; with ``extra="forbid"`` a typo is an error.
         options: The user's options.
 
     Raises:
-        ConfigError: Lists every wrong option and the known ones, in one line.
+        ConfigError: An option is wrong; the message lists every wrong option and the known options,
+            in one line.
     """
     try:
         return model.model_validate(dict(options))
@@ -42,7 +43,7 @@ def read_options(given: Iterable[str], flag: str = "--option") -> dict[str, Any]
     """Read options of the form ``KEY=VALUE`` from a command line; the value is JSON or text.
 
     Args:
-        given: The options as typed; of several options with one key the last one counts.
+        given: The options as typed; if several options have the same key, the last one counts.
         flag: Name of the command-line flag, for the error.
 
     Raises:

@@ -16,11 +16,11 @@ IsCached = Callable[[int], bool]
 class CachedBlocks:
     """The blocks of one group that searches have found to be cached.
 
-    A caller that can look up many blocks at once overrides the three methods. One search calls them
-    with decreasing limits only.
+    A caller that can look up many blocks at once overrides the three methods. Within one search,
+    the limits of their calls only decrease.
 
     Args:
-        is_cached: Called with block numbers of the group.
+        is_cached: Returns whether the block of the group with this number is cached.
     """
 
     def __init__(self, is_cached: IsCached) -> None:
@@ -46,7 +46,7 @@ class CachedBlocks:
         return block if block >= start else None
 
     def last_cached(self, num_blocks: int, step: int) -> int:
-        """Return the first of ``num_blocks``, ``num_blocks - step``, ... that ends cached."""
+        """Return the first of ``num_blocks``, ``num_blocks - step``, ... whose end is cached."""
         while num_blocks > 0 and not self._is_cached(num_blocks - 1):
             num_blocks -= step
         self._run = num_blocks - 1

@@ -55,7 +55,7 @@ def require_connector(found: object, name: str) -> type[Connector]:
 
     Args:
         found: The object.
-        name: Its name, for the error.
+        name: Name of the object, for the error.
 
     Raises:
         ConfigError: As for :func:`load_connector`.
@@ -112,7 +112,7 @@ def target_of(value: Any) -> str | None:
 
 
 def name_target(kind: type) -> str:
-    """Return the target from which a class was loaded, or one made from its module and name."""
+    """Return the target of a class: the loaded target, or one made from its module and name."""
     return target_of(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
 

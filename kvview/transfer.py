@@ -45,9 +45,9 @@ class GPULoadStoreSpec:
     Args:
         block_ids: GPU block ids, those of group 0 first.
         group_sizes: Number of blocks of each KV-cache group; 0 for a group that is not moved.
-        block_indices: Number of each group's first block in its request, in
-            blocks of that group. Modulo k it is the number of GPU blocks that are skipped in the
-            first offloaded block.
+        block_indices: Number of each group's first block in its request, in blocks of that group.
+            This number modulo k is the number of GPU blocks that are skipped in the first offloaded
+            block.
 
     Raises:
         TransferSpecError: The lengths do not agree.
@@ -148,7 +148,7 @@ class CanonicalKVCaches(Generic[TensorT]):
     """All KV-cache tensors of one worker, and the tensors that each group uses.
 
     Args:
-        tensors: Unique tensors; groups may share one (same pages, other blocks).
+        tensors: Unique tensors. Groups that share a tensor use different blocks of it.
         group_data_refs: For each KV-cache group, the tensors that it uses.
         compute_stream: Stream of the model; a job runs after the work that was in this stream
             (XFER-6). With None, jobs on a GPU run after the current stream of the submitting
@@ -167,11 +167,11 @@ class TransferResult:
     """The end of one job.
 
     Args:
-        job_id: The number that ``transfer_async`` received.
+        job_id: Id of the job, as passed to ``transfer_async``.
         success: Whether every byte was moved.
-        transfer_size: Bytes moved, None when unknown or failed.
-        transfer_time: Seconds that the copy took, None when unknown or failed.
-        error: Text of the error, None on success.
+        transfer_size: Number of bytes moved; None if unknown, or if the job failed.
+        transfer_time: Seconds that the copy took; None if unknown, or if the job failed.
+        error: Text of the error; None if the job succeeded.
         moved: For each GPU block of a failed store, in order, whether all its bytes were moved.
             None for a load and for a job that succeeded. For a failed store, None means that any
             block may be incomplete.
@@ -193,7 +193,7 @@ class TransferWorker(Protocol):
         """Start one job.
 
         Args:
-            job_id: Any int that is not the id of a job in flight. A job is in flight until it is
+            job_id: Id of the job: any int that no job in flight has. A job is in flight until it is
                 reported.
             spec: ``(source, destination)``, one of them a :class:`GPULoadStoreSpec`.
 

@@ -15,8 +15,8 @@ def law_url(law: str) -> str:
     """Return the address of a law's documentation.
 
     Args:
-        law: A law, ``"POOL-4"`` for example, or a family, ``"POOL-*"``. Reports also use
-            ``"ENGINE"`` and ``"coverage"``, which the page on troubleshooting explains.
+        law: A law, such as ``"POOL-4"``, or a family of laws, such as ``"POOL-*"``. Reports also
+            use ``"ENGINE"`` and ``"coverage"``, which the page on troubleshooting explains.
 
     Returns:
         An absolute URL; empty for any other text.

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 class _Outlasting(io.FileIO):
-    """A stream whose reader may close it, so that ``kvview replay | head`` runs to its end.
+    """A stream that survives its reader, so that ``kvview replay | head`` runs to its end.
 
     Any other error, such as a full disk, is reported at the end of the run.
     """

@@ -41,8 +41,8 @@ _PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothes
 class EntryPointGroup(click.Group):
     """A group whose commands are the entry points of :data:`GROUP`.
 
-    1. Each command, and each command of a group, gets ``--quiet`` and ``--verbose``, the exit
-       codes in its help, and errors in one line.
+    1. Each command, and each command of a group, has ``--quiet`` and ``--verbose``, lists the exit
+       codes in its help, and reports errors in one line.
     2. A command that cannot be imported is listed in the help, and the other commands still work.
     """
 

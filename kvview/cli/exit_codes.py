@@ -9,7 +9,7 @@ class ExitCode(IntEnum):
     """The exit code of a command.
 
     Attributes:
-        meaning: Text in the help and in the README.
+        meaning: Text of the exit code in the help and in the README.
     """
 
     CLEAN = 0, "clean"

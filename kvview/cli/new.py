@@ -1,9 +1,9 @@
 """``kvview new``: a complete connector, its test, and a CI job, which pass unchanged.
 
-1. The connector is a copy of an example with other names: of ``host_memory.py``, of
-   ``host_cache.py`` with ``--hooks``, or of ``raw_host_cache.py`` with ``--raw``. The package
-   contains all three examples.
-2. No file is overwritten. If one of the files exists, even as a dangling link, none is written.
+1. The connector is a renamed copy of an example: ``host_memory.py`` by default, ``host_cache.py``
+   with ``--hooks``, or ``raw_host_cache.py`` with ``--raw``. The package contains all three
+   examples.
+2. No file is overwritten. If one of the files exists, even as a dangling link, no file is written.
 3. The name of a module that can be imported is refused, because FILE would hide that module.
 """
 
@@ -99,9 +99,9 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.ht
 def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     """Write a complete connector to FILE, its test, and a CI job.
 
-    The connector keeps blocks in host memory. It is a StoreConnector, unless
-    --hooks or --raw is given. It passes "kvview check" and pytest unchanged, and runs
-    in "kvview replay" unless --raw is given.
+    The connector keeps blocks in host memory. By default it is a StoreConnector; --hooks and --raw
+    select other kinds. The connector passes "kvview check" and pytest unchanged, and runs in
+    "kvview replay" unless --raw is given.
     """
     if hooks and raw:
         raise ConfigError("--hooks and --raw select different kinds of connector; drop one of them")

@@ -187,9 +187,9 @@ def report_option(option: str, name: str, schemas: dict[str, str], text: str) ->
 
     Args:
         option: Name of the option.
-        name: Name of its parameter.
-        schemas: Dataclasses or pydantic models of the reports that the command may write, as
-            targets, by the name of their schema; ``docs/make_commands.py`` writes the schemas.
+        name: Name of the function parameter that receives the value.
+        schemas: For each name of a schema, the target of the dataclass or pydantic model of a
+            report that the command may write; ``docs/make_commands.py`` writes the schemas.
         text: Help text of the option.
     """
     return click.option(option, name, cls=JSONOption, schemas=schemas, help=text)

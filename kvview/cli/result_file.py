@@ -42,7 +42,8 @@ class ResultFinding:
     """One result that is red, refused or not checked.
 
     Args:
-        subject: The law, the pair of requests, or the kind of layers and the memory layout.
+        subject: The checked law, the pair of requests, or the kind of layers with its memory
+            layout.
         outcome: Outcome of the result, named as in the report of the command.
         evidence: The first error, or the reason, in one line.
     """
@@ -111,7 +112,7 @@ def make_profile(
 
     Args:
         name: Name of the class.
-        outcomes: The colour of each outcome that is a finding.
+        outcomes: The verdict for each outcome that counts as a finding.
         results: All results of the class; results with other outcomes are only counted.
     """
     findings = [each for each in results if each.outcome in outcomes]
@@ -138,7 +139,7 @@ def write_result(
         path: The file; None writes nothing.
         target: The connector or store.
         profiles: The verdicts.
-        versions: Versions by the name of the package.
+        versions: Versions of packages, by name of the package.
         replaced: Parts of the implementation that were replaced.
         engine: Name and version of the engine; empty for the installed vLLM.
     """

@@ -63,8 +63,8 @@ class EngineFacts:
     Args:
         num_gpu_blocks: Blocks of the pool, the null block included.
         page_bytes: For each KV-cache group, bytes of one block over all its layers.
-        max_blocks_per_step: Blocks that the tokens computed in one step may need,
-            without the blocks for loads.
+        max_blocks_per_step: Maximum number of blocks for the tokens computed in one step, without
+            the blocks for loads.
     """
 
     num_gpu_blocks: int
@@ -73,17 +73,17 @@ class EngineFacts:
 
 
 class SchedulerConnector(Hooked):
-    """The half next to the scheduler. Every method has a default that does nothing."""
+    """Scheduler half of a connector. Every method has a default that does nothing."""
 
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         """Receive the view of the pool, in the first call after construction (CONN-1).
 
         Args:
-            view: Valid until the engine closes it (POOL-10).
+            view: The view, which is valid until the engine closes it (POOL-10).
         """
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        """Receive the facts of the started engine, in the call that follows the view's."""
+        """Receive the facts of the started engine, in the first call after the view was bound."""
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         """Promise the number of tokens that can be loaded beyond the GPU's own hit.
@@ -136,8 +136,8 @@ class SchedulerConnector(Hooked):
 
         Args:
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens.
-            block_ids: Block table of the request, per group; the null block stands for a block that
-                the request has already lost.
+            block_ids: Block table of the request, per group, with the null block in place of each
+                block that the request has already lost.
         """
 
     def on_request_finished(
@@ -149,8 +149,8 @@ class SchedulerConnector(Hooked):
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens,
                 which is less than ``num_tokens`` if a token was sampled.
             block_ids: Block table of the request, per group. If the request never had blocks, each
-                group has an empty table, as in ``((),)``. This tuple is true as a condition, so
-                test ``any(block_ids)``.
+                group has an empty table, as in ``((),)``. Such a tuple counts as true in an ``if``,
+                so test ``any(block_ids)``.
             reason: The reason why the request ended.
         """
 
@@ -163,7 +163,7 @@ class SchedulerConnector(Hooked):
         return False
 
     def reset_cache(self) -> bool:
-        """Forget all offloaded KV; returns False if the KV cannot be forgotten now (CONN-11)."""
+        """Drop all offloaded KV; returns False if the KV cannot be dropped now (CONN-11)."""
         return True
 
     def shutdown(self) -> None:
@@ -203,7 +203,7 @@ class WorkerConnector(Hooked):
 
 
 class Connector(Hooked):
-    """A connector: the class that builds both halves. A target such as ``my.py:Mine`` names it.
+    """A connector: the class that builds both halves; named by a target such as ``my.py:Mine``.
 
     The halves may run in two processes. Each process makes its own instance of this class from an
     equal configuration, and builds its half from this instance.
@@ -223,9 +223,9 @@ class Connector(Hooked):
         self.config = config
 
     def make_scheduler(self) -> SchedulerConnector:
-        """Build the half next to the scheduler."""
+        """Build the scheduler half."""
         return SchedulerConnector()
 
     def make_worker(self) -> WorkerConnector:
-        """Build the half next to the KV bytes."""
+        """Build the worker half."""
         return WorkerConnector()

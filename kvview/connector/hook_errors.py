@@ -78,8 +78,9 @@ def watch_hooks(part: PartT) -> PartT:
     """Make the hooks of a connector, or of a half, raise :class:`~kvview.HookError`.
 
     1. The halves that a connector makes are watched too.
-    2. The type of a return value is checked as far as an engine relies on it.
-    3. ``KeyboardInterrupt`` and the ``ConfigError`` of a hook that runs at start pass unchanged.
+    2. The type of a return value is checked if an engine relies on this type.
+    3. ``KeyboardInterrupt``, and the ``ConfigError`` of a hook that runs at the start, are raised
+       unchanged.
 
     Returns:
         The same object.

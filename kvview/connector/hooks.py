@@ -1,6 +1,6 @@
-"""The names of hooks: a method with a name close to a hook's is refused (CONN-9).
+"""The names of hooks; a method whose name resembles that of a hook is refused (CONN-9).
 
-The check runs when a class is made, over the class and its mixins. It cannot see attributes
+The check runs when a class is made, over the class and its mixins. The check cannot find attributes
 that are assigned to an object or a class later.
 """
 
@@ -57,7 +57,7 @@ class Hooked:
     """Base of the classes that declare hooks; their subclasses are checked (CONN-9)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse methods whose names are close to a hook's (CONN-9)."""
+        """Refuse methods whose names resemble the name of a hook (CONN-9)."""
         super().__init_subclass__(**kwargs)
         if Hooked in cls.__bases__:
             _bases.append(cls)
@@ -83,8 +83,8 @@ def _check_hooks(cls: type) -> None:
     """Check the methods of a class and of its mixins.
 
     Raises:
-        ConnectorDefinitionError: A name is close to a hook's, or the engine cannot call a
-            hook, or a default hides it.
+        ConnectorDefinitionError: The name of a method resembles that of a hook, the engine cannot
+            call a hook, or a default method hides a hook.
     """
     hooks = hooks_of(cls)
     mixins = [base for base in cls.__mro__[1:-1] if not issubclass(base, Hooked)]
@@ -129,7 +129,7 @@ def _is_method(value: object) -> bool:
 
 
 def _meant(name: str, hooks: Collection[str]) -> str | None:
-    """Return the hook that a name was meant for, or None if it is close to no hook."""
+    """Return the hook that the author meant by a name; None if the name resembles no hook."""
     everyones = _declared(_bases)
     if name in everyones and name not in _ANYONES:
         return name  # a hook of the other half
@@ -151,8 +151,8 @@ def _words(name: str) -> list[str]:
 def _are_alike(words: list[str], hook: list[str]) -> bool:
     """Whether two names consist of the same words, in any order, perhaps misspelled.
 
-    The name of a helper differs in a whole word: ``plan_loads``, ``has_pending_jobs``,
-    ``make_worker_pool``.
+    The name of a helper method differs from that of a hook in a whole word: ``plan_loads``,
+    ``has_pending_jobs``, ``make_worker_pool``.
     """
     if sorted(words) == sorted(hook):
         return True

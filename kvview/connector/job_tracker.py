@@ -68,7 +68,7 @@ class JobTracker:
     2. A job ends with the report of its last worker.
 
     Args:
-        num_workers: Workers that report each job.
+        num_workers: Number of workers, each of which reports each job.
     """
 
     def __init__(self, num_workers: int = 1) -> None:
@@ -142,7 +142,7 @@ class JobTracker:
         """Record a worker's report.
 
         Returns:
-            The job if this is the report of its last worker, else None.
+            The job if its last worker has now reported it, otherwise None.
 
         Raises:
             ConnectorError: The worker has already reported the job, or the job is not in

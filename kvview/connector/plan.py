@@ -13,7 +13,7 @@ class TransferJob:
     """One transfer for the worker half.
 
     Args:
-        job_id: Unique in the life of the connector (CONN-5).
+        job_id: Id of the job, unique in the life of the connector (CONN-5).
         src: Source of the bytes.
         dst: Destination of the bytes.
         request_id: The request that waits for the job; None for stores. If a job that

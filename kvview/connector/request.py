@@ -25,16 +25,16 @@ class RequestContent:
     """The input of a request: one object for its whole life.
 
     Args:
-        token_ids: Prompt and generated tokens. The sequence is the engine's own: it grows with the
-            request, and it may compute its items on access. It has at least ``num_tokens`` items,
-            or none if the engine has no tokens (a trace of hashes).
+        token_ids: Prompt and generated tokens. The sequence belongs to the engine, grows with the
+            request, and may compute its items on access. The sequence has at least ``num_tokens``
+            items, or no items if the engine replays a trace of hashes without tokens.
         lora_name: Name of the LoRA, or None.
         lora_id: The LoRA's number in the engine, or None.
         cache_salt: Text that separates the prefix caches of tenants, or None.
         extra_keys: For each entry of ``block_hashes``, the values besides tokens that the hash
             covers; the sequence grows with the request, and is empty if no hash covers such values.
-        transfer_params: The request's ``kv_transfer_params``, as the client sent them, so they may
-            be wrong in every way; None if there are none. KV does not depend on them.
+        transfer_params: The request's ``kv_transfer_params``, unchecked, as the client sent them;
+            None if the client sent none. KV does not depend on these parameters.
     """
 
     token_ids: Sequence[int] = ()
@@ -50,11 +50,11 @@ class RequestInfo:
     """A request at the moment of a call.
 
     Args:
-        request_id: Unique among unfinished requests only (CONN-5).
+        request_id: Id of the request, unique among unfinished requests only (CONN-5).
         num_tokens: Tokens known now: the prompt and the generated tokens received so far. A
             step in flight may add tokens (CONN-7).
-        block_hashes: One hash for each full ``hash_block_size`` tokens, each
-            covering the whole prefix, without group index; the sequence grows with the request.
+        block_hashes: One hash, without group index, for each full ``hash_block_size`` tokens. A
+            hash covers the whole prefix up to its last token. The sequence grows with the request.
         num_computed_tokens: Leading tokens whose KV is in the request's blocks: hit in
             the prefix cache, loaded, or computed, launched steps included (CONN-7). Draft
             tokens of a launched step are included until they are rejected; the last sampled
@@ -76,12 +76,12 @@ class RequestStep:
 
     Args:
         request: The request as of this step.
-        block_ids: Whole block table of the request, per group; valid during the call only. It may
-            have more blocks than ``num_tokens`` fill (CONN-7).
+        block_ids: Whole block table of the request, per group; valid during the call only. The
+            table may have more blocks than ``num_tokens`` fill (CONN-7).
         num_computed_tokens: Tokens whose KV exists before the step, in stream order; the
             same as ``request.num_computed_tokens``.
-        num_scheduled_tokens: Tokens computed in the step. They may go beyond ``request.num_tokens``
-            and ``request.block_hashes`` (CONN-7).
+        num_scheduled_tokens: Tokens computed in the step. The computed tokens may exceed
+            ``request.num_tokens`` and ``request.block_hashes`` (CONN-7).
     """
 
     request: RequestInfo
@@ -105,11 +105,11 @@ class StepInfo:
     def filling(self) -> Sequence[RequestStep]:
         """Return the requests whose blocks may have become full since the last step.
 
-        1. They include every request with a block that becomes full in this step or whose
+        1. The result includes every request with a block that becomes full in this step or whose
            hash became known since the last step (CONN-7), and every request whose number of
            computed tokens fell because a load failed.
-        2. An engine may return all scheduled requests. If it returns only the necessary ones,
-           a decoding request is among them once in ``block_size`` steps.
+        2. An engine may return all scheduled requests. If an engine returns only the necessary
+           requests, it returns a decoding request once in ``block_size`` steps.
         3. A connector that skips a step must read ``scheduled`` in the next one.
 
         Returns:

@@ -3,8 +3,8 @@
 :mod:`kvview.events.tier` defines the events of a tier. :mod:`kvview.events.fold` computes the
 contents of a tier from events, and :mod:`kvview.events.block_sizes` joins tier events with the
 events of the GPU. :mod:`kvview.events.formats` has the wire formats of all producers.
-:mod:`kvview.events.wire` and :mod:`kvview.events.channel` read and write bytes. These two need the
-extra ``events``, so this package does not import them.
+:mod:`kvview.events.wire` and :mod:`kvview.events.channel` read and write bytes. ``wire`` and
+``channel`` need the extra ``events``, so this package does not import them.
 """
 
 from kvview.events.block_sizes import (

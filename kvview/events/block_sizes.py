@@ -17,7 +17,8 @@ class BlockStored:
 
     Args:
         block_hashes: Hashes without the group, in prefix order.
-        parent_block_hash: Hash of the block before the first, None at the start.
+        parent_block_hash: Hash of the block before the first of these blocks; None at the start of
+            a prompt.
         block_size: Tokens in each of the blocks.
         group_idx: KV-cache group of the blocks.
         medium: The medium of the blocks.
@@ -55,13 +56,14 @@ class BlockSizeIndex:
     1. A size is known while the GPU or any offloading medium holds the key, whichever event arrives
        first. A GPU block may be evicted before its offloading event arrives, because vLLM publishes
        the offloading events of a step last (#57159).
-    2. So the index remembers the size of a key that no medium holds for a while, but does not
-       return the size. The size is dropped after N other keys were released, where N is the largest
-       number of keys that were held at once, at least 1,024. So memory is proportional to the
-       number of cached keys.
+    2. So when no medium holds a key any more, the index remembers the size of the key for a while,
+       but does not return it. The size is dropped after N other keys were released, where N is the
+       largest number of keys that were held at once, at least 1,024. So memory is proportional to
+       the number of cached keys.
 
-    Apply every GPU event and every offloading event, each stream in order. The two streams may
-    be mixed in any order within a batch and, within the limit of 2., across batches.
+    Apply every GPU event and every offloading event, each stream in order. Events of the two
+    streams may be mixed in any order within a batch. They may also be mixed across batches, as long
+    as no size has been dropped (2.).
     """
 
     _FEWEST_RELEASED = 1024
@@ -83,7 +85,7 @@ class BlockSizeIndex:
             self._hold((key,))
 
     def apply_batch(self, events: Iterable[GPUEvent | OffloadingEvent]) -> None:
-        """Apply all events of one batch; sizes are dropped only after the last one."""
+        """Apply all events of one batch; sizes are dropped only after the last event."""
         for event in events:
             self._apply(event)
         self._forget()

@@ -25,7 +25,7 @@ class FoldedEvents(Generic[KeyT]):
         """Number of blocks by medium and key; a medium that an event has named is never removed."""
 
     def change(self, medium: str, key: KeyT, *, removed: bool) -> bool:
-        """Apply one change; returns whether EVENT-1 allows it.
+        """Apply one change; returns whether EVENT-1 allows the change.
 
         In a tier, stores and removals of a key alternate, starting with a store. On the GPU several
         blocks may hold one key, so only a removal can be wrong.

@@ -49,7 +49,7 @@ class Field:
         name: Name of the field in maps; arrays have no names.
         kind: Type of the field.
         since: First release that writes the field.
-        is_nullable: Whether nil means that the field has no value.
+        is_nullable: Whether the field may be nil, which means that it has no value.
         is_omitted: Whether maps omit the field if it has no value. Every other field is required.
     """
 

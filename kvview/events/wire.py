@@ -1,9 +1,11 @@
 """Encoding and decoding of batches of KV events, in every format of the table.
 
-1. A strict decoder accepts events of one format only, and their batch encodes to the same bytes.
-2. A lenient decoder accepts a batch with an event of unknown format. It decodes the fields that it
-   can read and describes the event in :attr:`Batch.problems`; the batch encodes to the same bytes.
-3. For any bytes, the result is a batch or :class:`~kvview.WireFormatError`.
+1. A strict decoder accepts only a batch whose events all have one format; encoding the decoded
+   batch gives the original bytes.
+2. A lenient decoder accepts a batch with an event of unknown format. Such a decoder decodes the
+   known fields of the event, and describes the event in :attr:`Batch.problems`; encoding the
+   decoded batch gives the original bytes.
+3. For any bytes, a decoder returns a batch or raises :class:`~kvview.WireFormatError`.
 4. A field that a format does not have is None in its events.
 """
 

@@ -52,7 +52,7 @@ class AtHome(NotCopyable):
 
     Args:
         owner: Name of the owner, for errors.
-        view: The ledger view through which it holds blocks.
+        view: The ledger view through which the object holds blocks.
     """
 
     def __init__(self, owner: str, view: LedgerView) -> None:

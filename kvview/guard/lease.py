@@ -37,7 +37,8 @@ class Leak:
         job: The lease's job, or None for plain touches.
         block_ids: The blocks, one entry per reference.
         age: Seconds for which the blocks have been held without a break.
-        taken_at: ``file:line in function`` of the first caller if the guard traces, else None.
+        taken_at: The caller that first held the block, as ``file:line in function``; None if the
+            guard does not trace.
         request_id: The request that the engine named when the blocks were taken, or None.
     """
 
@@ -166,7 +167,7 @@ class GuardedLeases(AtHome):
 
     @property
     def now(self) -> Callable[[], float]:
-        """The clock of the deadlines; tests and simulations may set another one."""
+        """The clock of the deadlines; tests and simulations may set another clock."""
         return self._clock
 
     @now.setter

@@ -79,7 +79,7 @@ def check_block_ids(block_ids: Iterable[Any], num_blocks: int | None) -> None:
 
 
 class _AnyId:
-    """The blocks of a pool of unknown size: each id is used as its block."""
+    """The blocks of a pool of unknown size, in which each id represents its block."""
 
     def __getitem__(self, block_id: int) -> int:
         return block_id
@@ -120,7 +120,7 @@ class Ledger:
 
     @property
     def has_pool(self) -> bool:
-        """Whether the pool is alive; correct even while this ledger is being collected."""
+        """Whether the pool is alive; correct even while this ledger is being garbage-collected."""
         return self._token is None or self._token in _POOLS
 
     def count_holders(self) -> None:
@@ -170,8 +170,8 @@ class LedgerView(NotCopyable):
     Args:
         ledger: The ledger of the pool.
         owner: Name of the owner, for errors and reports.
-        touch: Takes a reference on each block, all or nothing.
-        free: Releases a reference on each block.
+        touch: Call of the engine that takes a reference on each block, or on no block if it raises.
+        free: Call of the engine that releases a reference on each block.
     """
 
     def __init__(self, ledger: Ledger, owner: str, touch: Move, free: Move) -> None:
@@ -204,7 +204,7 @@ class LedgerView(NotCopyable):
         self.ledger.views.add(self)
 
     def open_view(self, owner: str, max_blocks: int | None = None) -> Self:
-        """Open a view for another owner, with its own references; closing this view also closes it.
+        """Open a view for another owner, with separate references; it is closed with this view.
 
         Args:
             owner: Name of the owner, for errors and reports.
@@ -289,13 +289,13 @@ class LedgerView(NotCopyable):
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
-            BlockNotHeldError: More references than this view holds.
+            BlockNotHeldError: The call would release more references than this view holds.
             ViewClosedError: The view was closed.
         """
         self.free_with(self._free, block_ids)
 
     def free_with(self, move: Move, block_ids: Sequence[int]) -> None:
-        """Release like ``free_blocks``, but with another call of the engine."""
+        """Release references like ``free_blocks``, but through another call of the engine."""
         ledger, held = self.ledger, self._held
         blocks, num_holders = ledger.blocks, ledger.num_holders
         if type(block_ids) is not list:
@@ -484,12 +484,12 @@ class CheckedView(LedgerView):
         self._view: Any = view
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release to the head of the queue, if the view below supports it (POOL-12)."""
+        """Release blocks to the head of the queue, if the view below supports this (POOL-12)."""
         self.free_with(self._view.give_back_blocks, block_ids)
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
     ) -> None:
-        """Release with one notice per block, if the view below supports it (POOL-14)."""
+        """Release blocks with one notice per block, if the view below supports this (POOL-14)."""
         free = self._view.free_blocks_with_notice
         self.free_with(lambda blocks: free(blocks, on_reuse), block_ids)

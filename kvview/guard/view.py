@@ -45,10 +45,10 @@ def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> Le
 class GuardedView(GuardedQueries):
     """A view that checks every call before it acts, with leases, a budget and a leak report.
 
-    1. It satisfies POOL-2 to POOL-5 and POOL-10 over a view that does not check. If the view
+    1. A guard satisfies POOL-2 to POOL-5 and POOL-10 over a view that does not check. If the view
        below has a ledger, nothing is checked or counted twice.
-    2. It has exactly the optional queries of the view below (test with ``isinstance(guard,
-       Supports...)``), and ``num_pinnable_blocks`` if it has a budget.
+    2. A guard has exactly the optional queries of the view below (test with ``isinstance(guard,
+       Supports...)``), and ``num_pinnable_blocks`` if the guard has a budget.
     3. A reference is either plain (``touch_blocks``, ``free_blocks``) or belongs to a lease.
        ``free_blocks`` cannot free a lease's reference, and a lease cannot free a plain one.
 
@@ -128,7 +128,7 @@ class GuardedView(GuardedQueries):
         ttl: float | None = None,
         expected_keys: Sequence[OffloadKey] | None = None,
     ) -> GuardedLease:
-        """Hold blocks until released, at most ``ttl`` seconds.
+        """Hold blocks until the lease is released, for at most ``ttl`` seconds.
 
         Args:
             block_ids: The blocks to hold; the null block is skipped.
@@ -198,8 +198,8 @@ class GuardedView(GuardedQueries):
     def free_all(self) -> None:
         """Free every block that is held through this guard, and close it; called by the engine.
 
-        References of a guard over this one that was closed earlier stay, because the engine
-        releases those references (POOL-10).
+        If a guard over this guard was closed earlier, its references stay, because the engine
+        releases them (POOL-10).
         """
         for view in self._view.tree():
             if view.is_open:

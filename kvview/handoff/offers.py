@@ -27,11 +27,11 @@ class _Offer(Generic[ItemT]):
 class Offers(Generic[ItemT]):
     """Tracks the reader and the end of each offer.
 
-    1. The first reader is the only one (HAND-5).
-    2. An offer ends once: when its reader has confirmed it, when it was returned unread, or at its
-       deadline, but never during a read (HAND-4).
+    1. Only the first reader of an offer is served (HAND-5).
+    2. An offer ends once: when its reader has confirmed the offer, when a consumer has returned it
+       unread, or at its deadline. An offer never ends during a read (HAND-4).
     3. Numbers of handoffs increase. A consumer may ask for an offer before the plan has added it,
-       so a number above all known ones is not an error.
+       so a number above all known numbers is not an error.
 
     Args:
         me: The engine that makes the offers.
@@ -48,7 +48,7 @@ class Offers(Generic[ItemT]):
 
         Args:
             handoff: The handoff.
-            item: Returned by :meth:`begin_read` and :meth:`take_ended`.
+            item: The object that :meth:`begin_read` and :meth:`take_ended` return for this offer.
             deadline: Time at which the offer ends if no consumer has confirmed it.
         """
         number = self._latest = handoff.handoff_id

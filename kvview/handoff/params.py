@@ -1,8 +1,8 @@
 """The parameters of a handoff, which identify KV that one engine keeps for another.
 
 A router copies the parameters from the response of the producer into the request for the consumer.
-Parameters may pass several routers, and arrive twice, late, or at the wrong engine. So they name
-everything that a consumer must compare before it uses the KV.
+Parameters may pass several routers, and arrive twice, late, or at the wrong engine. So the
+parameters contain all facts that a consumer must compare before it uses the KV.
 
 Laws: HAND-1 and HAND-6 in ``kvview/laws.toml``.
 
@@ -27,7 +27,7 @@ class Peer:
 
     Args:
         engine_id: Name of the engine; the same after a restart.
-        life: Different after each restart, for example a UUID.
+        life: Id of the life, such as a UUID, which is different after each restart.
         address: Address at which the engine receives messages.
         split: How the KV of a block is split over the worker halves, for example "tensor 2"; empty
             for one worker half.
@@ -45,9 +45,9 @@ class Handoff:
 
     Args:
         engine_id: Engine of the producer.
-        life: Life of that engine.
+        life: Life of the producer's engine.
         address: Address of the producer.
-        handoff_id: Number of the handoff, used once in that life.
+        handoff_id: Number of the handoff, unique in this life.
         num_tokens: Leading tokens of the prompt whose KV is kept.
         prefix: Hash of the last block of these tokens, in hex; a hash covers its whole prefix.
         layout: Fingerprint of the blocks, the pages and their split (:func:`layout_of`).
@@ -113,7 +113,7 @@ def layout_of(geometry: CacheGeometry, page_bytes: Sequence[int], split: str = "
     Args:
         geometry: Geometry of the engine.
         page_bytes: For each group, bytes of one block (``EngineFacts.page_bytes``).
-        split: Of the engine (:class:`Peer`).
+        split: Split of the engine's KV over its worker halves (:class:`Peer`).
     """
     text = f"{geometry!r} {list(page_bytes)} {split}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

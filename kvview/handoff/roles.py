@@ -26,8 +26,8 @@ Frame = bytes | bytearray | memoryview
 class Wire(Protocol):
     """Messages between engines. No call waits.
 
-    Each worker half of an engine has a separate wire. Its messages reach the worker half of the
-    same rank of the other engine, whose layout has the same split.
+    Each worker half of an engine has a separate wire. A message reaches the worker half of the same
+    rank in the other engine, whose KV must be split in the same way.
     """
 
     def now(self) -> float:
@@ -42,12 +42,12 @@ class Wire(Protocol):
         2. The message may not arrive.
 
         Returns:
-            A ticket, which no other message has.
+            A ticket of the message, which differs from the tickets of all other messages.
         """
         ...
 
     def sent(self) -> Collection[int]:
-        """Return the tickets of messages whose frames are no longer read, since the last call."""
+        """Return the tickets of messages that the wire has finished reading since the last call."""
         ...
 
     def receive(self) -> Sequence[Sequence[Frame]]:
@@ -92,7 +92,8 @@ class HandoffScheduler(SchedulerConnector, Hooked):
 
         Args:
             request: The request; it has no blocks.
-            params: As the router delivered them; they may be wrong in every way (HAND-6).
+            params: The parameters as the router delivered them, which may contain any errors
+                (HAND-6).
         """
 
 

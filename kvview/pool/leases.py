@@ -17,7 +17,7 @@ class SupportsPinBudget(Protocol):
     """The view limits the number of blocks that may be held."""
 
     def num_pinnable_blocks(self) -> int:
-        """Return the number of additional blocks that may be held; to touch more raises."""
+        """Return the number of additional blocks that may be held; touching more blocks raises."""
         ...
 
 
@@ -59,7 +59,7 @@ class Lease(Protocol):
 
 @runtime_checkable
 class SupportsLeases(Protocol):
-    """The view has leases, like the view that a connector gets by default."""
+    """The view has leases, like the view that a connector receives by default."""
 
     def lease(
         self,

@@ -13,7 +13,7 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class SupportsPoolSize(Protocol):
-    """The view has the size of the pool and the id of the null block."""
+    """The view reports the size of the pool and the id of the null block."""
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +114,7 @@ class FreeBlockWalk(Protocol):
         """Return the next items of at most ``max_blocks`` blocks; empty at the end of the queue.
 
         1. An empty list does not end the walk, because blocks may join the queue later.
-        2. Items are true at the time of the call, so touch a block at once to keep it.
+        2. An item is valid only at the time of the call, so touch a block at once to keep it.
         3. A call costs O(``max_blocks``) amortised, even if many steps are between two calls.
 
         Args:
@@ -171,7 +171,7 @@ class SupportsGiveBack(Protocol):
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
-            BlockNotHeldError: More references than this view holds.
+            BlockNotHeldError: The call would release more references than this view holds.
 
         Source: ``free_blocks(prepend=True)``, vllm/v1/core/block_pool.py, 0.23.0.
         """
@@ -200,7 +200,7 @@ class SupportsReuseNotice(Protocol):
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
-            BlockNotHeldError: More references than this view holds.
+            BlockNotHeldError: The call would release more references than this view holds.
             ViewClosedError: The view was closed.
 
         Source: ``BlockPool.unpin_blocks``, vllm/v1/core/block_pool.py, 0.30.0 and later.

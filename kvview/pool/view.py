@@ -54,7 +54,7 @@ class GPUBlockPoolView(Protocol):
 
         Raises:
             UnknownBlockError: An id is not a block of this pool.
-            BlockNotHeldError: More references than this view holds.
+            BlockNotHeldError: The call would release more references than this view holds.
             ViewClosedError: The view was closed.
 
         Source: ``BlockPool.free_blocks``, vllm/v1/core/block_pool.py.
@@ -68,11 +68,11 @@ class GPUBlockPoolView(Protocol):
         first ``next()`` and have not been taken since.
 
         Returns:
-            A lazy iterator of ``(block_id, key)``, with one item per key, primary key first.
-            It stays valid while blocks come and go.
+            A lazy iterator of ``(block_id, key)``, with one item per key, primary key first. The
+            iterator stays valid while blocks leave and join the free queue.
 
         Raises:
-            ViewClosedError: At the first ``next()`` after the view was closed.
+            ViewClosedError: The view was closed; the next ``next()`` raises this error.
 
         Source: PR #41120; ``FreeKVCacheBlockQueue``, vllm/v1/core/kv_cache_utils.py.
         """

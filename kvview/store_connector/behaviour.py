@@ -23,11 +23,11 @@ class Behaviour:
         is_in_bytes: Whether the budget of memory is in bytes, not blocks.
         store: Budget of the store in blocks; 0 for no store.
         can_delete: Whether pages are deleted from the store.
-        policy: Called without arguments for the policy of each level.
+        policy: Makes the policy of a level; called without arguments.
         max_bytes: Returns the maximum of bytes that a page of a given size takes after the
             transform.
-        shared: Store that also has pages of other runs, for lookups; None for a store of this run
-            alone.
+        shared: Store for lookups of pages that other runs may have stored; None if the store is not
+            shared.
         events: Whether events are recorded.
     """
 

@@ -35,18 +35,18 @@ _STORE_BLOCKS = 1_000_000
 
 
 class StoreOptions(BaseModel):
-    """Settings of :class:`StoreConnector`; all others are passed to the store.
+    """Options of :class:`StoreConnector`; all other options are passed to the store.
 
     Attributes:
-        store: Target of the store; replaces the store of the class.
+        store: Target of the store, which replaces the store that the class names.
         cpu_blocks: Blocks in host memory; 0 for none. The default is 10,000 without a store, else
             0.
-        cpu_bytes: The same budget in bytes, counted after the transform.
+        cpu_bytes: Budget of host memory in bytes, counted after the transform.
         store_blocks: Maximum of blocks in the store; the least recently used blocks are deleted
             first.
-        weights: Model and revision of its weights. If given, pages are kept for later runs and
-            shared with other engines; if not, a store starts empty in each run. Also change the
-            text when the type of the KV cache or the parallelism changes.
+        weights: Model and revision of its weights. With this option, pages are kept for later runs
+            and shared with other engines. Without it, a store starts empty in each run. Also change
+            the text when the type of the KV cache or the parallelism changes.
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
         enable_events: Whether KV events are recorded.
@@ -73,14 +73,15 @@ class StoreConnector(Connector):
 
     1. A subclass names its store, transform and policy. Without a store, blocks are kept in host
        memory.
-    2. The options are those of :class:`StoreOptions`; all others are passed to the store.
-    3. ``mode`` is the moment of a store. ``"victim"``: a block is stored when the GPU is about to
-       evict it, and a page moves from memory to the store when memory is full. ``"exclusive"``: as
-       ``"victim"``, and a page leaves memory once it is loaded. ``"eager"``: a block is stored in
-       memory and in the store while its request runs. ``"finish"``: as ``"eager"``, but when the
-       request ends. If the pool does not support :class:`~kvview.SupportsGiveBack`, or if the
-       connector has room for less than a quarter of the GPU's blocks, the modes ``"victim"`` and
-       ``"exclusive"`` also store at the end of the request.
+    2. :class:`StoreOptions` lists the options; all other options are passed to the store.
+    3. The option ``mode`` sets the moment at which a block is stored. ``"victim"``: a block is
+       stored when the GPU is about to evict it, and a page moves from memory to the store when
+       memory is full. ``"exclusive"``: as ``"victim"``, and a page leaves memory once it is loaded.
+       ``"eager"``: a block is stored in memory and in the store while its request runs.
+       ``"finish"``: as ``"eager"``, but when the request ends. If the pool does not support
+       :class:`~kvview.SupportsGiveBack`, or if the connector has room for less than a quarter of
+       the GPU's blocks, the modes ``"victim"`` and ``"exclusive"`` also store at the end of the
+       request.
     4. If a page is missing or damaged, its load fails, and the engine computes the blocks.
 
     Raises:
@@ -164,7 +165,7 @@ class StoreConnector(Connector):
 
 
 def _never_finds(make: Any) -> bool:
-    """Whether a class of stores has the defaults that find no key."""
+    """Whether a class of stores uses the default lookups, which find no key."""
     is_default = getattr(make, "has", None) is Threaded.has
     return is_default or getattr(make, "find", None) is AsyncStore.find
 

@@ -1,4 +1,4 @@
-"""Lists of copies between GPU memory and pinned host memory, in one call each.
+"""Copies between GPU memory and pinned host memory, with one call for a list of copies.
 
 Source: ``vllm/v1/simple_kv_offload/cuda_mem_ops.py`` (0.33.0) for the batched copy
 and for pinning by registration.
@@ -58,9 +58,9 @@ _BATCH_SINCE = 12080
 class CUDADriver:
     """CUDA through torch, and its batched copy through the driver library.
 
-    1. ``cuMemcpyBatchAsync`` takes all copies of a job in one call. It is tried once on a few
-       bytes. If it is missing or does not copy them, each page is copied by one ``cuMemcpyAsync``.
-    2. A kernel copies small pages, where Triton is installed. It is tried in the same way.
+    1. ``cuMemcpyBatchAsync`` takes all copies of a job in one call. If the function is missing, or
+       fails in a trial on a few bytes, each page is copied by one ``cuMemcpyAsync``.
+    2. If Triton is installed, and after a similar trial, a kernel copies small pages.
     3. Host memory is registered instead of allocated as pinned memory, because torch's pinned
        allocator rounds a tier up to the next power of two.
 
@@ -107,7 +107,7 @@ class CUDADriver:
         return stream
 
     def compute_stream(self) -> torch.cuda.Stream:
-        """The stream on which the caller computes just now."""
+        """The current stream of the calling thread."""
         return torch.cuda.current_stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -158,7 +158,7 @@ class CUDADriver:
         return lambda stream, *copies: batch_copy(batch, stream.cuda_stream, *copies)
 
     def _tried(self, copy: _Copy | None) -> _Copy | None:
-        """Return a way to copy if it copies a few bytes; a kernel is compiled meanwhile."""
+        """Try a copy function on a few bytes, which also compiles a kernel; None if it fails."""
         if copy is None:
             return None
         on_device = torch.arange(64, dtype=torch.uint8, device=self._device)
@@ -189,14 +189,14 @@ def batch_copy(function: Any, stream: int, dst: Ids, src: Ids, sizes: Ids) -> No
     """Call ``cuMemcpyBatchAsync``.
 
     Args:
-        function: The function, or another one with its signature.
+        function: ``cuMemcpyBatchAsync``, or another function with the same signature.
         stream: Handle of the stream; not the default stream.
         dst: Addresses, int64, contiguous.
         src: Addresses, int64, contiguous.
-        sizes: In bytes, int64, contiguous.
+        sizes: Sizes in bytes, int64, contiguous.
 
     Raises:
-        RuntimeError: Names the CUDA error and the first copy that failed.
+        RuntimeError: A copy failed; the message names the CUDA error and the first failed copy.
     """
     if not len(sizes):
         return

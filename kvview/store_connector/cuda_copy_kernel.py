@@ -1,7 +1,7 @@
 """A kernel that copies many small pages between GPU memory and pinned host memory.
 
 The copy engines need about a microsecond for each page, so a kernel that reads and writes host
-memory directly is faster for small pages. It occupies a few multiprocessors meanwhile.
+memory directly is faster for small pages. While the kernel runs, it occupies a few multiprocessors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def copy_small_pages(stream: torch.cuda.Stream, dst: Ids, src: Ids, sizes: Ids) 
         sizes: In bytes, int64.
 
     Returns:
-        The memory that the kernel reads, to be kept until it has run.
+        Memory that the kernel reads; the caller must keep it until the kernel has run.
     """
     listed = torch.from_numpy(np.stack([dst, src, sizes // WORD_BYTES])).pin_memory()
     with torch.cuda.stream(stream):

@@ -25,7 +25,7 @@ class CUDABlocks:
 
     Args:
         parts: Bytes of the blocks in each tensor.
-        driver: The driver of their device.
+        driver: The driver of the blocks' device.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], driver: CUDADriver) -> None:
@@ -65,7 +65,7 @@ class CUDABlocks:
 
     @contextmanager
     def _no_copy_afterwards(self) -> Iterator[list[object]]:
-        """Yield a list of objects to keep until all copies have ended, also after an error."""
+        """Yield a list whose objects are kept until all copies have ended, also after an error."""
         kept: list[object] = []
         try:
             yield kept
@@ -86,7 +86,7 @@ class CUDABlocks:
 
 
 def _views(rows: list[Any], event: Any) -> Iterator[memoryview]:
-    """Yield views of rows whose copies end with an event."""
+    """Wait for the event after the copies into some rows, and yield views of these rows."""
     if rows:
         event.synchronize()
     for row in rows:

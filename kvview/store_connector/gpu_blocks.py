@@ -97,7 +97,7 @@ class GPUBlocks:
             )
 
     def take_victims(self) -> list[FullBlock]:
-        """Return the next victims that were added, as many as may be held, the last one first."""
+        """Return the next victims that were added, latest victim first, as many as may be held."""
         room = self.room() if self._num_ahead <= self._lookahead // 2 else 0
         if room <= 0:
             return []

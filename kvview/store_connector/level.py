@@ -51,7 +51,7 @@ class Level:
         """Make room for keys that are not held.
 
         Returns:
-            The first keys, as many as there is room for, and the evicted keys.
+            The first of the keys, as many as fit, and the evicted keys.
         """
         sizes, held, pins = self._sizes(keys), self.held, self._pins
         lacking = self._used + sum(sizes) - self._budget
@@ -73,7 +73,7 @@ class Level:
         """Hold reserved keys whose pages were written.
 
         Args:
-            keys: The last one is the most recently used.
+            keys: The last key becomes the most recently used.
             share: Fraction of the reserved size that the pages take.
         """
         reserved = list(map(self.reserved.pop, keys))

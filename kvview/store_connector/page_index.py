@@ -121,12 +121,12 @@ class PageIndex:
     # --- pages that requests use ---
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a use of a prefix; its first key is the most recent, so its tail goes first."""
+        """Count a use of a prefix, so that its last key is evicted before its first key."""
         for level in (self.memory, self.store):
             level.use(reversed(keys))
 
     def pin(self, keys: Iterable[OffloadKey]) -> None:
-        """Protect pages from eviction until :meth:`unpin`, once for each call."""
+        """Protect pages from eviction until as many calls of :meth:`unpin`."""
         self._pins.update(keys)
 
     def unpin(self, keys: Iterable[OffloadKey]) -> None:
@@ -174,7 +174,7 @@ class PageIndex:
     # --- pages that are stored ---
 
     def reserve(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Reserve places for new pages; returns the first keys, as many as there is room for."""
+        """Reserve places for new pages; returns the first of the keys, as many as fit."""
         in_memory, in_store = self._targets
         fitting = self._reserve_in_memory(keys) if in_memory else keys
         if in_store:

@@ -66,7 +66,7 @@ class Pages:
 
     Args:
         page_bytes: Bytes of a page of each KV-cache group.
-        transform: Applied to every page.
+        transform: Transform that is applied to every page.
         store: The guarded store; None for no store.
         rank: Rank of this worker; the ranks have different pages under the same key.
     """

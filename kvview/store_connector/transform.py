@@ -4,17 +4,17 @@ from __future__ import annotations
 
 
 class Transform:
-    """Encodes pages before they are kept, and decodes them before a load; the default copies.
+    """Encodes pages before they are kept, and decodes them for a load; the default only copies.
 
     1. Both methods run on the worker's thread, on pages of one block each.
-    2. If one of them raises, the page fails, and the engine computes the block again.
+    2. If one of the methods raises, the page fails, and the engine computes the block again.
     3. In memory a page occupies the bytes that ``encode`` returned. In a store every page is padded
        to ``max_bytes``, because the pages of a store have one size. To save space in a store,
        compress in the ``write`` of the store.
     """
 
     def max_bytes(self, page_bytes: int) -> int:
-        """Return the most bytes that ``encode`` returns for a page."""
+        """Return the maximum number of bytes that ``encode`` returns for a page."""
         return page_bytes
 
     def encode(self, key: bytes, page: memoryview) -> bytes | bytearray | memoryview:

@@ -2,7 +2,7 @@
 
 One thread moves all pages in the order of the plans, so that no page is overwritten while it is
 read (XFER-3), and no copy starts before the compute that it depends on (XFER-6). Only the store
-works at the same time, on pages that belong to its jobs alone.
+runs at the same time, on pages that no other job uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoreWorker(WorkerConnector):
     """Runs the plans of a :class:`~kvview.store_connector.scheduler.StoreScheduler`.
 
     Args:
-        make_pages: Makes the pages, and opens the store.
+        make_pages: Makes the object that moves the pages, and opens the store.
     """
 
     def __init__(self, make_pages: MakePages) -> None:

@@ -27,7 +27,7 @@ class Check:
     """One check.
 
     Args:
-        name: Name of the function, which ``expected_failures`` and ``select`` take.
+        name: Name of the function, for ``expected_failures`` and ``select``.
         law: The law that the check tests; ``POOL-*`` for all laws of a contract.
         contract: The contract of the harnesses that the check accepts.
         requires: Capabilities without which the check is skipped.
@@ -42,7 +42,7 @@ class Check:
 
     @property
     def summary(self) -> str:
-        """The checked promise, in one line."""
+        """Summary of the part of the law that the check tests, in one line."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -53,7 +53,7 @@ _running: ContextVar[CheckFunction | None] = ContextVar("kvview_check", default=
 
 
 def running_check() -> CheckFunction | None:
-    """Return the running check, for a script that repeats this check; None outside of checks."""
+    """Return the check that is running, for a script that repeats it; None outside of checks."""
     return _running.get()
 
 

@@ -165,7 +165,7 @@ def check(
     which is built with the given --option values; or a connector class, which runs in an engine
     with injected faults. With --engine vllm, the connector may be any unmodified KVConnectorBase_V1
     of vLLM. In an option, '{tmp}' is a new folder for each connector and run; '{blocks}' and
-    '{bytes}' are the size of the connector's tier in that run.
+    '{bytes}' are the size of the connector's tier in the run.
     """
     click.get_current_context().with_resource(_without_own_warnings())
     if not faulthandler.is_enabled():  # so that a crash shows the author's line
@@ -304,7 +304,7 @@ def _check_in_releases(
 
 
 def _options_of_each(context: click.Context, engine: str) -> list[str]:
-    """Return the user's arguments for each process, except options that concern all releases."""
+    """Return the user's arguments for one release, without options that concern all releases."""
     if context.params["engine"] not in (None, engine):
         raise ConfigError(
             f"--{engine} runs the engine {engine}, not {context.params['engine']!r}; drop "
@@ -359,7 +359,8 @@ def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
 def _without_own_warnings() -> Iterator[None]:
     """Drop warnings of kvview's packages, because the injected faults of the checks cause them.
 
-    Warnings of the target are printed, and so are warnings that a logging configuration selects.
+    Warnings of the target are still printed, and so are warnings that the user's logging
+    configuration selects.
     """
 
     def is_wanted(record: logging.LogRecord) -> bool:
@@ -379,7 +380,7 @@ def _without_own_warnings() -> Iterator[None]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """On SIGTERM, end the run as on Ctrl-C, with its summary and its report."""
+    """End the run on SIGTERM as on Ctrl-C, with its summary and its report."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt

@@ -47,7 +47,7 @@ If a run breaks a law that is not listed, the check of any other law fails.
 
 
 class NotJudged(Exception):
-    """The runs ended at a failure before they showed whether a law holds."""
+    """The runs ended at a failure, so they do not show whether the law of the check holds."""
 
 
 class NotExercised(LawBroken):
@@ -73,7 +73,7 @@ class NotExercised(LawBroken):
 
 
 def shared_runs(factory: Factory) -> ConnectorRuns:
-    """Return the runs of a connector class with the current settings; they are made once.
+    """Return the runs of a connector class with the current settings, which are made once.
 
     Raises:
         ConfigError: A library is not installed, or the connector refuses its options.
@@ -127,7 +127,7 @@ def _token_runs(factory: Factory, effort: Effort) -> ConnectorRuns:
 
 
 def coverage_check(pattern: str) -> Check:
-    """Make the check that one item, or every item that matches a pattern, was exercised."""
+    """Make the check that the runs exercised every item whose name matches a pattern."""
     name = f"{COVERAGE}: {pattern}"
 
     def run(factory: Factory) -> None:
@@ -151,7 +151,7 @@ def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
 
 
 def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
-    """Raise if the runs did not exercise items that concern the caller."""
+    """Raise if the runs did not exercise an item that the caller selects."""
     runs = shared_runs(factory)
     gaps = [gap for gap in runs.not_exercised if concerns(gap)]
     _require_all_seeds(runs)
@@ -200,7 +200,7 @@ def law_check(law: str, runs: str) -> CheckFunction:
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:
-    """Skip the check if the runs ended early, because later runs might break the law."""
+    """Skip the check if the runs ended early, because the missing runs might break the law."""
     if runs.is_interrupted:
         raise KeyboardInterrupt
     if runs.is_cut_short:

@@ -1,4 +1,4 @@
-"""The cost of a call, measured without a clock: Python lines run, bytes allocated and kept."""
+"""The cost of a call, measured in Python lines that run and in bytes, without a clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cost_of_first(start: Callable[[], Iterator[Any]], num_items: int) -> Cost:
 
 
 def cost_of(call: Callable[[], object]) -> Cost:
-    """Measure the cost of a call: lines reveal a loop, and bytes reveal a copy by C code."""
+    """Measure a call, because its lines show a loop, and its bytes show a copy by C code."""
     lines = 0
 
     def count_lines(frame: FrameType, event: str, arg: object) -> Any:
@@ -64,7 +64,7 @@ def cost_of(call: Callable[[], object]) -> Cost:
 
 
 def growth_of(work: Callable[[], object], warm_up: Callable[[], object]) -> int:
-    """Measure the bytes that stay allocated by some work, which follows a warm-up."""
+    """Measure the bytes that some work leaves allocated, after a warm-up."""
     tracemalloc.start()
     try:
         warm_up()

@@ -44,7 +44,7 @@ class Effort:
         keep_going: Whether all seeds of a connector are run; otherwise the first failure ends the
             runs.
         is_brief: Whether a search ends at its first failure, without shrinking it.
-        shared: Results that all checks of one run share.
+        shared: Results of earlier checks of the run, which all its checks share.
 
     Raises:
         ConfigError: A number is too small, or steps are set together with inference.

@@ -1,9 +1,9 @@
 """The harnesses that implementers write, one small class for each contract.
 
-A harness holds the object under test and the calls of the engine around it. A factory without
-arguments makes a new one for every check. Methods that are not required belong to a capability. If
-a harness does not declare a capability, its methods are not called, and the checks that need them
-are skipped and listed.
+A harness contains the object under test, and makes the calls that an engine would make. A factory,
+which takes no arguments, makes a new harness for every check. Each optional method belongs to a
+capability. If a harness does not declare a capability, the methods of the capability are not
+called, and the checks that need these methods are skipped and listed.
 """
 
 from __future__ import annotations
@@ -256,9 +256,10 @@ class Capability(StrEnum):
 
 
 class PoolHarness(Protocol):
-    """A view under test and its engine; at first no block is held or cached.
+    """A view under test and its engine; a new harness holds and caches no block.
 
-    1. Ids are 0 to ``num_blocks - 1``; at first all blocks except the null block are free.
+    1. Block ids are 0 to ``num_blocks - 1``. In a new harness all blocks except the null block are
+       free.
     2. ``allocate`` and ``release`` are calls of the engine that bypass the view; the view is not
     notified. The engine and the view may both hold a block.
     """
@@ -288,7 +289,7 @@ class PoolHarness(Protocol):
         ...
 
     def release(self, block_ids: Sequence[int], /) -> None:
-        """Release one of the engine's references on each block, with the next victim first."""
+        """Release one of the engine's references on each block, in the order of eviction."""
         ...
 
 
@@ -307,7 +308,7 @@ class Coordinator(Protocol):
 
 
 class GeometryHarness(Protocol):
-    """A coordinator under test and its pool; at first no block is cached.
+    """A coordinator under test and its pool; a new harness caches no block.
 
     1. A factory may return any geometry, because the checks make their own geometries.
     2. A request is a list of block hashes, one per ``hash_block_size`` tokens; a hash covers all
@@ -345,7 +346,7 @@ class GeometryHarness(Protocol):
 
 
 class ManagerHarness(Protocol):
-    """An offloading manager under test; at first it holds no key, and it stores every offer."""
+    """An offloading manager under test, which at first holds no key, and stores every offer."""
 
     @property
     def manager(self) -> OffloadingManager:
@@ -366,8 +367,8 @@ class ManagerHarness(Protocol):
 class TransferHarness(Protocol):
     """A transfer worker under test, and the KV caches that it reads and writes.
 
-    1. ``kv_caches`` holds torch tensors. The checks fill and compare their whole storages,
-       including the bytes between and behind the rows.
+    1. ``kv_caches`` holds torch tensors. The checks fill and compare the whole storages of the
+       tensors, including the bytes between and after the rows.
     2. More groups, tensors, paddings and gaps make the checks more thorough. With pages so large
     that a job moves more than 1 MiB, the checks also cover large jobs.
     """
@@ -379,7 +380,7 @@ class TransferHarness(Protocol):
 
     @property
     def kv_caches(self) -> CanonicalKVCaches[Any]:
-        """The KV caches; at least 8 blocks per tensor, 4 for each group."""
+        """The KV caches, with at least 8 blocks per tensor, and 4 for each group."""
         ...
 
     @property
@@ -422,7 +423,7 @@ class TierHarness(Protocol):
 
 
 class HandoffHarness(Protocol):
-    """Two engines with a network between them; at first they are not started."""
+    """Two engines with a network between them, which a new harness has not started."""
 
     @property
     def engines(self) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ _SMALLEST = {
 def inspect_factory(
     factory: Factory, options: Mapping[str, Any] | None = None
 ) -> tuple[Contract, frozenset[Capability]]:
-    """Call a factory once, and verify everything on which the checks rely.
+    """Call a factory once, and verify the properties on which the checks rely.
 
     Args:
         factory: A factory of harnesses, or a class of connectors or stores.

@@ -82,7 +82,7 @@ def parametrize_with_checks(
     select: Sequence[str] = (),
     **settings: Unpack[Settings],
 ) -> pytest.MarkDecorator:
-    """Make one test of every check; the decorated function receives ``check``.
+    """Make one test for every check; the decorated function receives ``check``.
 
     Example:
         >>> @parametrize_with_checks(make_pool, {"check_x": "upstream #1"})
@@ -93,8 +93,8 @@ def parametrize_with_checks(
         ...     check()
 
     Args:
-        factory: A callable that makes a harness in its first state, or a connector class; the
-            checks of a connector class share one set of simulated runs.
+        factory: A callable that makes a new harness, or a connector class. The checks of a
+            connector class share one set of simulated runs.
         expected_failures: Expected failures, as for :func:`~kvview.testing.run_checks`; the marks
             are strict.
         select: Names of checks or laws, ``*`` allowed; empty for all.

@@ -1,6 +1,6 @@
 """Placeholders in options, which the check replaces by new folders and sizes of tiers.
 
-A new folder is needed because the data of a connector must not outlive the run. A size is needed
+A new folder is needed because the data of a run must not affect later runs. A size is needed
 because most faults of a tier show only when the tier is full, and a tier of its default size never
 fills up in a run of seconds. A size may be an expression, such as ``{bytes}/4`` for the upper of
 two levels.
@@ -85,7 +85,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _sizes(value: Any) -> list[str]:
-    """Return the texts of sizes in options."""
+    """Return the texts in options that are sizes."""
     found: list[str] = [value] if _is_size(value) else []
     if isinstance(value, Mapping | list):
         for part in value.values() if isinstance(value, Mapping) else value:

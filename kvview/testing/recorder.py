@@ -29,7 +29,7 @@ class LawBroken(AssertionError):
 
     Args:
         law: Number of the law, ``"POOL-2"`` for example.
-        what: The broken expectation, as text.
+        what: Description of the broken expectation.
         got: The observed value.
         expected: The value that the law requires.
         script: Python code that reproduces the failure, and fails as long as the law is broken.
@@ -77,9 +77,9 @@ class Recorder:
 
     Args:
         factory: Makes the harness; called once, by this constructor.
-        law: The checked law. Law that the check tests; with ``*`` in it, each failure names its own
-            law.
-        subject: Name of the harness's attribute that is under test.
+        law: The checked law. Law that the check tests; if it contains ``*``, each failure names its
+            own law.
+        subject: Name of the attribute of the harness that is under test.
     """
 
     max_listed: int | None = None
@@ -120,7 +120,7 @@ class Recorder:
         self.fail(f"{self._begun} must return", got, "it returns")
 
     def use(self, harness: Any, subject: str) -> None:
-        """Continue with another harness, which the last call returned."""
+        """Continue with the harness that the last call returned."""
         self.harness, self.subject = harness, getattr(harness, subject)
         self._names |= {id(harness): "h", id(self.subject): subject}
         if not self.is_recording:
@@ -139,7 +139,7 @@ class Recorder:
         self._kept.append(value)
 
     def give_name(self, value: object, name: str, line: str) -> None:
-        """Name an object that the check made itself; ``line`` makes the object in the script."""
+        """Name an object that the check made; ``line`` is the line of the script that makes it."""
         if line not in self._header:
             self._header.append(line)
         self._names[id(value)] = name
@@ -209,7 +209,7 @@ class Recorder:
         self._last = None
 
     def derive(self) -> None:
-        """Mark the next value as derived from the last result, and not equal by chance.
+        """Mark the next value as derived from the last result, not as equal to it by chance.
 
         If one line of a script cannot express this, the script runs the check itself.
         """

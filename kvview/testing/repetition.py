@@ -1,4 +1,4 @@
-"""The shortening of printed calls, which omits repeated groups of calls."""
+"""The shortening of printed calls, in which repeated groups of calls are omitted."""
 
 from __future__ import annotations
 

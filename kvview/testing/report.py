@@ -77,7 +77,7 @@ class Report:
         num_seeds: Number of runs of a search.
         results: One for each check that ended.
         num_selected: Number of selected checks.
-        is_interrupted: Whether Ctrl-C or SIGTERM ended the run.
+        is_interrupted: Whether Ctrl-C or SIGTERM ended the run early.
         runs: For a connector, the simulated runs that its checks share; None until the runs have
             ended.
         versions: Versions of the packages used, by name.
@@ -101,7 +101,7 @@ class Report:
 
     @property
     def not_checked(self) -> list[CheckResult]:
-        """The results of checks whose subject was not exercised."""
+        """The results of checks whose law or event was not exercised."""
         return [result for result in self.results if result.outcome is Outcome.NOT_CHECKED]
 
     @property
@@ -111,7 +111,7 @@ class Report:
 
     @property
     def failures(self) -> list[CheckResult]:
-        """The results that make the run fail."""
+        """The results because of which the run fails."""
         return [result for result in self.results if result.outcome in BAD]
 
     @property

@@ -119,10 +119,11 @@ def run_checks(
        unless it is expected. Laws that need all seeds then have no result.
 
     Args:
-        factory: Makes a harness in its first state. The factory may also be a connector class, or a
-            class of cache policies, which is tested in the reference's manager.
-        expected_failures: ``{name of a check: reason}``; a check that passes is reported. An
-            item that a connector does not exercise is ``coverage: NAME``; ``*`` is allowed.
+        factory: Makes a new harness. The factory may also be a connector class, or a class of cache
+            policies, which is tested in the reference's manager.
+        expected_failures: Checks that may fail, as ``{name of a check: reason}``; such a check is
+            reported if it passes. An item that a connector does not exercise has the name
+            ``coverage: NAME``; ``*`` is allowed.
         select: Names of checks or laws, ``*`` allowed; empty for all.
         target: Name of the factory in the report.
         on_result: Called with each result.
@@ -242,7 +243,7 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
 
 
 def _with_expected_gaps(checks: Sequence[Check], expected: Mapping[str, str]) -> list[Check]:
-    """Return the checks, and one more check for each expected gap."""
+    """Return the given checks, and one more check for each expected gap."""
     prefix = f"{COVERAGE}: "
     patterns = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
     if not patterns:

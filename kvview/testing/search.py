@@ -1,10 +1,11 @@
 """The search that checks a contract: random operations, each compared with a model.
 
 A :class:`Player` contains the object under test and the model of its contract. Methods marked with
-:func:`operation` change both; methods marked with :func:`observable` compare them. A run draws a
-subset of the operations and a size from its seed (swarm testing: a run without resets reaches
-states that resets would end), so the seed alone is enough to repeat the run. A failing run is
-shrunk to smaller sizes and fewer operations, and then recorded as a script.
+:func:`operation` change object and model, and methods marked with :func:`observable` compare object
+and model. A run draws a subset of the operations and a size from its seed, so the seed alone is
+enough to repeat the run. (This is swarm testing: a run without resets reaches states that a reset
+would destroy.) A failing run is shrunk to smaller sizes and fewer operations, and then recorded as
+a script.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Mark:
     """Properties of an operation or an observable.
 
     Args:
-        law: The law that an unexpected exception breaks, or a difference for which no other law is
-            named.
+        law: The law that is broken by an unexpected exception, or by a difference for which no
+            other law is named.
         needs: Capabilities without which the method is skipped.
         weight: Relative frequency of the operation; 0 for an observable.
     """
@@ -72,7 +73,7 @@ class Label:
     """A label of a law that a search checks.
 
     Args:
-        summary: The promise, in one line.
+        summary: Summary of the law, in one line.
         needs: Capabilities without which the law cannot be broken.
     """
 
@@ -86,9 +87,9 @@ class Plan:
 
     Args:
         seed: Seed of the run.
-        moves: Names of operations, each with the seed of its arguments.
+        moves: Names of the operations, each with the seed of its arguments.
         most: Maximum number of items for one operation; None lets the player draw the number.
-        is_small: Whether the smallest size is used instead of a drawn one.
+        is_small: Whether the smallest size is used instead of a drawn size.
     """
 
     seed: int

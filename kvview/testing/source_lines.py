@@ -1,4 +1,4 @@
-"""Lines of an author's code with their source text, for messages."""
+"""Lines of an author's code, formatted with their source text for messages."""
 
 from __future__ import annotations
 

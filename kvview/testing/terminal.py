@@ -110,7 +110,7 @@ def _print(console: Console, line: str, style: str) -> None:
 
 
 def show_releases(console: Console, report: UpgradeReport) -> None:
-    """Print a row for each release, and one line at the end."""
+    """Print a row for each release, and a summary in one line."""
     title = escape(f"{report.target} in {report.engine}")
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("release", no_wrap=True)

@@ -28,7 +28,7 @@ class TokenRuns(ConnectorRuns):
 
 
 class TokenCheck(Protocol):
-    """Serves requests with and without a connector; a static member of an engine factory."""
+    """Serves requests with and without a connector; the type of a static member of factories."""
 
     def __call__(
         self,

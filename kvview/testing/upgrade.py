@@ -4,10 +4,11 @@ An engine provides its releases (:class:`Releases`), but this module never impor
 ``kvview check`` checks each release, in a process whose imports find that release first.
 
 1. A release is green if its process ended with exit code 0, its report is clean, and the report
-   states that its runs used that release.
+   states that the runs used this release.
 2. A release that could not be downloaded, imported or exercised is reported and not green.
 3. Releases run one after another, because a check uses all cores.
-4. On Ctrl-C the process ends with a report, and the findings so far are reported.
+4. On Ctrl-C the process of the current release ends with a report, and the findings so far are
+   reported.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def check_releases(
     """Check a target in releases of an engine, with one process per release.
 
     Args:
-        target: As for ``kvview check``.
+        target: The target, as for ``kvview check``.
         engine: Name of the engine.
         releases: Releases of the engine.
         names: The releases, as :meth:`Releases.resolve` returns them.

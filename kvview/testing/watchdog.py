@@ -6,8 +6,8 @@ second and tests whether the same call is still running.
 1. The limit is CPU time of the process, so that a slow machine does not cause a failure. A hook
    that waits without CPU time has four times the limit, counted in ticks, because a suspended
    machine does not tick.
-2. A :class:`HookTimeout` raised inside the hook ends it. A C call that never returns cannot be
-   ended, but its stack is written to stderr.
+2. A :class:`HookTimeout` that is raised inside the hook ends the hook. A C call that never returns
+   cannot be ended, but its stack is written to stderr.
 3. If the system has no such timers (Windows), or outside the main thread, no call is watched.
 """
 
@@ -34,7 +34,7 @@ _seconds: ContextVar[float] = ContextVar("kvview_hook_seconds", default=HOOK_SEC
 
 
 class HookTimeout(BaseException):
-    """A hook did not return. The class is not an ``Exception``, because hooks may catch those."""
+    """A hook did not return; a ``BaseException``, because hooks may catch ``Exception``."""
 
 
 class _Call:

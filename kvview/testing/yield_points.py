@@ -1,4 +1,4 @@
-"""Threads that yield to other threads before each line of code, so that races become visible.
+"""Threads that yield to other threads before each line of code, so that races occur often.
 
 The time between two lines of the code under test is a microsecond, so another thread runs in
 between once in a million runs. With these functions a thread yields between two lines, so other

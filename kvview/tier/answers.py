@@ -13,10 +13,9 @@ _UNREAD = 10.0  # seconds for which the result of a lookup waits for its first r
 class LookupAnswers:
     """The known results of lookups, and the keys whose lookups have not ended.
 
-    1. A result is valid for ``seconds``, because other processes also put and evict keys. The
-       result of a lookup waits ten seconds for its first reader, because a step of an engine may
-       take longer than ``seconds``. A lookup that has no result after ``patience`` seconds is a
-       miss.
+    1. A result is valid for ``seconds``, because other processes also put and evict keys. A result
+       that no caller has read is valid for ten seconds, because a step of an engine may take longer
+       than ``seconds``. A lookup that has no result after ``patience`` seconds is a miss.
     2. A key that failed is a miss until it is stored again, whatever the store returns (TIER-4).
     3. The result of a lookup is dropped if a put, a failed get or a deletion of the key came first,
        because the lookup may have started before it.
@@ -81,7 +80,7 @@ class LookupAnswers:
         return False
 
     def looked_up(self, key: bytes, flag: bool) -> None:
-        """Record the result of a lookup; ignored unless the lookup is waited for."""
+        """Record the result of a lookup; ignored if the lookup has already ended otherwise."""
         if key in self._asked:
             self._answer(key, flag, _UNREAD)
 

@@ -26,7 +26,7 @@ class AsyncStore(Threaded):
        removals fail. The threads end even if ``disconnect`` raises.
 
     Args:
-        namespace: Namespace of the store, which must share no bytes with another (use
+        namespace: Namespace of the store, which must share no bytes with other namespaces (use
             ``namespace.digest``).
         at_once: Maximum of coroutines that run at the same time.
     """
@@ -42,7 +42,7 @@ class AsyncStore(Threaded):
         super().__init__(namespace, threads=at_once)
 
     async def find(self, key: bytes, /) -> bool:
-        """Whether a key is stored completely; the default finds no key, like ``Threaded.has``."""
+        """Whether a key is stored completely; by default False, as for ``Threaded.has``."""
         return False
 
     @abstractmethod

@@ -244,7 +244,7 @@ class GuardedTier:
             self._run_soon(partial(self._call_store, self.store.touch, [*keys]))
 
     def note(self, keys: Sequence[bytes], *, is_stored: bool) -> None:
-        """Record that another process has stored or deletes keys, so lookups agree at once."""
+        """Record that another process has stored or deletes keys, so that lookups match at once."""
         with self._changed:
             for key in keys:
                 (self._answers.stored if is_stored else self._answers.deleted)(key)

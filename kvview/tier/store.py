@@ -7,7 +7,7 @@ them. Pages are one-dimensional contiguous memoryviews of bytes, of any size fro
 Laws: TIER-1 to TIER-12 in ``kvview/laws.toml``.
 
 Source: vLLM ``SecondaryTierManager`` (0.22 to 0.33), LMCache's L2 adapters, SGLang's
-``HiCacheStorage``: three seams, one store.
+    ``HiCacheStorage``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TierStore(Protocol):
         """Start a job that stores one page for each key.
 
         Args:
-            job: Any int that is not the number of a job in flight. A job is in flight until it is
-                reported.
+            job: Number of the job: any int that no job in flight has. A job is in flight until it
+                is reported.
             keys: The keys, without duplicates.
             pages: One page for each key. The store only reads the pages, and only until the job is
                 reported.
@@ -54,13 +54,14 @@ class TierStore(Protocol):
         """Start a job that loads one page for each key.
 
         Args:
-            job: As for ``put``; puts and gets share their numbers.
+            job: Number of the job, as for ``put``; a put and a get in flight must have different
+                numbers.
             keys: The keys, without duplicates; a key need not be held.
             pages: One writable page for each key, with the size that was put. After a failure, the
                 page of the key may have any bytes.
 
         Raises:
-            TierJobError: As for ``put``, or a page cannot be written.
+            TierJobError: The job is refused as by ``put``, or a page is read-only.
         """
         ...
 

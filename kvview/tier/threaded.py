@@ -48,7 +48,7 @@ class Threaded(ABC):
        split over the threads.
 
     Args:
-        namespace: Namespace of the store, which must share no bytes with another (use
+        namespace: Namespace of the store, which must share no bytes with other namespaces (use
             ``namespace.digest``).
         threads: Number of threads that call the three methods, at most 1,024.
 

@@ -3,12 +3,11 @@
     report = check_connector(MyConnector)
     assert report.is_clean, report.summary()
 
-Each seed is a scenario (:mod:`~kvview.testing.connector.scenario`) with
-transfers that are late, reordered, failed or lost
-(:mod:`~kvview.testing.connector.worker`). Every observable is compared with the model
-(:mod:`~kvview.testing.connector.memory`) and the invariants
-(:mod:`~kvview.testing.connector.invariants`). The first failure of each law is shrunk to a
-script. :func:`kvview.testing.run_checks` reports law by law.
+Each seed is a scenario (:mod:`~kvview.testing.connector.scenario`) with transfers that are late,
+reordered, failed or lost (:mod:`~kvview.testing.connector.worker`). After each event the run is
+compared with the model (:mod:`~kvview.testing.connector.memory`), and the invariants are checked
+(:mod:`~kvview.testing.connector.invariants`). The first failure of each law is shrunk to a script.
+:func:`kvview.testing.run_checks` reports law by law.
 """
 
 from __future__ import annotations

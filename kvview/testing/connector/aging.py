@@ -1,8 +1,7 @@
 """Checks of a long run of equal rounds: the loads of late rounds, and the memory of the halves.
 
-The last rounds of a run are compared with the same rounds of new connectors, so that a difference
-cannot come from chance or from the pattern of the requests. Memory is measured at the end of
-rounds.
+The last rounds of a run are compared with the same rounds of new connectors, so that neither chance
+nor the pattern of the requests can cause a difference. Memory is measured at the end of rounds.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ def is_comparable(loads_when_new: Sequence[int]) -> bool:
 
 
 def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int]) -> None:
-    """Require that a tier after many rounds loads at least half as much as a new tier.
+    """Require that after many rounds a tier loads at least half as much as a new tier.
 
     Args:
-        loads_of_rounds: Number of tokens that requests expected to load, by round.
-        loads_when_new: Number of tokens for new connectors, in the last of these rounds.
+        loads_of_rounds: Number of tokens that requests were to load, by round.
+        loads_when_new: The same number for new connectors, in each of the last of these rounds.
 
     Raises:
         InvariantBroken: CONN-10 is broken; the message has both numbers.
@@ -107,8 +106,8 @@ class Memory:
         Args:
             place: Number of the round, from 0.
             halves: All halves.
-            num_held: Maximum number of pages that the tiers hold, because some tiers may still be
-                filling.
+            num_held: Maximum number of pages that the tiers hold, because a tier may not be full
+                yet.
         """
         if self._rounds < FEWEST_ROUNDS:
             return
@@ -132,10 +131,11 @@ class Memory:
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
     """Whether memory grew in each window of a run after the first two.
 
-    A pool of connections that is filling also grows, but not in each window.
+    A pool of connections that is not full yet also grows, but not in each window.
 
     Args:
-        sizes: Least bytes in each window, without those of pages that the tier holds.
+        sizes: Minimum number of bytes in each window, without the bytes of pages that the tier
+            holds.
         num_pages: Pages of the tier.
     """
     growth = _growth_of_windows(sizes)
@@ -164,7 +164,7 @@ def with_many_keys(scenario: Scenario, rounds: int = _ROUNDS_TO_CONFIRM) -> Scen
     """Make a run with so many new keys that a bounded history of keys is full in its last third.
 
     Each round is one long prompt, whose blocks are computed in one step, and replace the blocks of
-    the round before in the tier. The prompt of the last round is that of the first.
+    the round before in the tier. The last round has the same prompt as the first round.
     """
     size = scenario.geometry.scheduler_block_size
     length = size * _MANY_BLOCKS + 1

@@ -76,14 +76,14 @@ def check_connector(
             so far.
         keep_going: Whether the run continues after a failure; or a function that decides this for
             the broken law.
-        max_shrink_runs: Maximum number of runs to shrink one failure, and twice as many for all
-            failures together. A long run counts as several runs; 0 turns shrinking off.
+        max_shrink_runs: Maximum number of runs to shrink one failure; all failures together may use
+            twice as many. A long run counts as several runs; 0 turns shrinking off.
         engines: Builds the engines; reference engines by default.
         steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
             (:mod:`~kvview.testing.watchdog`).
-        processes: Number of forked processes that run seeds; 0 runs all seeds in this process. The
-            default is one process per core, but 0 for a single seed or if a fork is not safe.
+        processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
+            The default is one process per core, but 0 for a single seed or if a fork is not safe.
 
     Returns:
         The results; after Ctrl-C, the results so far.
@@ -213,13 +213,13 @@ class _Check:
         self._first_load_error = answer if isinstance(answer, str) else ""
 
     def notes_on_chance(self) -> list[str]:
-        """Describe the first seed whose runs differed, and count the others."""
+        """Describe the first seed whose runs differed, and count the other such seeds."""
         others = len(self._of_chance) - 1
         more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
         return [note + more for note in self._of_chance[:1]]
 
     def gaps(self) -> list[Gap]:
-        """List the missing parts of the check that are not events of the coverage."""
+        """List the missing parts of the check that the coverage does not count."""
         failed = loads_that_failed(self.coverage, self._first_load_error)
         return [*failed, *self.code.gaps(self.num_seeds)]
 

@@ -34,14 +34,14 @@ class Unrun:
     Args:
         place: ``file:line`` of the first statement; the file is relative to the author's folder.
         function: Qualified name of the function that contains the statements.
-        num_statements: Number of statements; 0 for a branch that was never taken in a statement
-            that ran.
+        num_statements: Number of statements; 0 for a statement that ran, but with a branch that was
+            never taken.
         source: Source of the first line.
         condition: Source of the condition that never led to these statements; empty for a whole
             function.
         is_judged: Whether a check that does not reach these statements is incomplete. False for a
             branch, for code that handles errors, a GPU or a log, for code without an effect or
-            without a caller, and for a method that a class of the author replaces.
+            without a caller, and for a method that a class of the author overrides.
     """
 
     place: str
@@ -294,7 +294,8 @@ class AuthorCode:
     def _replaced(self, used: Collection[str]) -> set[tuple[str, str]]:
         """Return the methods, by module and name, of a base class that only exists as a base.
 
-        A method counts if a class of the author overrides it, and no line that ran uses the base.
+        A method is included if a class of the author overrides it, and no line that ran uses the
+        base class.
         """
         return {
             (base.__module__, f"{base.__qualname__}.{method}")
@@ -348,7 +349,7 @@ def _folder_of(kind: type[Any]) -> Path | None:
 
 
 def _is_kvviews(module_name: str) -> bool:
-    """Whether a module is part of kvview; modules of authors' files have their own prefix."""
+    """Whether a module is part of kvview; the names of modules of authors start with a prefix."""
     return module_name.startswith("kvview") and not module_name.startswith(TARGET_PREFIX)
 
 
@@ -359,7 +360,7 @@ def _path_of(module: ModuleType | None) -> Path | None:
 
 
 def _names_used(lines: Sequence[str], ran: Collection[int]) -> set[str]:
-    """Return the words of lines that ran, except definitions, because only these lines call."""
+    """Return the names in lines that ran; definitions are excluded, because they call nothing."""
     used = (lines[number - 1] for number in ran if number <= len(lines))
     return {
         word for line in used if not _DEFINITION.match(line) for word in re.findall(r"\w+", line)

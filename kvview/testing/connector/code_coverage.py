@@ -1,6 +1,6 @@
 """The branches of the author's code that simulated runs take, in all processes.
 
-The library ``coverage`` traces only the author's files, and finds the statements that no branch
+The library ``coverage`` traces the author's files only, and finds the statements that no branch
 reached. A worker half in a separate process returns its branches to the process that plays the
 seed, which adds them to its results.
 """
@@ -55,8 +55,8 @@ class Region:
     Args:
         statements: Lines of the statements, in order.
         executed: Lines that ran.
-        missing: Lines that did not run, so that the check is incomplete.
-        origins: For each line, the lines from which a branch to it never ran.
+        missing: Lines that did not run, and without which the check is incomplete.
+        origins: For each line, the lines from which a branch to this line was never taken.
         partial: Lines that ran, but with a branch that was never taken, to other code or to the
             end.
     """

@@ -71,8 +71,8 @@ class CodeThatRan:
     def gaps(self, num_seeds: int) -> list[Gap]:
         """Return the statements that a complete check must reach, each as a named gap.
 
-        A few seeds reach few statements. With few seeds, the only gap is therefore the number of
-        statements that ran, if this number is small.
+        A few seeds reach few statements. With few seeds, the only possible gap is therefore a small
+        number of statements that ran.
 
         Args:
             num_seeds: Number of seeds that were run.

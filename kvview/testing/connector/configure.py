@@ -21,8 +21,8 @@ def configure(
     """Return a pickled configuration that the connector accepts.
 
     Args:
-        connector_class: The connector, which is built with the configuration as a trial.
-        scenario: Scenario with the size of the tier, for options with a placeholder and for
+        connector_class: The connector, which is built once with the configuration as a trial.
+        scenario: Scenario that has the size of the tier, for options with a placeholder and for
             ``cpu_blocks``. If the tier refuses this size as too small, the smallest accepted size
             is used.
         options: Options of the connector; ``enable_events`` is added if the connector accepts it.
@@ -59,7 +59,7 @@ def _candidates(scenario: Scenario, options: Mapping[str, Any]) -> Iterator[dict
 
 
 def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[str, Any]) -> bool:
-    """Whether the check chose the size of the tier, so that the tier has the scenario's size.
+    """Whether the check chose the size of the tier, which is then the size in the scenario.
 
     Args:
         given: Result of :func:`configure`.
@@ -74,7 +74,7 @@ def is_of_size(given: Mapping[str, Any], scenario: Scenario, options: Mapping[st
 
 
 def _refuse_late(connector: Connector) -> None:
-    """Make the halves once, because some connectors refuse the size of their tier only then."""
+    """Make the halves once, because a half may refuse the size of its tier."""
     try:
         connector.make_scheduler()
         connector.make_worker()

@@ -2,7 +2,7 @@
 
 A connector that does nothing breaks no law, but a run with such a connector checks no law. Most
 faults of connectors need two conditions at once, such as Mamba and a GPU hit. So loads are counted
-by combinations of conditions, called cells: ``loads/several/mixed/mamba/gpu-hit/failed``.
+by combinations of conditions, called cells, such as ``loads/several/mixed/mamba/gpu-hit/failed``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Gap:
 
 
 def rows_of(geometry: CacheGeometry) -> Iterator[str]:
-    """Yield the names of a geometry's kind, one for each kind of group in the geometry."""
+    """Yield the names of a geometry in cells, one for each kind of group in the geometry."""
     groups = geometry.groups
     sizes = "equal" if len({group.block_size for group in groups}) == 1 else "mixed"
     shape = f"{'one' if len(groups) == 1 else 'several'}/{sizes}"
@@ -103,14 +103,15 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
 
     1. Without loads, cells are not checked.
     2. The cells of a kind of geometry are required only if enough seeds had this kind. Kinds that
-       the engine cannot simulate, or that few seeds drew, are not required.
-    3. Each cell must occur in at least one of ten seeds, although the generator aims at one cell
-       per seed.
-    4. Of four or more steady runs, at least one must load enough for a comparison of its rounds.
+       the engine cannot simulate, or that only few seeds have, are not required.
+    3. Each cell must occur at least once in ten seeds, although the generator aims at once per
+       seed.
+    4. If there are four or more steady runs, at least one of them must load enough for a comparison
+       of its rounds.
     5. If an engine never resets while loads are in flight, the cells of such resets are not
        required.
-    6. A tier whose size the check could not choose must have been full in one of twenty runs,
-       because a tier that never fills never evicts.
+    6. If the check could not choose the size of a tier, the tier must have been full in one of
+       twenty runs, because a tier that is never full never evicts.
     7. A connector with the option ``enable_events`` must report events.
 
     Args:
@@ -164,12 +165,13 @@ def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator
     """Find loads that failed although the check injected no failure.
 
     A server computes the blocks of a failed load again, or fails the request
-    (``kv_load_failure_policy`` "fail" of vLLM). So such a connector is useless, and its faults
-    after a load stay hidden.
+    (``kv_load_failure_policy`` "fail" of vLLM). So a connector with such failed loads is useless,
+    and its faults after a load stay hidden.
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first such load, with its line of source; or empty.
+        first_error: The exception behind the first such load, with its line of source; empty if
+            unknown.
     """
     num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed:

@@ -27,7 +27,7 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
         raise_stuck: Called if the remaining work does not end; raises an error with the reason.
 
     Raises:
-        InvariantBroken: Some work never ends, or blocks stay held.
+        InvariantBroken: Some work never ends, or the connector still holds blocks.
     """
     engine = stage.engine
     engine.squeeze(0)
@@ -146,7 +146,7 @@ def reset_at_rest(stage: Stage) -> None:
     """Reset the caches once more; if a connector refuses, make a few steps and reset again.
 
     Raises:
-        InvariantBroken: CONN-11, if the connector refuses forever.
+        InvariantBroken: CONN-11 is broken, because the connector always refuses the reset.
     """
     for part in stage.parts:
         part.scheduler.has_refused_reset = False

@@ -40,5 +40,5 @@ class Draw:
 
 
 def dealt(items: Sequence[_T], seed: int) -> _T:
-    """Return the item of a seed, so that consecutive seeds have all items equally often."""
+    """Return the item for a seed, so that consecutive seeds have all items equally often."""
     return items[seed % len(items)]

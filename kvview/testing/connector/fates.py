@@ -17,7 +17,7 @@ _MUCH_LATER = 40  # steps until a long run reports a lost job
 class Fates(Iterator[Fate]):
     """The fates of a run.
 
-    Each round of a long run has its own order of fates, so that faults differ between the rounds.
+    Each round of a long run has its own order of fates, so that the faults of the rounds differ.
     """
 
     def __init__(self, scenario: Scenario) -> None:

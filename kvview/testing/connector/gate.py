@@ -37,7 +37,7 @@ class Gate:
     2. The gate lets one operation pass at a time, in a random order.
 
     Args:
-        is_home: Whether the calling thread is the one that calls the worker half.
+        is_home: Whether the calling thread is the thread that calls the hooks of the worker half.
     """
 
     def __init__(self, is_home: Callable[[], bool]) -> None:

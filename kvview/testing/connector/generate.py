@@ -1,7 +1,8 @@
 """Scenarios from seeds.
 
 Most fields are drawn at random. Geometries and kinds of scenarios are assigned to seeds in turn, so
-that the seeds cover all of them. :mod:`~kvview.testing.connector.scenes` draws the events.
+that the seeds cover all geometries and kinds. :mod:`~kvview.testing.connector.scenes` draws the
+events.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
 
     Args:
         seed: Any whole number.
-        steps: Minimum number of steps, which is reached by repeated rounds; 0 for one round.
+        steps: Minimum number of steps; the round is repeated until this number is reached. 0 for
+            one round.
     """
     kind = dealt(_KINDS, seed)
     if kind == "steady":
@@ -263,7 +265,7 @@ def _generate_worker_half(draw: Draw) -> WorkerHalf:
 def _generate_drafts(
     draw: Draw, geometry: CacheGeometry
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Draw draft tokens, accepted tokens by step, and lookahead slots; in most runs no drafts.
+    """Draw draft tokens, accepted tokens by step, and lookahead slots; most runs have no drafts.
 
     Runs with Mamba groups have no drafts, because a rejected draft needs a copy of the earlier
     state.
@@ -284,7 +286,7 @@ def _generate_pin_budget(draw: Draw) -> float | None:
 def _generate_pages(
     draw: Draw, num_groups: int, num_gpu_blocks: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Draw the bytes of a page per group and tensor; empty for equal pages."""
+    """Draw the bytes of a page per group and tensor; an empty result means equal pages."""
     if draw.chance(0.6):
         return ()
     is_large = draw.chance(0.25) and num_gpu_blocks <= _MOST_LARGE_PAGES
@@ -375,8 +377,8 @@ STEADY = (
 def steady_scenario(number: int) -> Scenario:
     """Make a run of equal rounds, for a tier that is too small for all prompts (CONN-10).
 
-    Some prompts are repeated often, and others occur once. The GPU holds all blocks of a prompt,
-    some of them or none. Transfers fail, and requests are aborted, wait for free blocks, or come in
+    Some prompts are repeated often, and others occur once. The GPU holds all, some or none of the
+    blocks of a prompt. Transfers fail, and requests are aborted, wait for free blocks, or arrive in
     pairs.
 
     Args:

@@ -47,7 +47,7 @@ class SimulationStats(Protocol):
 class ConnectorHarness(Protocol):
     """An engine under simulation.
 
-    1. A computed full block holds the bytes that follow from its hash. Blocks are overwritten
+    1. A computed full block holds the bytes that are derived from its hash. Blocks are overwritten
        before a load into them starts, and are compared when a request reads them.
     2. Exceptions of the connector propagate unchanged.
     """
@@ -63,11 +63,11 @@ class ConnectorHarness(Protocol):
 
         Args:
             add: The request.
-            serial: Number from which the generated tokens of the request follow.
+            serial: Number from which the generated tokens of the request are derived.
 
         Raises:
-            ConfigError: No engine would queue the request, because it can never fit, its id is in
-                use, or the request that it continues does not exist. The engine has not changed.
+            ConfigError: The request cannot be queued, because it can never fit, its id is in use,
+                or the request that it continues does not exist. The engine is unchanged then.
         """
 
     def abort(self, request_id: str) -> None:
@@ -86,9 +86,9 @@ class ConnectorHarness(Protocol):
         """Reset the caches; returns False if the reset was refused.
 
         Args:
-            after_reports: Whether reports are processed first, as in
-                :class:`~kvview.testing.connector.scenario.Reset`; ignored by an engine that ends
-                each step with the reports.
+            after_reports: Whether reports are processed before the reset, as in
+                :class:`~kvview.testing.connector.scenario.Reset`; ignored by an engine that
+                processes the reports at the end of each step.
         """
 
     def shutdown(self) -> Mapping[int, int]:
@@ -150,7 +150,7 @@ class EngineFactory(Protocol):
         """Return the nearest scenario that the engine can play.
 
         Returns:
-            The scenario, and a few words for each part that was removed from it.
+            The nearest scenario, and a few words for each part that was removed.
         """
 
     def build(
@@ -169,8 +169,8 @@ class EngineFactory(Protocol):
             connectors: Connectors of the engine, in order of preference for loads.
             owner: Name of the owner in reports of the view.
             clock: Clock in seconds, by which leases expire if the engine has leases.
-            stream: The compute stream of the worker halves, if compute lags in the scenario. The
-                engine notifies this stream of each launch and each output.
+            stream: The compute stream of the worker halves, if the scenario has ``compute_lags``.
+                The engine notifies this stream of each launch and each output.
         """
 
 

@@ -84,7 +84,7 @@ class HeldCopies:
         return self._result_of(name, self._submit(name, args))
 
     def wait(self, job_ids: Sequence[int]) -> None:
-        """Call ``wait``, and shortly after its start open the gate for all copies."""
+        """Call ``wait``, and open the gate for all copies shortly after its start."""
         call = self._submit("wait", (job_ids,))
         self.num_early = self.gate.num_waiting if _ends_within(_HEAD_START, call) else 0
         self.gate.open(self._draw_order)
@@ -105,7 +105,7 @@ class HeldCopies:
         return self._draw() < 0.5
 
     def let_in(self) -> bool:
-        """Let a random copy pass, perhaps with the rest of its thread's job.
+        """Let a random copy pass, perhaps with the other copies of the job of its thread.
 
         Returns:
             Whether bytes were moved.

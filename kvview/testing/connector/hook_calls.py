@@ -24,7 +24,7 @@ _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # 
 
 @contextmanager
 def hook(name: str, law: str) -> Iterator[None]:
-    """Report an exception of a hook as a broken law: the law in its message, or the given law."""
+    """Report an exception of a hook as a broken law: that in its message, or the given law."""
     jump()
     try:
         with watchdog.calling():

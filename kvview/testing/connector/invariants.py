@@ -48,7 +48,7 @@ class InvariantBroken(AssertionError):
 
 
 class EndedLoudly(InvariantBroken):
-    """A simulated failure propagated through a hook, which would have ended a real engine."""
+    """A hook did not catch a simulated failure, which would have ended a real engine."""
 
 
 def check_free_list(free_ids: Sequence[int], ref_counts: Mapping[int, int]) -> None:
@@ -83,11 +83,11 @@ def check_conservation(
 
     Args:
         ref_counts: References of every block except the null block.
-        engine_refs: The part of these references that belongs to block tables.
+        engine_refs: The number of these references that block tables have.
         connector_refs: References that the connector's view counts.
 
     Raises:
-        InvariantBroken: CONN-4, if a block was held or released too often.
+        InvariantBroken: CONN-4 is broken, because a block was held or released too often.
     """
     expected = Counter(engine_refs)
     expected.update(connector_refs)

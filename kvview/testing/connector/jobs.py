@@ -22,7 +22,7 @@ _Page = tuple[str, int | None]  # medium and page; None for a medium without num
 
 @dataclass(eq=False)
 class PlannedJob:
-    """A transfer job that is not reported yet.
+    """A transfer job, from its plan until its report.
 
     A job is planned, started (passed to the worker half), ended (it has a result) and reported, in
     this order.

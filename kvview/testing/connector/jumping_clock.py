@@ -1,7 +1,7 @@
 """Clocks of :mod:`time` that jump ahead at each call of a hook.
 
-Loops of :mod:`asyncio` use the real clock, because a jump would end the timeouts of requests to
-which a medium responds in time. Timeouts of locks, queues and sockets also use the real clock.
+Loops of :mod:`asyncio` use the real clock, because after a jump, requests would time out although
+the medium responds in time. Timeouts of locks, queues and sockets also use the real clock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """KV bytes as a function of the block hash, so that a stale block is detected at once.
 
-A real model writes keys and values. The simulated model writes numbers that follow from the hash of
-the prefix, the group and the layer, so each byte of a loaded block can be compared. One block in
-four repeats a word in most of its page, so a connector that compresses meets pages that shrink and
-pages that do not.
+A real model writes keys and values. The simulated model writes numbers that are derived from the
+hash of the prefix, the group and the layer, so each byte of a loaded block can be compared. One
+block in four repeats a word in most of its page, so a connector that compresses pages has pages
+that shrink and pages that do not.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class KVBytes:
         )
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
-        """Write into blocks the KV that follows from their keys."""
+        """Write into blocks the KV that is derived from their keys."""
         self._written.append(keys)
         for rows, pages in self._expected(block_ids, keys):
             for layer, expected in pages:
@@ -214,5 +214,5 @@ def _word(key: OffloadKey) -> int:
 
 
 def _seed(key: OffloadKey) -> int:
-    """Return the number from which the words of a key follow."""
+    """Return the number from which the words of a key are derived."""
     return _word(key) ^ get_offload_group_idx(key)

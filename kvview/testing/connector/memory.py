@@ -66,11 +66,11 @@ class GPUPages:
     def only_loads_write(
         self, jobs: Sequence[PlannedJob], may_write: Callable[[], set[int]]
     ) -> Iterator[None]:
-        """Compare all blocks before and after the block of code, except those that loads write.
+        """Compare all KV blocks before and after a ``with`` block, except those that loads write.
 
         Args:
             jobs: Running jobs, for the message.
-            may_write: Returns the blocks that loads name; called at the end.
+            may_write: Returns the blocks that loads may write; called at the end.
 
         Raises:
             InvariantBroken: XFER-2, if a job wrote another block; XFER-6, if a load wrote while the
@@ -161,7 +161,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
 
 
 class TierPages:
-    """The latest stores into each page of a host tier."""
+    """The latest store into each page of a host tier."""
 
     def __init__(self) -> None:
         self._stores: defaultdict[int, deque[PlannedJob]] = defaultdict(

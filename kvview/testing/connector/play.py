@@ -54,7 +54,7 @@ class Played:
 
 
 class SeedPlayer:
-    """Runs scenarios, drawn from seeds or given, against a connector.
+    """Runs a connector through scenarios, which are generated from seeds or given.
 
     Args:
         connector_class: The connector.
@@ -78,7 +78,7 @@ class SeedPlayer:
         self._tracer = BranchTracer(self.code.paths if self.code else ())
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """Call the method that a question names, with the arguments of the question."""
+        """Call the method that a question names, with its arguments, and return the answer."""
         name, *arguments = question
         return getattr(self, name)(*arguments)
 
@@ -154,7 +154,7 @@ class SeedPlayer:
         return runs.judge_own(self._connector_class, result, self._options)
 
     def simulate(self, scenario: Scenario) -> SimulationResult:
-        """Run a scenario, and find out whether reused request ids cause a failure (CONN-5)."""
+        """Run a scenario, and determine whether reused request ids cause a failure (CONN-5)."""
         run = partial(simulate, self._connector_class, options=self._options, engines=self._engines)
         result = run(scenario)
         failure = result.failure
@@ -179,7 +179,7 @@ class SeedPlayer:
 
     @cached_property
     def _wants_events(self) -> bool:
-        """Whether events are enabled by the options, or can be with ``enable_events``."""
+        """Whether the options enable events, or the connector accepts ``enable_events``."""
         if not self._is_own:
             return False
         return _asks_for_events(self._options) or (
@@ -187,7 +187,7 @@ class SeedPlayer:
         )
 
     def _takes(self, **more: object) -> bool:
-        """Whether the connector can be built with these additional options."""
+        """Whether the connector can be built if these options are added."""
         try:
             with in_fresh_folders({**self._options, **more}) as (options,):
                 sized = in_size(options, _BLOCKS_TO_TRY, 1024)

@@ -37,7 +37,7 @@ class Failure:
     Args:
         law: Number of the law that was broken.
         message: The event that broke the law.
-        step: Number of steps until the failure.
+        step: Number of steps before the failure.
         num_events: Number of events of the scenario that had started before the failure.
         is_timeout: Whether a hook did not return.
         is_hook_error: Whether a hook raised an exception, or returned a value that no engine can
@@ -70,8 +70,8 @@ class SimulationResult:
         timeline: One snapshot for each of the last steps.
         coverage: Number of occurrences of each event: loads, stores, preemptions and so on.
         loads_of_rounds: Number of tokens that requests were to load, round by round.
-        kept_bytes: Least bytes that the halves refer to in each sixth of a long run, without those
-            of pages that the tier holds.
+        kept_bytes: Minimum number of bytes to which the halves refer in each sixth of a long run,
+            without the bytes of pages that the tier holds.
         allocated_at: The line that allocated most of the memory in the last third, if the run
             confirms growth.
         load_error: Error of the first load that failed without an injected failure.
@@ -92,7 +92,7 @@ class ConnectorFailure:
     """A seed whose run broke a law.
 
     Args:
-        seed: Number from which the run can be repeated exactly.
+        seed: Seed with which the run can be repeated exactly.
         law: Number of the law that was broken, ``"CONN-4"`` for example.
         message: The event that broke the law, in the smallest run that was found.
         script: Python code that reproduces the failure.
@@ -143,7 +143,7 @@ class ConnectorRuns:
         coverage: Number of occurrences of each event, over all seeds.
         is_interrupted: Whether an interrupt ended the check before the last seed.
         steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
-        notes: Notes for the reader that no law covers, one line each.
+        notes: Notes for the reader on facts that break no law, one line each.
         num_asked: Number of seeds that were requested.
         gaps: Missing parts of the check that the coverage does not show.
         num_statements: Number of statements in the functions of the author's code that the

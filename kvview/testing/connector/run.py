@@ -128,7 +128,7 @@ def _play(
 
 
 class _BudgetIgnored(Exception):
-    """A connector that does not query its pin budget has exceeded the budget."""
+    """A connector that never queried its pin budget has exceeded the budget."""
 
 
 class Run:
@@ -274,7 +274,7 @@ class Run:
     # --- the result ---
 
     def _raise_ignored_budget(self, error: Exception) -> None:
-        """Have the run repeated without a budget; no law requires a query before a hold."""
+        """Raise an error that repeats the run without a budget, because no law requires a query."""
         if self.scenario.pin_budget is None or not _is_refused_hold(error):
             return
         if not any(part.scheduler.asks_for_budget for part in self.stage.parts):

@@ -12,7 +12,7 @@ _LONGEST = 200
 
 
 class RunLog:
-    """The last entries of a run, which are formatted only when they are read."""
+    """The last entries of the log of a run, which are formatted only when they are read."""
 
     def __init__(self) -> None:
         self._entries: deque[list[object]] = deque(maxlen=_LONGEST)

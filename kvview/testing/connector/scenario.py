@@ -23,20 +23,22 @@ class Add:
 
     Args:
         request_id: Id of the request; an earlier request may have had the same id.
-        family: Prompts of one family are prefixes of each other.
+        family: Number of the prompt's family; of two prompts of one family, one is a prefix of the
+            other.
         num_prompt_tokens: Number of tokens of the prompt; for a next turn of a conversation, number
             of its new tokens.
         num_output_tokens: Tokens to generate.
-        continues: Id of an ended request whose conversation this request continues: the prompt
-            starts with all its tokens, including generated tokens. The event is skipped if no such
-            request exists. None for a request that continues no other request.
+        continues: Id of an ended request whose conversation this request continues; the prompt
+            starts with all tokens of that request, including generated tokens. The event is skipped
+            if no such request exists. None for a request that continues no other request.
         stops_after: Number of generated tokens after which the request ends early, as with a stop
-            token; steps in flight are then discarded. With None, it ends after
+            token; steps in flight are then discarded. With None, the request ends after
             ``num_output_tokens``, which every engine knows in advance.
         num_shared_blocks: Number of hash blocks at the start of the prompt that all prompts share.
         max_load_tokens: The client's cap on the tokens to load; a negative number or a text is an
-            invalid cap, which the connector must ignore or bear.
-        max_offload_tokens: The client's cap on the tokens to store, likewise.
+            invalid cap, which must not harm the connector.
+        max_offload_tokens: The client's cap on the tokens to store, with the same values as
+            ``max_load_tokens``.
     """
 
     request_id: str
@@ -84,7 +86,7 @@ class Squeeze:
     """Another owner holds blocks until the next squeeze, which causes evictions and preemptions.
 
     Args:
-        num_blocks: Number of blocks, or all free blocks if fewer are free.
+        num_blocks: Number of blocks that the owner holds; if fewer are free, all free blocks.
     """
 
     num_blocks: int
@@ -100,8 +102,8 @@ class Reset:
     """The caches are reset, which the engine refuses while blocks are in use (POOL-9).
 
     Args:
-        after_reports: Whether the engine first processes reports, so that the reset comes between
-            ``on_transfers_finished`` and ``plan_step``.
+        after_reports: Whether the engine processes reports before the reset, so that the reset
+            comes between ``on_transfers_finished`` and ``plan_step``.
     """
 
     after_reports: bool = False
@@ -128,8 +130,9 @@ class Fate:
     """The delays and the outcome of one transfer job; by default the job is one step late.
 
     Args:
-        move_after: Steps after which the bytes move; 0 moves them at once.
-        report_after: Steps after which the job is reported; with 0, in the step after its plan.
+        move_after: Number of steps after which the bytes move; with 0, they move at once.
+        report_after: Number of steps after which the job is reported; with 0, it is reported in the
+            step after its plan.
         outcome: The bytes that move, and whether the job succeeds.
         is_lost: Whether the job is reported only after all other work.
     """
@@ -152,38 +155,36 @@ class Scenario:
         cpu_blocks: Blocks that the tier holds; set through an option with a placeholder
             (:mod:`~kvview.testing.placeholders`) or the option of this name.
         num_connectors: Number of connectors, 1 or 2.
-        max_running: Maximum number of requests that are computed at once.
+        max_running: Maximum number of requests that are computed at the same time.
         max_tokens_per_step: Token budget of one step.
         decode_tokens: Tokens that a decoding request generates in one step.
-        drafts: For speculative decoding: numbers of draft tokens and of accepted drafts, for the
-            decode steps of a request in turn. Slots of rejected drafts have KV that belongs to no
-            request. Empty without drafts; with drafts, ``decode_tokens`` has no effect.
+        drafts: For speculative decoding, the numbers of draft tokens and of accepted drafts, which
+            the decode steps of a request use in turn. Slots of rejected drafts have KV that belongs
+            to no request. Empty for no drafts; with drafts, ``decode_tokens`` has no effect.
         lookahead_tokens: Number of tokens for which a step has slots in addition to the tokens that
             it computes.
         ends_abruptly: Whether the engine is shut down while jobs are in flight.
-        loads_may_fail: Whether loads end with the outcomes of their fates; otherwise all loads
-            succeed.
-        loads_may_be_late: Whether loads are delayed as their fates state; otherwise no load is
-            late.
+        loads_may_fail: Whether loads have the outcomes in their fates; otherwise all loads succeed.
+        loads_may_be_late: Whether loads have the delays in their fates; otherwise no load is late.
         loads_after_hits: Whether a request with a GPU hit may also load blocks from the tier.
         steps_in_flight: Number of steps that may be launched before the output of the first step is
             processed; 1 for a synchronous engine.
-        compute_lags: Whether the KV of a step is written only when its output is taken, so
-            that a worker half that ignores the compute stream (XFER-6) reads and writes too
-            early; otherwise it is written when the step is launched.
+        compute_lags: Whether the KV of a step is written only when its output is processed, so that
+            a worker half that ignores the compute stream (XFER-6) reads and writes too early.
+            Otherwise the KV is written when the step is launched.
         worker_half: How jobs are passed to the worker half.
         group_pages: Bytes of a block's page that each group uses in each tensor, 0 for none; the
             rest of the page is padding. Empty for two tensors with equal pages. An engine with its
             own layout ignores this field.
-        ranks: Numbers of the tensors of each rank, for an engine with one worker half per rank;
-            empty for one rank. A job ends when all ranks have reported it.
+        ranks: For each rank, the numbers of its tensors, for an engine with one worker half per
+            rank; empty for one rank. A job ends when all ranks have reported it.
         rounds: Number of rounds, each of which plays all events. Each round has its own prompts and
             its own order of the fates, and a lost job is reported much later, not only at the end.
         pin_budget: Share of the pool's blocks that connectors may hold; None for no limit. If a
             connector never queries the budget and a hold raises ``PinBudgetExceeded``, the run is
             repeated without a budget.
-        threads_yield_often: Whether threads yield before each line of code, so that races become
-            visible.
+        threads_yield_often: Whether threads yield before each line of code, so that races between
+            threads occur.
         rounds_until_reuse: Number of rounds after which the prompts of the first round are reused.
         first_round: Number of the first round; earlier rounds are skipped.
         clock_jump: Seconds by which the clocks of :mod:`time` jump ahead at each call of a hook.
@@ -223,7 +224,7 @@ class Scenario:
 
     @property
     def num_blocks_of_all(self) -> int:
-        """Number of blocks that all tokens of all requests need if requests share no blocks."""
+        """Number of blocks for all tokens of all requests if requests share no blocks."""
         lengths: dict[str, int] = {}
         num_blocks = 0
         for add in self.events:
@@ -335,7 +336,7 @@ def to_script(
 
 
 def _listed(items: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a list: one item per line, or as many as fit if the list is long."""
+    """Yield the lines of a list, with one item per line, or with as many as fit in a long list."""
     width = _WIDTH if len(items) > _MANY_ITEMS else 0
     line = ""
     for item in items:

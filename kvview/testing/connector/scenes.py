@@ -79,10 +79,10 @@ class Scenes:
     # --- scenes ---
 
     def _load(self, end: Event | None) -> None:
-        """Reuse earlier prompts of which the GPU still has some blocks or none.
+        """Reuse earlier prompts, of which the GPU still has some blocks, or has none.
 
         Args:
-            end: How the loads of each prompt end; None lets the loads end without an intervention.
+            end: Event that ends the loads of each prompt; with None, the loads end by themselves.
         """
         draw, size = self._draw, self._size
         num_blocks = (self._longest - 1) // size
@@ -116,7 +116,7 @@ class Scenes:
             self._events.append(Squeeze(0))
 
     def _talk(self) -> None:
-        """End a request early, and let two requests continue it, one of which runs to its end."""
+        """End a request early, and let two requests continue it; one of these runs to its end."""
         draw, size = self._draw, self._size
         first = self._add(draw.number(1, self._num_families), size + draw.number(1, size), 2 * size)
         self._step(draw.number(1, 4))

@@ -1,7 +1,7 @@
 """The reduction of a failing scenario to a smaller scenario that breaks the same law.
 
-Delta debugging removes events; then simpler fates, requests and sizes are tried. This repeats until
-no part can be removed or the budget of runs is used up.
+Delta debugging removes events. Then the reduction tries simpler fates, requests and sizes. Both are
+repeated until no part can be removed, or the budget of runs is used up.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _weight(add: Add) -> int:
 
 
 def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the same run, each time with one of its sizes set to the default."""
+    """Yield the same run several times, each time with one of its sizes set to the default."""
     if scenario.ends_abruptly:
         yield replace(scenario, ends_abruptly=False)
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)

@@ -69,7 +69,7 @@ class Stage:
         self.check(is_step=True)
 
     def abort(self, request_id: str) -> None:
-        """End a request early, if it is unfinished."""
+        """End a request early, unless it has ended."""
         status = self.engine.unfinished().get(request_id)
         if status is not None:
             self.coverage[f"aborted {status}"] += 1

@@ -1,8 +1,8 @@
 """Threads that a connector's halves leave running after their shutdown (CONN-12).
 
 A thread pool that all instances share is not a leak, although its threads keep running. So a run
-that leaves threads is repeated more often than such a pool has threads. The law is broken only if
-each repetition leaves new threads.
+that leaves threads is repeated more often than such a pool has threads, and the law is broken only
+if each repetition leaves new threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def leaves_threads(connector_class: type, play_again: Callable[[], list[str]]) -
 
     Args:
         connector_class: The connector; the run is repeated only at the first call for this class.
-        play_again: Plays the run once more; returns the names of the new threads that it leaves.
+        play_again: Repeats the run, and returns the names of the new threads that it leaves.
     """
     if connector_class not in _leaks:
         _leaks[connector_class] = all(play_again() for _ in range(_TIMES))

@@ -167,7 +167,7 @@ class Record:
 
 
 def _passed_on(name: str) -> Any:
-    """Return a hook that only calls the half's hook, without further checks."""
+    """Return a hook that calls the half's hook without further checks."""
 
     def call(self: WatchedScheduler, *args: Any) -> None:
         self._call(name, *args)
@@ -269,7 +269,7 @@ class WatchedScheduler(SchedulerConnector):
         return answer
 
     def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
-        """Require a GPU hit of the longest cached prefix, if the only group is full attention."""
+        """Require that a GPU hit is the longest cached prefix, for one full-attention group."""
         view, geometry = self._view, self._record.geometry
         is_one = len(geometry.groups) == 1 and isinstance(geometry.groups[0], FullAttention)
         if not is_one or not isinstance(view, SupportsFindCachedBlock):

@@ -17,8 +17,8 @@ from kvview.testing.connector.worker import Shared, WorkerHarness
 class WatchedConnector(Connector):
     """A connector for the engine, with both halves in their harnesses.
 
-    A separate instance, with an equal, pickled configuration, makes each half, so that the halves
-    share no data through ``self``.
+    Each half is made by a separate instance of the connector, with an equal, pickled configuration,
+    so that the halves share no data through ``self``.
 
     Args:
         connector_class: The connector.

@@ -1,9 +1,9 @@
 """The harness of a worker half: late, failed, lost and overlapping transfers.
 
-Mock workers that complete each job at once hide most bugs (vLLM #46014). In this harness each job
-has a fate: its bytes move some steps after its plan, and it is reported some steps later, out of
-order, as a failure, or only when no other work is left. When bytes must move, the harness waits for
-the worker half, so the timing of threads has no effect.
+A mock worker that completes each job at once hides most bugs (vLLM #46014). In this harness each
+job has a fate: its bytes move some steps after its plan, and it is reported some steps later, out
+of order, as a failure, or only when no other work is left. When bytes must move, the harness waits
+for the worker half, so the timing of threads has no effect.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shared:
     Args:
         scenario: The run.
         fates: Fates of the jobs by the order of their plans.
-        engine: Returns the engine, after it was built.
+        engine: Returns the engine; called after the engine was built.
         blocks_to_load: Returns the blocks that loads in flight of all connectors write.
         stream: The compute stream of the engine, if it lags.
         log: Log of the last hooks and transfers.
@@ -74,15 +74,15 @@ class WorkerHarness(WorkerConnector):
     1. By default a job starts when it is due, which is after the steps that were launched before it
        (XFER-6), and after earlier jobs on one of its pages. All due jobs are started in the order
        of their plans before the harness waits for one of them. So the worker half must keep the
-       order of jobs that share a page (XFER-3). A job with a simulated failure runs alone: its
-       bytes are corrupted, whatever the worker half does.
+       order of jobs that share a page (XFER-3). A job with a simulated failure runs alone, and the
+       harness corrupts its bytes.
     2. With ``whole_plans`` a plan is started in its step, and the copies of the worker half's
-       threads wait at a gate (:mod:`~kvview.testing.connector.held_copies`) until a job is due. A
-       simulated failure is a copy that raises.
+       threads wait at a gate (:mod:`~kvview.testing.connector.held_copies`) until a job is due. In
+       this mode a simulated failure is a copy that raises an exception.
     3. A plan of a subclass may contain more than its jobs, so it starts as a whole, when its first
        job is due and after all earlier plans.
-    4. The engine's ``wait`` does nothing, because the engine must cope with every delay. Lost
-       jobs are reported after :meth:`release_lost`.
+    4. The engine's ``wait`` does nothing, because the engine must work with every delay. Lost jobs
+       are reported after :meth:`release_lost`.
 
     Args:
         half: The worker half.
@@ -136,7 +136,7 @@ class WorkerHarness(WorkerConnector):
         self._fates = iter(())
 
     def hold(self) -> None:
-        """Delay later jobs so long that the engine ends before the jobs."""
+        """Delay later jobs until after the end of the engine."""
         self._fates = repeat(Fate(_MUCH_LATER, _MUCH_LATER))
 
     # --- the hooks ---
@@ -256,7 +256,7 @@ class WorkerHarness(WorkerConnector):
         self._queue = waiting
 
     def _last_prompt_load(self) -> int:
-        """Return the index of the last queued load, or -1 if loads need not end in their step."""
+        """Return the index of the last queued load; -1 if loads may end in a later step."""
         if self._scenario.loads_may_be_late:
             return -1
         places = [i for i, start in enumerate(self._queue) if any(j.is_load for j in start.jobs)]
@@ -376,8 +376,8 @@ class WorkerHarness(WorkerConnector):
     ) -> int | None:
         """Return the number of copies that succeed before a failure; None without a failure.
 
-        Failures must not depend on the timing of threads. So the failures start at the first copy,
-        or at the second copy of a job that moves alone, and never after a copy that passed the gate
+        Failures must not depend on the timing of threads. So the failures start at the first copy
+        or, if no other job moves, at the second copy, and never after a copy that passed the gate
         early.
         """
         outcomes = {job.fate.outcome for job in due} - {"ok"}
@@ -433,7 +433,7 @@ class WorkerHarness(WorkerConnector):
         return job.failed([number < job.num_moved for number in range(len(job.gpu_blocks))])
 
     def _check_success(self, job: PlannedJob, result: TransferResult) -> None:
-        """Check that a success came after the compute, and the bytes of a load."""
+        """Check that a successful job ran after the compute, and compare the bytes of a load."""
         if not result.success:
             return
         if not job.is_computed:

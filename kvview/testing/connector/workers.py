@@ -181,7 +181,7 @@ class _Worker:
             self.pipe.send_bytes(pickle.dumps(question))
 
     def take(self) -> tuple[bool, Any]:
-        """Return whether the answer is an error to raise, and the answer."""
+        """Return the answer, preceded by whether it is an error to raise."""
         self.is_free, self.number = True, None
         try:
             if self.pipe.poll():

@@ -1,7 +1,7 @@
 """The readers of KV events, and the rules that each reader's source applies to events.
 
-Each profile follows one named version of one public decoder. Its rules also cover the treatment of
-decoded events, if that treatment loses or changes a block. A profile examines one batch at a time
+Each profile follows one named version of one public decoder. The rules of a profile also cover the
+handling of decoded events, if it loses or changes a block. A profile examines one batch at a time
 and keeps no state. ``consumers.toml`` is the table of the profiles, with their sources; this module
 finds the problems of an event that the table names.
 """

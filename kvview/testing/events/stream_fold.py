@@ -1,18 +1,19 @@
-"""Validation of a stream of KV events: no gaps, and stores and removals that alternate.
+"""Validation of a stream of KV events, which must have no gaps, and alternate stores and removals.
 
-1. Sequence numbers rise by one. Gaps, repeated numbers and restarted publishers are reported. After
-   a gap, or if the start of the stream is missing, a removal of an unknown key is not a fault
-   (EVENT-1, EVENT-3). A lower number with a later time means that the publisher has restarted, so
-   the keys of the old publisher are gone. A repeated message counts once.
+1. Each sequence number is one higher than the number of the message before. Gaps, repeated numbers
+   and restarted publishers are reported. After a gap, or if the start of the stream is missing, a
+   removal of an unknown key is not a fault (EVENT-1, EVENT-3). A lower number with a later time
+   means that the publisher has restarted, so the keys of the old publisher are gone. A repeated
+   message counts once.
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have one key.
 3. ``AllBlocksCleared`` empties only the GPU (EVENT-5), because it names no medium and the keys of a
    tier stay loadable.
 4. vLLM reports the removal of each block, even if another block has the same key
    (vllm-project/vllm#55092), so a reader that keeps a set without counts loses the key.
    ``num_copies_left`` counts these removals, which are not a fault of the stream.
-5. A store of a window names fewer blocks than its tokens fill: vLLM omits blocks that the window
-   never reads (``BlockPool.cache_full_blocks``) and does not name these blocks. ``num_sparse``
-   counts these stores.
+5. A store event of a sliding window names fewer blocks than its tokens fill, because vLLM omits the
+   blocks that the window never reads (``BlockPool.cache_full_blocks``). ``num_sparse`` counts these
+   store events.
 6. A stream does not show whether an advertised key is loadable (EVENT-2), and whether failed stores
    emit no event (EVENT-4), so these laws are not checked. Compare :attr:`StreamFold.held` with the
    tier.
@@ -72,7 +73,7 @@ class StreamFold:
     """The fold of messages into the blocks of each medium, with the faults found.
 
     Args:
-        decoder: Decoder of batches; lenient, because a stream continues after a bad batch.
+        decoder: Decoder of batches, which is lenient, because a stream continues after a bad batch.
     """
 
     decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))

@@ -40,8 +40,9 @@ class StreamReport:
         held: Number of blocks at the end, by medium.
         tokens: Number of tokens by medium, with block sizes joined from the GPU's events.
         unsized: Number of blocks of unknown size, by medium.
-        copies_left: Number of removals that left another copy.
-        sparse: Number of stores of windows that name fewer blocks than their tokens fill.
+        copies_left: Number of removals after which another block still had the key.
+        sparse: Number of store events of sliding windows that name fewer blocks than their tokens
+            fill.
         knows_all: Whether ``held`` is complete, because no message was missed.
         missing: The last 1,000 gaps, each as its first sequence number and the first number after
             the gap.

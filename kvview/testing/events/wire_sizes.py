@@ -33,7 +33,7 @@ class WireSizes:
         """Apply a batch.
 
         Returns:
-            The index of each event that contradicts a GPU event (2.), and the fault.
+            For each event that contradicts a GPU event (2.), the index of the event and the fault.
         """
         self._index.apply_batch(_translated(events))
         for number, event in enumerate(events):

@@ -34,7 +34,7 @@ def blocks_read(group: CacheGroup, token: int) -> frozenset[int]:
 
 
 def misfits(scheduler: int, hashed: int, block_sizes: Sequence[int]) -> list[set[int]]:
-    """Return sets of sizes that do not match (GEO-2); an error must name all sizes of one set."""
+    """Return sets of mismatched sizes (GEO-2); an error must name all sizes of one set."""
     sizes = (scheduler, hashed, *block_sizes)
     if any(size <= 0 for size in sizes):
         return [{size} for size in sizes if size <= 0]
@@ -46,7 +46,7 @@ class GeometryModel:
     """The prefix cache of one geometry.
 
     Args:
-        scheduler_block_size: Number of tokens of which the length of every hit is a multiple
+        scheduler_block_size: The length of every hit is a multiple of this number of tokens
             (GEO-1).
         hash_block_size: Tokens of one block hash.
         groups: The KV-cache groups.
@@ -69,7 +69,7 @@ class GeometryModel:
         """The pool block of each cached block."""
 
     def key(self, hashes: Sequence[bytes], group: int, block: int) -> Key:
-        """Return the name of a block, which follows from its group and its prefix."""
+        """Return the name of a block, which is derived from its group and its prefix."""
         end = (block + 1) * self.groups[group].block_size
         return group, tuple(hashes[: end // self.hash_block_size])
 

@@ -1,4 +1,4 @@
-"""The operations of the geometry contract, played on coordinators and on their model."""
+"""The operations of the geometry contract, which run on coordinators and on their model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_REQUESTS = 3
 
 @check_by_search
 class GeometryPlayer(Player):
-    """Player of coordinators of many geometries, which caches blocks and compares every hit."""
+    """Plays operations on coordinators of many geometries, and compares every hit."""
 
     contract = "geometry"
     subject_name = "coordinator"
@@ -155,7 +155,7 @@ class GeometryPlayer(Player):
 
     @operation("GEO-3", weight=3)
     def cache_for_a_hit(self) -> None:
-        """Cache exactly the blocks that one prefix needs, or all but one of these blocks."""
+        """Cache exactly the blocks that one prefix needs, or all of these blocks except one."""
         hashes = self.rng.choice(self.requests)
         num_tokens = self.model.step * self.rng.randint(1, self.num_tokens // self.model.step or 1)
         if num_tokens > self.num_tokens:
@@ -192,7 +192,7 @@ class GeometryPlayer(Player):
 
     @observable("GEO-3")
     def hits(self) -> None:
-        """Compare the hits of every request, with limits at many positions of the request."""
+        """Compare the hits of every request, with many limits on the length of the hit."""
         ends = range(0, self.num_tokens + 1, self.model.step)
         limits = {*self.rng.sample(range(self.num_tokens + 1), 4), *ends[-3:], self.num_tokens}
         for hashes in self.requests:

@@ -1,9 +1,10 @@
 """The guard contract as an executable model: leases, budgets and a clock over the pool's model.
 
-The model touches no guard. It states which references each guard, view and lease has, how many
-blocks the budget leaves, which leases a call ends, and every row of ``leaks`` and ``stats``.
-The model allows every choice that the contract leaves open: a touch without a new block while
-other views hold more than the budget, and the order of blocks that ``free_all`` releases.
+The model uses no guard. It computes which references each guard, view and lease has, how many
+blocks may still be held, which leases a call ends, and every row of ``leaks`` and ``stats``. The
+model allows every choice that the contract leaves open: whether a touch without a new block
+succeeds while other views hold more than the budget, and the order in which ``free_all`` releases
+blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class GuardModel(PoolModel):
         return [guard for guard, below in self.below.items() if below == at]
 
     def closing(self, at: int) -> set[int]:
-        """Return the views that are closed with a guard: those under it, and all over these."""
+        """Return the views that close with a guard: the views under it, and all their guards."""
         while (below := self.below.get(at)) is not None:
             at = below
         return set(self.tree(at))
@@ -144,7 +145,7 @@ class GuardModel(PoolModel):
         return None if budget is None else max(0, budget - len(self.pinned()))
 
     def may_hold(self, at: int, blocks: Sequence[int]) -> bool | None:
-        """Return whether a touch is allowed; None if the law leaves it open."""
+        """Return whether a touch is allowed; None if the law does not decide this."""
         budget, pinned = self.budgets.get(at), self.pinned()
         if budget is None:
             return True
@@ -185,8 +186,8 @@ class GuardModel(PoolModel):
     def expire(self, at: int, *, is_failing: bool = False) -> list[LeaseModel]:
         """End the due leases of a guard, earliest deadline first (GUARD-3).
 
-        If the engine refuses their blocks, the leases have still ended, and the blocks stay held
-        until the next try (GUARD-8).
+        If the engine refuses to free their blocks, the leases have ended nevertheless, and the
+        blocks stay held until the next attempt (GUARD-8).
         """
         due: list[tuple[float, LeaseModel]] = []
         for lease in self.leases:

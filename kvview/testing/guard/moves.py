@@ -1,4 +1,4 @@
-"""Operations on guards and leases, which are played on a pool and on the model."""
+"""Operations on guards and leases, which run on a pool and on the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def in_a_thread(call: Callable[[], object]) -> None:
 
 
 class GuardMoves(PoolPlayer):
-    """Player of the guards over one pool, and of their leases."""
+    """Plays operations on the guards over one pool, and on their leases."""
 
     Model: ClassVar[type[PoolModel]] = GuardModel
     sizes = (16, 20, 24, 40)
@@ -141,7 +141,7 @@ class GuardMoves(PoolPlayer):
         return [at for at in self.model.stats if at not in self.model.closed]
 
     def some_lease(self) -> tuple[Any, LeaseModel] | None:
-        """Draw a lease, which has sometimes ended."""
+        """Draw a lease, sometimes a lease that has ended."""
         active = [pair for pair in self.leases if self.model.is_active(pair[1])]
         among = active if active and self.rng.random() < 0.75 else self.leases
         return self.rng.choice(among) if among else None
@@ -232,7 +232,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-2", weight=9)
     def take_lease(self, at: int | None = None) -> None:
-        """Lease blocks, sometimes on condition that they still have the keys that were read."""
+        """Lease blocks, sometimes on the condition that they still have the keys that were read."""
         at = self.rng.choice(self.guards()) if at is None else at
         among = self.rng.choice((self.model.blocks, self.model.order() or self.model.blocks))
         blocks = list(self.with_null(self.some(among, repeat=self.rng.random() < 0.3)))
@@ -293,7 +293,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-1", weight=2)
     def be_refused_a_lease(self) -> None:
-        """Take leases with wrong blocks and wrong times, which must be refused."""
+        """Request leases with wrong blocks and wrong times, which must be refused."""
         self.blame("GUARD-1")
         at = self.rng.choice(self.guards())
         good = self.some(self.model.blocks)
@@ -341,7 +341,7 @@ class GuardMoves(PoolPlayer):
 
     @operation("GUARD-3", weight=3)
     def renew(self) -> None:
-        """Move a deadline, later or earlier; an ended lease must refuse this."""
+        """Move the deadline of a lease, later or earlier; an ended lease must refuse this."""
         found = self.some_lease()
         if found is None:
             return

@@ -1,4 +1,4 @@
-"""The operations of the guard contract, played on guards of one pool and on their model."""
+"""The operations of the guard contract, which run on guards of one pool and on their model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _pool_laws() -> dict[str, Label]:
 
 @check_by_search
 class GuardPlayer(GuardMoves):
-    """Player of guards over one pool, with time and a failing engine."""
+    """Plays operations on guards over one pool, while time passes and the engine may fail."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "GUARD-1": Label("A call that raises has changed nothing.", (C.LEASES,)),
@@ -61,7 +61,7 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-3", weight=9)
     def advance(self) -> None:
-        """Let time pass, often to a deadline or just before a deadline; then call each guard."""
+        """Let time pass, often until or just before a deadline, and then call each guard."""
         self.blame("GUARD-3")
         deadlines = [one.deadline for one in self.model.leases if one.deadline is not None]
         left = [deadline - self.model.seconds for deadline in deadlines]
@@ -119,7 +119,7 @@ class GuardPlayer(GuardMoves):
 
     @operation("GUARD-1", C.GUARDS, weight=5)
     def fail_the_engine(self) -> None:
-        """Let the calls of an engine without checks fail, also at an expiry."""
+        """Let calls of an engine without checks fail, also when a lease expires."""
         if not isinstance(self.harness, UncheckedPool):
             self.advance()
             return

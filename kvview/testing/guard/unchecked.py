@@ -93,7 +93,7 @@ class UncheckedPool:
         }
 
     def fail(self, method: str) -> None:
-        """Let calls of a method of the engine fail; an empty name ends the failures."""
+        """Let all calls of a method of the engine fail; an empty name ends the failures."""
         self.engine.fails_at = method
 
     def allocate(self, num_blocks: int) -> list[int]:

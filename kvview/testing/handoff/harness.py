@@ -39,7 +39,7 @@ class PDHarness(ConnectorHarness, Protocol):
         """Return the number of blocks that requests have loaded."""
 
     def num_wrong_blocks(self) -> int:
-        """Return the number of cached or squeezed blocks that another writer has changed."""
+        """Return the number of blocks that are cached or squeezed, and were changed by others."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BuildsPDEngines(Protocol):
 
         Args:
             scenario: Sizes of the engine.
-            connector: The connector of the engine.
+            connector: The connector that the engine runs.
             life: Identity, wire and clock of the engine.
         """
 
@@ -137,7 +137,7 @@ class _Idle(Connector):
 
 @cache
 def _load(name: str) -> BuildsPDEngines:
-    """Load the factory of an engine, and build an engine, because a release may refuse handoffs."""
+    """Load the factory of an engine, and try to build an engine, which may refuse handoffs."""
     engines = load_engines(name)
     if not isinstance(engines, BuildsPDEngines):
         raise ConfigError(f"engine {name!r} cannot simulate handoffs; use reference or vllm")
@@ -199,7 +199,7 @@ def require_handoff_connector(target: object, options: Mapping[str, Any]) -> typ
 
 
 class TwoEngines:
-    """Two engines with a network between them, which exist after :meth:`start`.
+    """Two engines with a network between them, which :meth:`start` makes.
 
     Args:
         connector_class: The connector.
@@ -279,7 +279,7 @@ class TwoEngines:
         return engine
 
     def close(self) -> None:
-        """Release the resources of both engines."""
+        """Release all resources of both engines."""
 
     def life(self, name: str) -> str:
         """Name of the current life of an engine."""
@@ -306,7 +306,7 @@ class TwoEngines:
         Args:
             handoff: The offer.
             geometry: Geometry of the producer.
-            tables: Block tables of its request.
+            tables: Block tables of the producer's request.
         """
         return {
             table[number]

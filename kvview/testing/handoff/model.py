@@ -1,4 +1,4 @@
-"""The model of handoffs: which blocks a producer must hold, and how long it may hold them.
+"""The model of handoffs: the blocks that a producer must hold, and until when it may do so.
 
 The model has offers, requests of consumers and the time, and does not depend on a connector.
 """
@@ -61,7 +61,7 @@ class Decode:
 
     Args:
         kept: Handoff of the request.
-        kind: How the router chose the handoff.
+        kind: The way in which the router chose the handoff.
     """
 
     kept: Kept
@@ -104,7 +104,7 @@ class HandoffModel:
         return (one for one in self.kept if one.engine == engine)
 
     def restart(self, engine: str) -> None:
-        """Drop the blocks of a restarted engine; its parameters remain in routers."""
+        """Drop the blocks of a restarted engine, whose old parameters remain in routers."""
         for one in self.of(engine):
             one.blocks = set()
         self.decodes = {key: one for key, one in self.decodes.items() if key[0] != engine}

@@ -1,7 +1,7 @@
 """A simulated network between engines: time, messages, and faults on every message.
 
 The network reads a message from the sender's memory some time after ``send``, like a network card.
-If the frames have changed since then, the sender released or overwrote memory during a read
+If the frames have changed since ``send``, the sender released or overwrote memory during a read
 (HAND-4).
 """
 
@@ -82,7 +82,7 @@ class Network:
     """All wires, the time, and the faults.
 
     Args:
-        seed: Seed of the details of faults.
+        seed: Seed for the random details of faults.
         longest: Maximum of seconds by which faults delay a message.
     """
 
@@ -143,7 +143,7 @@ class Network:
         return self._num_tickets
 
     def tick(self) -> None:
-        """Advance the clock by one second, and read and deliver the messages that are due."""
+        """Advance the clock by one second, and read and deliver all messages that are due."""
         self.now += 1
         due = [one for one in self._unread if one.read_at <= self.now]
         self._unread = [one for one in self._unread if one.read_at > self.now]

@@ -1,4 +1,4 @@
-"""Handoffs between two engines, which are played with faults and compared with the model."""
+"""Handoffs between two engines, which run with faults and are compared with the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NAMES = ("P", "D")
 
 @check_by_search
 class HandoffPlayer(Player):
-    """Player of two engines, their router and the network."""
+    """Plays operations on two engines, their router and the network."""
 
     contract = "handoff"
     subject_name = "engines"
@@ -136,7 +136,7 @@ class HandoffPlayer(Player):
             )
 
     def tick(self, seconds: int = 1) -> None:
-        """Let time pass, so that messages arrive and engines with work make steps."""
+        """Let one second pass, in which messages arrive, and engines with work make a step."""
         for _ in range(seconds):
             self.network.tick()
             for name in _NAMES:
@@ -174,7 +174,7 @@ class HandoffPlayer(Player):
         return handoff
 
     def take_ends(self, name: str) -> None:
-        """Check the loads that have ended in this step."""
+        """Check all loads that have ended in this step."""
         engine, now = self.engines[name], self.network.now
         unfinished = engine.unfinished()
         ended = self.model.follow(name, unfinished, now)
@@ -319,7 +319,7 @@ class HandoffPlayer(Player):
 
     @operation("HAND-5", weight=1.5)
     def route_again(self) -> None:
-        """Deliver a handoff again, whether it is in use, consumed, expired or of an old life."""
+        """Deliver a handoff again, even if it is in use, consumed, expired or of an old life."""
         if old := [one for one in self.model.kept if one.is_routed]:
             kept = self.rng.choice(old)
             add = replace(kept.add, request_id=f"again{self.num_requests}", num_output_tokens=2)
@@ -371,7 +371,7 @@ class HandoffPlayer(Player):
 
     @operation("HAND-2", weight=3)
     def squeeze(self) -> None:
-        """Let another owner overwrite free blocks, and keep some of them."""
+        """Let another owner overwrite free blocks, and hold some of these blocks."""
         name = self.rng.choice(_NAMES)
         num_blocks = self.engines[name].num_blocks
         self.overwrite(name, self.rng.choice((0, num_blocks // 2, num_blocks)))
@@ -383,7 +383,7 @@ class HandoffPlayer(Player):
         self.pressed_until[self.rng.choice(_NAMES)] = until
 
     def overwrite(self, name: str, num_kept: int) -> None:
-        """Overwrite all free blocks, and keep some of them."""
+        """Overwrite all free blocks, and hold some of these blocks."""
         self.act(name, "squeeze", self.engines[name].num_blocks)
         self.act(name, "squeeze", num_kept)
 
@@ -394,7 +394,7 @@ class HandoffPlayer(Player):
 
     @operation("HAND-7", weight=2)
     def disturb(self) -> None:
-        """Plan faults of some of the next messages."""
+        """Plan faults for some of the next messages."""
         some = self.rng.choices((None, *self.pair.faults), k=self.rng.randint(1, 4))
         self.network.faults += some
 
@@ -444,7 +444,7 @@ class HandoffPlayer(Player):
             self.equal(held, {}, f"{name} holds nothing when all handoffs have ended", "HAND-3")
 
     def offer_now(self, name: str, family: int) -> Kept | None:
-        """Compute a new prompt and wait for its offer; None if blocks are missing or not held."""
+        """Compute a new prompt and wait for its offer; None if the producer may offer nothing."""
         size, num_before = self.geometry.scheduler_block_size, len(self.model.kept)
         length = size * self.rng.randint(1, 3) + 1
         add = Add(f"over{self.num_requests}", family, length, num_shared_blocks=0)
@@ -460,7 +460,7 @@ class HandoffPlayer(Player):
 
     @operation("HAND-10", weight=0.8)
     def hand_over(self) -> None:
-        """Hand over one prompt on an intact network; afterwards the producer's blocks are free."""
+        """Hand over one prompt on an intact network; then the producer's blocks must be free."""
         self.settle()
         family = 1000 + self.num_requests
         if self.rng.random() < 0.5:
@@ -491,7 +491,7 @@ class HandoffPlayer(Player):
         )
 
     def tick_until(self, is_done: Callable[[], bool], what: str, law: str = "HAND-10") -> None:
-        """Advance the clock second by second until an event has happened."""
+        """Advance the clock, second by second, until a condition holds."""
         for _ in range(2 * GRACE):
             if is_done():
                 return

@@ -1,9 +1,9 @@
 """The offloading contract as an executable model: dictionaries, counters and the laws.
 
-The model calls no manager. It states which key is a hit, which keys a store takes and how many it
+The model calls no manager. It computes which key is a hit, which keys a store takes and how many it
 evicts, which transfers are in flight, and which events are due. If the contract leaves a choice to
 the manager (a page, a victim among several), the model adopts the choice of the manager. The
-methods of the model yield (law, promise, whether the promise was kept).
+methods of the model yield tuples: the law, the promise, and whether the promise was kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ManagerModel:
     Args:
         capacity: Number of keys that fit.
         make_order: Makes the order of eviction, at the start and at each reset.
-        threshold: Offers that a key needs before it is stored (OFF-12).
+        threshold: Number of offers of a key before the key is stored (OFF-12).
         has_pages: Whether specs name pages.
     """
 

@@ -1,4 +1,4 @@
-"""Random draws, and calls of the offloading contract that are made on a manager and its model."""
+"""Random draws, and the same calls of the offloading contract on a manager and its model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ManagerMoves(Player):
         return [make_offload_key(b"new%d" % (self.num_fresh - at), 0) for at in range(number)]
 
     def wanted(self, number: int) -> list[OffloadKey]:
-        """Return new keys whose next offer reaches the threshold, so that it stores them."""
+        """Return new keys that are stored at their next offer, because it reaches the threshold."""
         keys = self.fresh(number)
         for _ in range(self.model.threshold - 1):
             self.offer(keys)
@@ -180,7 +180,7 @@ class ManagerMoves(Player):
         self.model.end_loads(keys)
 
     def use_one(self, key: OffloadKey) -> None:
-        """Let a request use a key, by a touch or a completed store."""
+        """Let a request use a key, by a touch or by a completed store."""
         self.named([key])
         if key in self.model.stored:
             self.call(self.subject, "touch", [key], self.context)

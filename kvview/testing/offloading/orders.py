@@ -1,7 +1,7 @@
 """The eviction orders that the offloading contract defines: LRU, and ARC as published.
 
-An order contains the held keys with the time of their last use. It receives the victims that a
-manager chose, and yields for each promise whether the promise was kept. A manager that declares
+An order contains the held keys with the time of their last use. An order receives the victims that
+a manager chose, and yields for each promise whether the promise was kept. A manager that declares
 neither order may evict any key.
 """
 
@@ -21,7 +21,7 @@ def oldest(uses: Mapping[OffloadKey, int], may_go: Collection[OffloadKey]) -> li
 
 
 class AnyOrder:
-    """The absence of an order: every key that is not in flight may be evicted."""
+    """No defined order: every key that is not in flight may be evicted."""
 
     def replace(
         self,
@@ -85,8 +85,8 @@ class ARCOrder(AnyOrder):
     from T1 and T2. The paper defines every victim as long as new keys come one at a time, the
     published victim is not in flight, and no store fails after an eviction. Otherwise ``is_exact``
     becomes False, and the manager may choose between T1 and T2; within each list the least recently
-    used key is still evicted first. A key that is then stored again may be in either list until it
-    is touched.
+    used key is still evicted first. If such a key is stored again, it may be in either list until
+    it is touched.
 
     Args:
         c: Keys that fit.
@@ -113,7 +113,7 @@ class ARCOrder(AnyOrder):
         victims: Sequence[OffloadKey],
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
-        """Evict as published or, if inexact, the least recently used keys of each list."""
+        """Evict as published or, if not exact, the least recently used keys of each list."""
         for name, uses in (("once", self.t1), ("again", self.t2)):
             ages = [uses[key] for key in victims if key in uses]
             is_kept = ages == oldest(uses, may_go)[: len(ages)]
@@ -148,7 +148,7 @@ class ARCOrder(AnyOrder):
                 self.open.add(key)
 
     def _make_room(self, x: OffloadKey) -> list[OffloadKey]:
-        """Follow cases II to IV of figure 4; returns the keys one of which is the victim."""
+        """Apply cases II to IV of figure 4; returns keys of which one must be the victim."""
         t1, t2, b1, b2, c = self.t1, self.t2, self.b1, self.b2, self.c
         num_known = len(t1) + len(t2) + len(b1) + len(b2)
         if x in b1:
@@ -185,5 +185,5 @@ class ARCOrder(AnyOrder):
 
 
 def _first(uses: Mapping[OffloadKey, int]) -> list[OffloadKey]:
-    """The least recently used keys; several keys if one call stored them."""
+    """The least recently used keys, which are several if one call stored them together."""
     return [key for key, time in uses.items() if time == min(uses.values())]

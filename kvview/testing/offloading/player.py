@@ -1,4 +1,4 @@
-"""The operations of the offloading contract, played on a manager and on its model."""
+"""The operations of the offloading contract, which run on a manager and on its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_USES = 60
 
 @check_by_search
 class ManagerPlayer(ManagerMoves):
-    """Player of an engine that uses one manager, which compares every observable."""
+    """Plays the operations of an engine on one manager, and compares all results."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "OFF-1": Label("A key that is being loaded or stored is not evicted."),
@@ -46,14 +46,14 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-3", weight=5)
     def store(self) -> None:
-        """Offer keys: new, held, repeated, and in flight."""
+        """Offer new, held and repeated keys, and keys in flight."""
         model = self.model
         among = self.rng.choice(((), model.stored, model.storing, model.late, self.evicted))
         self.offer(self.mixed(self.any_keys(), self.some(among)[:2]))
 
     @operation("OFF-6", weight=5)
     def finish_store(self) -> None:
-        """Complete some stores, of one call or of several calls, with success."""
+        """Complete some stores, of one call or of several calls, as successes."""
         self.end_stores(self.some(self.model.storing), success=True)
 
     @operation("OFF-4", weight=2)
@@ -73,7 +73,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-6", weight=4)
     def touch(self) -> None:
-        """Touch keys, held or not, sometimes one of them twice."""
+        """Touch keys that are held or not held, sometimes one of them twice."""
         among = self.rng.choice((None, self.model.stored, self.model.storing))
         keys = self.any_keys() if among is None else self.some(among)
         if keys:
@@ -83,7 +83,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-3", weight=2)
     def use_keys(self) -> None:
-        """Use keys one after another: new, held, and recently evicted keys."""
+        """Use new, held, and recently evicted keys, one after another."""
         weights = [self.rng.choice((0.1, 1, 3)) for _ in range(4)]
         most = min(5 * self.capacity, self.plan.most or _MOST_USES)
         for _ in range(self.rng.randint(1, most)):
@@ -115,7 +115,7 @@ class ManagerPlayer(ManagerMoves):
 
     @operation("OFF-1", weight=1.5)
     def squeeze(self) -> None:
-        """Load all keys except a few, store new keys in the remaining room, and try once more."""
+        """Load all keys except a few, store new keys in the remaining room, and store again."""
         idle = sorted(self.model.may_go([]))
         left = self.rng.choice((0, 1, 1, 2, self.most))
         busy = self.rng.sample(idle, max(0, len(idle) - left))
@@ -261,7 +261,7 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("OFF-5", C.TIER_COUNTS)
     def counts(self) -> None:
-        """Compare the room that is free and the room that transfers use."""
+        """Compare the number of free pages, and the number of pages that transfers use."""
         got = self.call(self.subject, "num_free_blocks")
         self.equal(got, self.model.num_free(), "num_free_blocks counts the room that is free")
         got = self.call(self.subject, "num_protected_blocks")

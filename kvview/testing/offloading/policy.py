@@ -1,4 +1,4 @@
-"""A cache policy as a target: the checks of managers run on the reference's manager with it."""
+"""A cache policy as a target, which the reference's manager uses in the checks of managers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _METHODS = ("admit", "touch", "release", "remove")
 
 @dataclass(frozen=True)
 class ManagerOfPolicy:
-    """Makes a harness: a manager with a policy.
+    """Makes the harness of a manager with a policy.
 
     Args:
         made_of: Class of the policy.

@@ -16,7 +16,7 @@ _WALK = "iter_free_block_ids_with_hash"
 
 
 def _fill(pool: PoolPlayer, num_blocks: int) -> list[int]:
-    """Make a pool in which every block is free and has a key; returns the blocks in queue order."""
+    """Make a pool whose blocks are all free and have keys; returns the blocks in queue order."""
     pool.resize(num_blocks)
     pool.allocate(len(pool.model.joined))
     blocks = list(pool.model.engine)
@@ -31,7 +31,7 @@ def _walk(pool: PoolPlayer) -> Any:
 def _keep_size(
     pool: PoolPlayer, what: str, work: Callable[[], None], warm_up: Callable[[], None]
 ) -> None:
-    """Break the law if some work, after a warm-up, keeps memory allocated."""
+    """Break the law if some work, after a warm-up, leaves memory allocated."""
     grown = growth_of(work, warm_up)
     limit = f"at most {_TOLERATED_GROWTH} bytes"
     pool.true(grown <= _TOLERATED_GROWTH, what, grown, limit)
@@ -84,7 +84,7 @@ def check_pool_13_cost_of_a_resumed_walk(pool: PoolPlayer) -> None:
 
 
 def _serve(pool: PoolPlayer, walk: Any) -> None:
-    """Run one step of an engine and of a connector that stores the next victims."""
+    """Run one step of an engine whose connector stores the next victims."""
     taken = list(dict.fromkeys(block for block, _ in walk.take(8)))
     held = taken[1::2]
     pool.views[0].touch_blocks(held)

@@ -1,6 +1,6 @@
 """The pool contract as an executable model: dictionaries, lists and the laws.
 
-The model calls no pool. It states which blocks are free, in which order blocks are evicted, and
+The model calls no pool. It computes which blocks are free, in which order blocks are evicted, and
 which items, refusals and notices every call must produce. If the contract leaves a choice to the
 engine (the place of a block without a key, the order of victims without keys), the model adopts the
 choice of the pool, and only checks the promised part.
@@ -63,7 +63,7 @@ class PoolModel:
         """The closed views; their blocks stay held (POOL-10)."""
 
     def add_view(self) -> None:
-        """Add a view without holds."""
+        """Add a view that holds no block."""
         self.held.append(Counter())
         self.watched.append({})
 
@@ -82,7 +82,7 @@ class PoolModel:
         return block in self.joined
 
     def order(self) -> list[int]:
-        """Return the free blocks with keys, next victim first (POOL-6, POOL-11, POOL-12)."""
+        """Return the free blocks that have keys, next victim first (POOL-6, POOL-11, POOL-12)."""
         return sorted((b for b in self.keys if b in self.joined), key=self.place.__getitem__)
 
     def key_sets(self, blocks: Sequence[int]) -> list[KeySet]:
@@ -94,7 +94,7 @@ class PoolModel:
         return [block for block, keys in self.keys.items() if key in keys]
 
     def cached(self) -> Counter[OffloadKey]:
-        """Return the number of blocks with each key, as events must report it (EVENT-2)."""
+        """Return for each key the number of blocks that have it, as in the events (EVENT-2)."""
         return Counter(key for keys in self.keys.values() for key in keys)
 
     # --- references ---
@@ -129,7 +129,7 @@ class PoolModel:
     # --- the engine ---
 
     def allocated(self, blocks: Sequence[int]) -> Iterator[tuple[str, str, bool]]:
-        """Take the blocks of an allocation; yields (law, promise, whether the promise was kept)."""
+        """Take the blocks of an allocation; yields a law, a promise, and whether it was kept."""
         order = self.order()
         victims = [block for block in blocks if block in self.keys]
         yield "POOL-5", "the null block is not allocated", self.null not in blocks
@@ -162,7 +162,7 @@ class PoolModel:
         return True
 
     def notices(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """End the pending notices of these blocks; returns (tag, block) of each (POOL-14)."""
+        """End the pending notices of these blocks; returns tag and block of each (POOL-14)."""
         return sorted((w.pop(block), block) for w in self.watched for block in blocks if block in w)
 
     # --- walks ---
@@ -183,10 +183,10 @@ class PoolModel:
         return walk[0][0] if walk else None
 
     def next_keys(self, block: int, yielded: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that a walk may yield next: the primary first, then the others."""
+        """Return the keys that a walk may yield next: the primary key, then the other keys."""
         keys = self.keys.get(block, [])
         return [key for key in keys if key not in yielded] if yielded else keys[:1]
 
     def behind(self, passed: float) -> list[int]:
-        """Return the blocks with keys ahead of a resumed walk, next victim first (POOL-13)."""
+        """Return the blocks with keys that a resumed walk must still yield, in order (POOL-13)."""
         return [block for block in self.order() if self.place[block] > passed]

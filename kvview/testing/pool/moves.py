@@ -1,4 +1,4 @@
-"""The calls of an engine and of several views, which are played on a pool and on its model."""
+"""The calls of an engine and of several views, which run on a pool and on its model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOTICE = "free_blocks_with_notice"
 
 @cache
 def wrong_ids() -> tuple[Any, ...]:
-    """Return wrong ids that have no literal in Python, such as numpy scalars."""
+    """Return wrong ids that no Python literal can express, such as numpy scalars."""
     try:
         import numpy as np
     except ModuleNotFoundError:  # without numpy, no caller can pass its scalars
@@ -47,7 +47,7 @@ def wrong_ids() -> tuple[Any, ...]:
 
 
 class PoolMoves(Player):
-    """Player of the engine and of several views of one pool."""
+    """Plays the calls of the engine and of several views on one pool."""
 
     contract = "pool"
     subject_name = "view"
@@ -120,7 +120,7 @@ class PoolMoves(Player):
         return wrong
 
     def frees(self) -> list[str]:
-        """Return the names of the methods that release blocks."""
+        """Return the names of the view's methods that release blocks."""
         methods = {"give_back_blocks": C.GIVE_BACK, NOTICE: C.REUSE_NOTICE}
         return ["free_blocks", *(name for name, need in methods.items() if self.can(need))]
 
@@ -183,7 +183,7 @@ class PoolMoves(Player):
 
     @operation("POOL-8", C.CACHE, weight=5)
     def cache(self) -> None:
-        """Register keys: new keys, and keys that other blocks hold."""
+        """Register keys of blocks, which are new, or which other blocks have."""
         used = sorted(self.model.engine)
         if not self.can(C.MANY_HASHES):
             used = [block for block in used if block not in self.model.keys]
@@ -285,20 +285,20 @@ class PoolMoves(Player):
         self.hold(at, blocks)
 
     def hold(self, at: int, blocks: Sequence[int]) -> bool:
-        """Touch through a view; returns whether the blocks are held, or the touch was refused."""
+        """Touch blocks through a view; returns whether the view accepted the touch."""
         self.call(self.views[at], "touch_blocks", blocks)
         self.model.take(blocks, self.model.held[at])
         return True
 
     def blame_blocks(self, blocks: Sequence[int]) -> None:
-        """Set the law that a wrong call with these blocks breaks, if a law concerns them."""
+        """Set the law that a failure of a call with these blocks breaks, if one applies."""
         if self.model.null in blocks:
             self.blame("POOL-5")
         elif len(set(blocks)) < len(blocks):
             self.blame("POOL-2")
 
     def give(self, at: int, method: str, blocks: Sequence[int]) -> None:
-        """Release through a view, with one of its methods."""
+        """Release blocks through a view, with one of its methods."""
         self.blame_blocks(blocks)
         if method == "give_back_blocks":
             self.blame("POOL-12")
@@ -351,7 +351,7 @@ class PoolMoves(Player):
 
     @operation("POOL-4", weight=2)
     def be_refused(self) -> None:
-        """Pass ids that do not name a block, and free more references than are held."""
+        """Pass ids that do not name a block, and free more references than the view holds."""
         self.blame("POOL-3")
         at = self.draw_view()
         view, held = self.views[at], self.model.held[at]
@@ -378,7 +378,7 @@ class PoolMoves(Player):
 
     @operation("POOL-3", C.ENGINE_REFUSES)
     def refuse_the_engine(self) -> None:
-        """Let the engine name wrong blocks among right blocks."""
+        """Let the engine name a mixture of wrong and right blocks."""
         self.blame("POOL-3")
         harness, free = self.harness, self.some(self.model.joined)
         used = self.some(self.model.engine.elements())

@@ -1,4 +1,4 @@
-"""The operations of the pool contract, played on a pool and on its model."""
+"""The operations of the pool contract, which run on a pool and on its model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _first_of(view: Any, name: str) -> object:
 
 @dataclass
 class _OneShot:
-    """An open walk, and the state from which the model computes its items."""
+    """An open walk, and the state from which the model computes the items of the walk."""
 
     view: int
     walk: Iterator[Any]
@@ -41,7 +41,7 @@ class _OneShot:
 
 @dataclass
 class _Resumed:
-    """A walk that is resumed, and the place of the walk in the queue."""
+    """A resumable walk, and its position in the queue."""
 
     view: int
     walk: Any
@@ -54,7 +54,7 @@ class _Resumed:
 
 @check_by_search
 class PoolPlayer(PoolMoves):
-    """Player of the engine, views and walks of one pool, which compares every observable."""
+    """Plays the engine, views and walks of one pool, and compares all results."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "POOL-1": Label("A block is free exactly when neither the engine nor a view holds it."),
@@ -96,7 +96,7 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-10", C.CLOSE, weight=0.3)
     def close(self) -> None:
-        """Close the first view; every later call is refused, and its walks end."""
+        """Close the first view, after which every call is refused, and its walks end."""
         if 0 in self.model.closed:
             return
         if len(self.model.closed | self.closing(0)) == len(self.views) and self.can(C.VIEWS):
@@ -115,7 +115,7 @@ class PoolPlayer(PoolMoves):
         return {at}
 
     def end_views(self, ended: set[int]) -> None:
-        """Check that closed views refuse calls, their walks end, and no notice comes."""
+        """Check that closed views refuse calls, end their walks, and receive no notice."""
         self.model.closed |= ended
         self.is_over = len(self.views) == len(self.model.closed)
         for at in ended:
@@ -352,7 +352,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("EVENT-2", C.GPU_EVENTS)
     def events(self) -> None:
-        """Compare the fold of the engine's events."""
+        """Compare the keys that follow from the engine's events."""
         if not self.has_events:
             return
         for event in self.call(self.harness, "take_events"):

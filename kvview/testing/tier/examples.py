@@ -44,7 +44,7 @@ def _fits(store: TierPlayer) -> None:
 
 
 def _kill_writer(store: TierPlayer, rng: Random) -> None:
-    """Kill a writing process while another process writes the same and other keys."""
+    """Kill a process that writes, while another process writes the same and other keys."""
     both, first, second = (_draw_keys(rng, number) for number in (20, 600, 60))
     writers = [store.harness.start_writer(both | keys) for keys in (first, second)]
     writers[0].kill(rng.randrange(60), rng.random() * 0.002)

@@ -42,7 +42,7 @@ class FaultyStore:
     """A store that is correct while ``fault`` is empty.
 
     Args:
-        namespace: Namespace, which is not used, because this store shares nothing.
+        namespace: Namespace of the store; not used, because this store shares no bytes.
     """
 
     def __init__(self, namespace: Namespace | None = None) -> None:
@@ -59,7 +59,7 @@ class FaultyStore:
         self._healed = threading.Event()
 
     def heal(self) -> None:
-        """End the fault, and deliver late reports."""
+        """End the fault, and report the jobs that are late."""
         self.fault = ""
         for page in self.late_pages:
             page[:] = b"\xee" * len(page)

@@ -51,7 +51,7 @@ class TierGuardModel:
         self.counts: Counter[str] = Counter()
 
     def reaches(self, now: float) -> bool:
-        """Whether a job reaches the store."""
+        """Whether the guard passes a job to the store."""
         return self.until is None or now >= self.until
 
     def job(self, method: str, count: str, num_keys: int, now: float) -> bool:
@@ -78,7 +78,7 @@ class TierGuardModel:
             self.strike(now)
 
     def strike(self, now: float) -> None:
-        """Count a strike; several in a row, or one strike of a trial, pause the store."""
+        """Count a strike; the store is paused after several strikes, or after one in a trial."""
         self.strikes += 1
         if self.until is not None:
             self.pause = min(2 * self.pause, 16 * self.retry_after)

@@ -35,7 +35,7 @@ class ManualClock:
 
 @check_by_search
 class TierGuardPlayer(TierMoves):
-    """Player of an engine on a guard, over a store that has a fault some of the time."""
+    """Plays the calls of an engine on a guard, over a store that is sometimes faulty."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "TIER-12": Label(
@@ -185,7 +185,7 @@ class TierGuardPlayer(TierMoves):
         self._compare_counts(expected, fault)
 
     def _pass_deadline(self) -> None:
-        """Let the deadline of an unreported job pass; before it, the job must not be late."""
+        """Let the deadline of a job pass; before the deadline, the job must not count as late."""
         self.clock.seconds += 0.9 * DEADLINE
         time.sleep(0.002)
         self.equal(self.poll(), {}, "a job is not late before its deadline")
@@ -221,7 +221,7 @@ class TierGuardPlayer(TierMoves):
 
     @observable("TIER-12")
     def callers(self) -> None:
-        """The threads that were inside a blocked call of the store."""
+        """Check that no blocked call of the store ran on the caller's thread."""
         is_here = threading.get_ident() in self.under.callers
         what = "a store that blocks does not block the caller"
         self.true(not is_here, what, "called on the caller's thread", "on another one")

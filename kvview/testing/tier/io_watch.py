@@ -40,7 +40,7 @@ def watching_io(folder: str) -> Iterator[list[str]]:
 
 
 def slow_renames(seconds: float) -> AbstractContextManager[None]:
-    """Delay each rename, so that other processes meet half-written files."""
+    """Delay each rename, so that other processes find half-written files."""
 
     def slow(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def renamed(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def slow_renames(seconds: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files of this process, so that larger writes fail as on a full disk."""
+    """Limit the size of this process's files, so that larger writes fail as on a full disk."""
     import resource  # this limit does not exist on every system
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -200,7 +200,7 @@ class TierModel:
             job.crossed.update(job.sizes)
 
     def reopen(self) -> None:
-        """Continue as a new process, which finds only complete entries (TIER-9)."""
+        """Continue like a new process, which finds only complete entries (TIER-9)."""
         self.is_closed = False
         self.either |= {key: self.sizes[key] for key in self.failed if key in self.sizes}
         self.failed.clear()
@@ -213,7 +213,7 @@ class TierModel:
         self._doubt([*self.held])
 
     def share(self) -> None:
-        """Let another process write into the same place and evict any key."""
+        """Let another process write into the same folder or database, and evict any key."""
         if self.max_bytes is not None:
             self._doubt([*self.held])
 
@@ -223,7 +223,7 @@ class TierModel:
         self._doubt([*self.held])
 
     def kept(self) -> set[bytes]:
-        """Return the held keys that must not be evicted: all pages fit, or they were just used."""
+        """Return the held keys that must not be evicted: all, if they fit, or those used last."""
         assert self.max_bytes is not None, "only a store with a budget evicts"
         if self.has_deleted:
             return set()

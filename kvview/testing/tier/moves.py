@@ -1,4 +1,4 @@
-"""The calls of an engine, which are played on a store and on its model."""
+"""The calls of an engine, which run on a store and on its model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def finished(store: Any, seconds: float) -> list[bool]:
 
 
 class TierMoves(Player):
-    """Player of one engine on a store; the model checks every result."""
+    """Plays the calls of one engine on a store; the model checks every result."""
 
     contract = "tier"
     subject_name = "store"
@@ -96,7 +96,7 @@ class TierMoves(Player):
     # --- draws ---
 
     def new_key(self) -> bytes:
-        """Draw a key of any length, a special key, or a key that is similar to an earlier one."""
+        """Draw a key of any length, a special key, or a key that is similar to an earlier key."""
         key, known = self.rng.randbytes(self.rng.randint(1, 100)), [*self.keys]
         kind = self.rng.random()
         if kind < 0.1:
@@ -169,7 +169,7 @@ class TierMoves(Player):
             self.true(is_kept, promise, got, "as promised", law)
 
     def poll(self) -> dict[int, list[bool]]:
-        """Take the reports, and let the engine reuse their pages."""
+        """Take the reports, and let the engine reuse the pages of the reported jobs."""
         reports = {}
         self.model.now += 1
         for job, flags in list(self.ask("poll")):
@@ -218,12 +218,12 @@ class TierMoves(Player):
         return f" ({files})" if files else ""
 
     def passes(self) -> None:
-        """Let some time pass, so that the store works."""
+        """Let some time pass, so that the store can work."""
         time.sleep(0.0005)
 
     @contextmanager
     def patiently(self, what: str, law: str) -> Iterator[Any]:
-        """Yield a function that waits a moment, and fails if all waits together are too long."""
+        """Yield a function that waits a moment, and that fails if all waits add up to too long."""
         end = time.monotonic() + self.patience
 
         def wait(got: object) -> None:
@@ -338,7 +338,7 @@ class TierMoves(Player):
 
     @operation("TIER-6")
     def be_refused(self) -> None:
-        """Submit malformed jobs; the next lookups show that no malformed job was started."""
+        """Submit malformed jobs; later lookups show that none of these jobs was started."""
         self.blame("TIER-6")
         key, other, size = self.new_key(), b"another key", 4096
         job = self.draw_job()

@@ -1,4 +1,4 @@
-"""The operations of the tier contract, which are played on a store and on its model."""
+"""The operations of the tier contract, which run on a store and on its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SLACK = 30_000  # maximum difference between the usage and the medium
 
 @check_by_search
 class TierPlayer(TierMoves):
-    """Player of an engine, of other processes, and of faults of the medium, on one store."""
+    """Plays an engine, other processes, and faults of the medium, on one store."""
 
     labels: ClassVar[Mapping[str, Label]] = {
         "TIER-1": Label("A loaded page has the bytes that were put; any other page fails."),
@@ -121,7 +121,7 @@ class TierPlayer(TierMoves):
 
     @operation("TIER-6", C.GONE, weight=0.3)
     def lose_medium(self) -> None:
-        """Remove the medium; every later call must return, with failed keys and misses."""
+        """Remove the medium, after which every call must return, with failed keys and misses."""
         self.blame("TIER-6")
         self.call(self.harness, "lose_medium")
         self.model.become_faulty()
@@ -133,7 +133,7 @@ class TierPlayer(TierMoves):
         self.is_over = True
 
     def open_in_place(self, **changes: Any) -> Any:
-        """Open another store in the same place; returns the error if only one may be open."""
+        """Open the folder a second time; returns the error if only one store may be open."""
         try:
             harness = self.harness.with_namespace(replace(self.harness.namespace, **changes))
         except KVViewError as error:

@@ -1,4 +1,4 @@
-"""A harness over a class of stores, in a new folder."""
+"""A harness of a class of stores, in a new folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _WITHOUT = {
 
 
 def reason_without(missing: Sequence[Capability], declared: Collection[str]) -> str:
-    """Return the reason, worded for the author, why a check is skipped for a class of stores.
+    """Return the reason why a check is skipped for a class of stores, as a hint to its author.
 
     Args:
         missing: Capabilities that the check requires and that the class lacks.
@@ -86,7 +86,7 @@ def tier_factory(target: Any, options: Mapping[str, Any] | None = None) -> Calla
 
     Args:
         target: A factory, or a class of :class:`~kvview.tier.TierStore`.
-        options: Options of the class; None for the options of the run.
+        options: Options of the class; None takes the options of the run.
 
     Raises:
         ConfigError: The class lacks a method, or cannot be made with these options.
@@ -205,8 +205,8 @@ class StoreHarness:
     def damage(self, how: str) -> int:
         """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
 
-        A damaged file replaces the old file and does not change it, because a store may have mapped
-        the file, and a cut of a mapped file ends the process with SIGBUS.
+        A damaged copy replaces each file, because a store may have mapped the file, and cutting a
+        mapped file would end the process with SIGBUS.
         """
         contents = {}
         for path in self.entries():

@@ -25,7 +25,7 @@ class Writer:
     """A process that opens the folder of a store, puts keys, and reports each stored key.
 
     Args:
-        target: Class of the store, as ``package.module:Class``.
+        target: Target of the store's class, as ``package.module:Class``.
         options: Options of the store.
         namespace: Namespace of the store.
         keys: Keys, each with the number of bytes of its page.

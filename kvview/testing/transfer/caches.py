@@ -71,7 +71,7 @@ def layout_of(
 def wrong_caches(
     rng: Random, right: CanonicalKVCaches[Any]
 ) -> Iterator[tuple[str, CanonicalKVCaches[Any], int]]:
-    """Yield the fault, caches that no worker can move exactly (XFER-7), and the tier's size."""
+    """Yield a fault, caches with this fault, which must be refused (XFER-7), and a tier size."""
     import torch
 
     def zeros(*shape: int, dtype: Any = torch.int8) -> Any:

@@ -11,8 +11,8 @@ class GatedComputeStream:
     """A substitute for the stream of the model's kernels, for the KV caches of a harness.
 
     1. Work submitted between ``hold`` and ``release`` ends at ``release``.
-    2. The thread that calls ``hold`` runs the model. A wait on this thread would last forever, so
-       it raises an exception; a wait on any other thread blocks.
+    2. The thread that calls ``hold`` runs the model. A wait on this thread would never end, so it
+       raises an exception; a wait on any other thread blocks.
     3. After ``fail`` the stream raises once, like a stream whose kernels failed.
     """
 
@@ -83,7 +83,7 @@ class GatedComputeEvent:
 
 
 class _FailedEvent(GatedComputeEvent):
-    """An event of a stream whose kernels failed; only a wait for the event raises an exception."""
+    """An event of a stream whose kernels failed; a wait for the event raises an exception."""
 
     @override
     def query(self) -> bool:

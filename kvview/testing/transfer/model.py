@@ -1,11 +1,11 @@
 """The transfer contract as an executable model: bytes, jobs in order, and the laws.
 
 The model calls no worker. The model runs every job when the job is submitted, page by page, on
-plain bytes. So ``gpu`` and ``tier`` have the bytes that are required when every job has ended, and
-a page that several jobs touch has the bytes that follow from the order of submission (XFER-3).
+plain bytes. So ``gpu`` and ``tier`` have the bytes that are required once every job has ended. If
+several jobs access a page, the order of submission determines its bytes (XFER-3).
 
 The worker chooses the moment of a copy. So a GPU page that a job in flight writes may have any
-bytes (:class:`Pending`). While copies or compute are delayed, the page has its old bytes.
+bytes (:class:`Pending`). While copies or compute are delayed, such a page has its old bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS = -(10**9)
 
 
 def first_difference(one: memoryview, other: bytearray) -> int:
-    """Return the first index at which two buffers of one length differ."""
+    """Return the first index at which two buffers of equal length differ."""
     pieces = range(0, len(other), _PIECE)
     start = next(at for at in pieces if other[at : at + _PIECE] != one[at : at + _PIECE])
     return next(at for at in range(start, start + _PIECE) if one[at] != other[at])
@@ -215,7 +215,7 @@ class TransferModel:
         self.jobs[job_id] = JobInFlight(is_store, num_bytes, slots, touched, stored, is_held)
 
     def _law(self, pages: Collection[Row | int]) -> str:
-        """Return the law that wrong bytes of a job break: on compute, on order, or on bytes."""
+        """Return the law that wrong bytes of a job break, on compute, on order, or on bytes."""
         if self.held_by == "XFER-6":
             return "XFER-6"
         return "XFER-3" if any(self.touched[page] for page in pages) else "XFER-1"
@@ -263,7 +263,7 @@ class TransferModel:
     # --- results ---
 
     def reported(self, result: TransferResult) -> Iterator[tuple[str, str, bool]]:
-        """End a job that succeeded; yields (law, promise, whether the promise was kept)."""
+        """End a job that succeeded; yields a law, a promise, and whether the promise was kept."""
         yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         job = self.jobs.get(result.job_id)
         yield "XFER-5", "only a job in flight is reported, and only once", job is not None
@@ -288,7 +288,7 @@ class TransferModel:
         """End a failed job; ``lost`` has the indices of the GPU blocks that could not be moved.
 
         A failed load may have left any bytes in its GPU pages, and a failed store in its slots
-        except for those that ``moved`` names. All other bytes must be right.
+        except for those that ``moved`` names. All other bytes must be correct.
         """
         yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         rows = [row for row, one in self.pending.items() if result.job_id in one.writers]

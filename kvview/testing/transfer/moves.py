@@ -24,7 +24,7 @@ _LATE_S = 3.0  # seconds: more than a call takes that does not wait
 
 
 class TransferMoves(Player):
-    """Player that submits jobs to one worker, and compares the reports and every byte."""
+    """Submits jobs to one worker, and compares the reports and every byte."""
 
     contract = "transfer"
     subject_name = "worker"
@@ -44,7 +44,7 @@ class TransferMoves(Player):
         self._fill()
 
     def start_again(self) -> None:
-        """Continue with a new harness, whose threads start now."""
+        """Continue with a new harness, whose threads start at this point."""
         self.end()
         self.harness = self._factory()
         self.subject = self.harness.worker
@@ -251,7 +251,7 @@ class TransferMoves(Player):
         return [result.job_id for result in results]
 
     def pass_a_moment(self) -> None:
-        """Give the worker's threads some time; more time in a script, which runs only once."""
+        """Give the worker's threads some time, and more time in a script, which runs only once."""
         time.sleep(0.1 if self.is_recording else 0.001)
 
     def finish_all(self) -> None:

@@ -1,4 +1,4 @@
-"""The operations of the transfer contract, which are played on a worker and on its model."""
+"""The operations of the transfer contract, which run on a worker and on its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MANY = 1500  # jobs
 
 @check_by_search
 class TransferPlayer(TransferMoves):
-    """Player of jobs, compute, failures and the end of one worker, which compares every byte."""
+    """Plays jobs, compute, failures and the end of one worker, and compares every byte."""
 
     first_moves = ("store", "load")
     labels: ClassVar[Mapping[str, Label]] = {
@@ -162,7 +162,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-5", weight=0.1)
     def flood(self) -> None:
-        """Submit more jobs than a worker may keep reports for; a full worker refuses at once."""
+        """Submit more jobs than a worker may accept before it reports; it may refuse at once."""
         self.finish_all()
         parts = self.draw_load(1)
         spec = self.spec(False, parts)
@@ -251,7 +251,7 @@ class TransferPlayer(TransferMoves):
 
     @operation("XFER-4", C.COMPUTE_FAILS)
     def fail_stream(self) -> None:
-        """Let compute fail; then no block may be moved, because the bytes are unknown."""
+        """Let compute fail, after which no block may be moved, because its bytes are unknown."""
         self.finish_all()
         is_store, parts = self._draw_any()
         when = self.rng.choice(("mark", "wait"))
