@@ -88,7 +88,7 @@ class KeyNotLoadableError(KVViewError, LookupError):
 
 
 class TransferNotInFlightError(KVViewError, ValueError):
-    """A load or store was completed for a key that has no such transfer in flight (OFF-9)."""
+    """A load or a store of a key was completed, but no such transfer was in flight (OFF-9)."""
 
 
 class EventOrderError(KVViewError, ValueError):
@@ -163,7 +163,7 @@ def line_of(value: object, convert: Callable[[object], str] = str) -> str:
 def printable(text: str) -> str:
     """Escape the characters that a terminal would execute instead of display.
 
-    These are control characters, format characters such as a change of the writing direction, and
+    Escaped are control characters, format characters such as a change of the writing direction, and
     halves of surrogate pairs. So a name that was read from a file cannot move the cursor.
     """
     return text if text.isprintable() else "".join(map(_printable, text))

@@ -130,7 +130,7 @@ class Mamba(CacheGroup):
     _needs_last_block = True
 
     def num_skipped_tokens(self, num_tokens: int) -> int:
-        """Return the number of all tokens except the last one, whose state includes the others."""
+        """Return the number of tokens before the last token, whose state includes these tokens."""
         return max(0, num_tokens - 1)
 
 

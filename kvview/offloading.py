@@ -1,7 +1,7 @@
 """The offloading contract: the keys that a tier holds, their pages, and their eviction.
 
-The manager belongs to the scheduler half. It moves no bytes. The manager names pages of its medium,
-protects them while they are read or written, and evicts keys.
+The manager belongs to the scheduler half. The manager moves no bytes. The manager names pages of
+its medium, protects them while they are read or written, and evicts keys.
 
 Laws: OFF-1 to OFF-12 in ``kvview/laws.toml``.
 

@@ -2,8 +2,8 @@
 
 1. A file is loaded once per process, by its real path. So two spellings of one path are one
    module, and two files with the same stem are two modules.
-2. The name of its module depends on that path only, so an object pickled here can be unpickled
-   in another process that has loaded the same target.
+2. The name of the module depends only on the path of the file, so an object that was pickled here
+   can be unpickled in another process that has loaded the same target.
 3. A relative path is relative to the current working directory or, if the file does not exist
    there, to the working directory of an earlier load.
 4. A file that is edited after it was loaded is not loaded again in the same process; another

@@ -37,7 +37,7 @@ def main() -> None:
 class _Outlasting(io.FileIO):
     """A stream that survives its reader, so that ``kvview replay | head`` runs to its end.
 
-    Any other error, such as a full disk, is reported at the end of the run.
+    An error other than a closed reader, such as a full disk, is reported at the end of the run.
     """
 
     refusal: OSError | None = None

@@ -141,7 +141,7 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
 
 
 def _place_of(module: str, folder: Path) -> str:
-    """Describe the module of this name outside a folder; empty if no such module exists."""
+    """Describe a module with this name outside a folder; empty if no such module exists."""
     if module in _TOOLS:
         return f"a file that {_TOOLS[module]} reads"
     if module in sys.stdlib_module_names:

@@ -2,7 +2,7 @@
 
 As for the conformance reports of the Gateway API, each implementation and version has one file,
 which states the replaced parts and the commands that reproduce the result. ``docs/results.md`` is
-made from such files.
+made from files that ``--report-json`` wrote.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Profile:
     """The verdict for one class of behaviour.
 
     Args:
-        name: The contract, such as connector (the life of requests); keys, layouts or inference.
+        name: A contract, such as ``connector``, or ``keys``, ``layouts`` or ``inference``.
         verdict: Red if a result is red; otherwise not checked if a part was not exercised.
         counts: Results by outcome.
         findings: The results that are red, refused or not checked.

@@ -1,17 +1,17 @@
 """The connector contract: a connector has two halves, is one file, and works with any engine.
 
-The scheduler half runs next to the engine's scheduler. It has the pool view, promises
-prefixes that it can load, and plans transfers. The worker half runs next to the KV bytes and
-executes the plans. Every method has a default, so a connector overrides the methods that it
+The scheduler half runs next to the engine's scheduler. The scheduler half has the pool view,
+promises prefixes that it can load, and plans transfers. The worker half runs next to the KV bytes
+and executes the plans. Every method has a default, so a connector overrides the methods that it
 needs, and a later release may add methods.
 
 Laws: CONN-1 to CONN-13 in ``kvview/laws.toml``.
 
-The engine promises the following. It calls the scheduler half from one thread. It runs the
-loads of a request before it computes the tokens behind them. It never gives a block of an
-unfinished load to another request. It computes the tokens of a failed load. It calls
-``match_prefix`` again if it has called another hook between the promise and the allocation
-(CONN-2).
+The engine gives these guarantees. The engine calls the scheduler half from one thread. The engine
+runs the loads of a request before it computes the tokens after the loaded tokens. The engine never
+gives a block of an unfinished load to another request, and computes the tokens of a failed load. If
+the engine has called another hook between a promise and the allocation of its blocks, the engine
+calls ``match_prefix`` again (CONN-2).
 
 ``docs/life-of-a-request.md`` shows the calls for one request.
 
@@ -96,9 +96,9 @@ class SchedulerConnector(Hooked):
                 same as ``request.num_computed_tokens``.
 
         Returns:
-            Tokens beyond ``num_computed_tokens``; the sum is a multiple of
-            ``scheduler_block_size`` and leaves at least one token to compute.
-            None defers the request, so that the engine calls again in a later step.
+            Tokens beyond ``num_computed_tokens``; the sum is a multiple of ``scheduler_block_size``
+            and leaves at least one token to compute. None defers the request, so that the engine
+            calls ``match_prefix`` again in a later step.
         """
         return 0
 

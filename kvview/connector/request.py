@@ -110,7 +110,8 @@ class StepInfo:
            computed tokens fell because a load failed.
         2. An engine may return all scheduled requests. If an engine returns only the necessary
            requests, it returns a decoding request once in ``block_size`` steps.
-        3. A connector that skips a step must read ``scheduled`` in the next one.
+        3. A connector that does not call ``filling`` in a step must read ``scheduled`` in the next
+           step.
 
         Returns:
             Each request once, in any order.

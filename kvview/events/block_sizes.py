@@ -62,8 +62,8 @@ class BlockSizeIndex:
        the number of cached keys.
 
     Apply every GPU event and every offloading event, each stream in order. Events of the two
-    streams may be mixed in any order within a batch. They may also be mixed across batches, as long
-    as no size has been dropped (2.).
+    streams may be mixed in any order within a batch. Events may also be mixed across batches, as
+    long as no size has been dropped (2.).
     """
 
     _FEWEST_RELEASED = 1024

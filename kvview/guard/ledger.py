@@ -49,7 +49,7 @@ class GuardStats:
         active_leases: Leases whose blocks are held now.
         expired: Leases that ended by expiry.
         refused: Calls that raised.
-        peak_held: Most references held at once.
+        peak_held: Maximum number of references that were held at the same time.
     """
 
     touched: int = 0

@@ -2,7 +2,7 @@
 
 If an engine does not check calls, a connector can free a block twice, free a block that another
 connector holds, or pin the whole pool. The damage appears hours later (vLLM #42571 and #42085).
-``GuardedView`` counts references in the pool's ledger and refuses such a call.
+``GuardedView`` counts references in the pool's ledger and refuses a wrong call.
 
 Laws: GUARD-1 to GUARD-11 in ``kvview/laws.toml``.
 
@@ -213,7 +213,7 @@ class GuardedView(GuardedQueries):
     def close(self) -> Mapping[int, int]:
         """Close the guard and the view under it; returns the references still held.
 
-        ``leaks`` still reports their age and job afterwards.
+        After ``close``, ``leaks`` still reports the age and the job of these references.
         """
         below, self._below = self._below, None
         still_held = self._view.close()

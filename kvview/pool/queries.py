@@ -70,8 +70,8 @@ class SupportsBlockKeys(Protocol):
     def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]:
         """Return the first key of each block, for connectors that read thousands of keys per step.
 
-        :meth:`block_keys` makes a tuple for each block. This method costs about as much as a
-        read of the engine's own objects.
+        :meth:`block_keys` makes a tuple for each block. :meth:`primary_keys` costs about as much as
+        reading the engine's own objects.
 
         Args:
             block_ids: As for :meth:`block_keys`.

@@ -26,9 +26,9 @@ class PageIndex:
 
     1. The name of a page is its key and an epoch. Each run and each reset has its own epoch, so
        that pages of other weights are never read.
-    2. Places change at once in this index; the worker half moves the pages with the next plan.
-    3. A page that is being loaded keeps its place. If a load failed, lookups of the page miss at
-       once, and it loses its place when its last load has ended.
+    2. Places change immediately in this index; the worker half moves the pages with the next plan.
+    3. A page that is being loaded keeps its place. If a load of a page failed, lookups of the page
+       miss at once, and the page loses its place when its last load has ended.
 
     Args:
         geometry: Geometry of the engine.

@@ -11,9 +11,9 @@ from kvview.keys import OffloadKey
 class Policy:
     """Admits every block and evicts the least recently used key. Override any method.
 
-    1. Each level has its own policy. For each key, calls of ``added`` and ``removed`` alternate.
-       One call names each key once.
-    2. All calls come from the scheduler's thread, so none may wait.
+    1. Each level has its own policy. For each key, calls of ``added`` and ``removed`` alternate. No
+       call names a key twice.
+    2. All calls come from the scheduler's thread, so no call may wait.
     """
 
     def __init__(self) -> None:

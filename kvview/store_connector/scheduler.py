@@ -224,7 +224,7 @@ class StoreScheduler(SchedulerConnector):
             self._store(blocks)
 
     def _store(self, blocks: Iterable[FullBlock]) -> None:
-        """Hold blocks and plan their store, as many as there is room for."""
+        """Hold and plan the stores of as many of the blocks as there is room for."""
         index, gpu = self._index, self._gpu
         by_key = {block.key: block for block in blocks}
         new = index.new(by_key)

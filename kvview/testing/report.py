@@ -75,7 +75,7 @@ class Report:
         contract: Contract of the harness.
         seed: The first seed.
         num_seeds: Number of runs of a search.
-        results: One for each check that ended.
+        results: One result for each check that ended.
         num_selected: Number of selected checks.
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run early.
         runs: For a connector, the simulated runs that its checks share; None until the runs have

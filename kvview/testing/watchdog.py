@@ -8,7 +8,7 @@ second and tests whether the same call is still running.
    machine does not tick.
 2. A :class:`HookTimeout` that is raised inside the hook ends the hook. A C call that never returns
    cannot be ended, but its stack is written to stderr.
-3. If the system has no such timers (Windows), or outside the main thread, no call is watched.
+3. On a system without these timers (Windows), and outside the main thread, no call is watched.
 """
 
 from __future__ import annotations

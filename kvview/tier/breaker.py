@@ -10,8 +10,9 @@ class CircuitBreaker:
 
     1. After ``trip_after`` strikes the breaker is open, and no job passes for ``retry_after``
        seconds.
-    2. Then one job passes as a trial. If the trial succeeds, the breaker closes. Otherwise it stays
-       open for twice as long, at most 16 times ``retry_after``.
+    2. After this time, one job is passed to the store as a trial. If the trial succeeds, the
+       breaker closes. If the trial fails, the breaker stays open for twice as long, at most 16
+       times ``retry_after``.
     3. Lookups pass while the breaker is not open, and do not change its state.
 
     Args:

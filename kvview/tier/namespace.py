@@ -29,7 +29,7 @@ class Namespace:
         pipeline_parallel: Number of ranks over which the layers are split.
         rank: Rank of these pages, if each rank has its own pages.
         hash_algorithm: Algorithm of the block hashes in the keys.
-        hash_seed: Start of the chain of block hashes; empty if it is always the same.
+        hash_seed: Start of the chain of block hashes; empty if the start is always the same.
 
     Raises:
         ConfigError: ``weights`` or ``model`` is empty.

@@ -1,8 +1,8 @@
 """The tier contract: pages of bytes, stored by key below the host memory.
 
-A key determines its bytes: a second put of a key has the same bytes, so a store may keep the old
-ones, unless they failed to load (TIER-4). Keys have 1 to 100 bytes, and a store does not interpret
-them. Pages are one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
+A key determines its bytes. A second put of a key has the same bytes, so a store may keep the old
+bytes, unless these failed to load (TIER-4). Keys have 1 to 100 bytes, and a store does not
+interpret them. Pages are one-dimensional contiguous memoryviews of bytes, of any size from 1 on.
 
 Laws: TIER-1 to TIER-12 in ``kvview/laws.toml``.
 

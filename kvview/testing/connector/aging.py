@@ -163,8 +163,8 @@ def longer(scenario: Scenario) -> Scenario:
 def with_many_keys(scenario: Scenario, rounds: int = _ROUNDS_TO_CONFIRM) -> Scenario:
     """Make a run with so many new keys that a bounded history of keys is full in its last third.
 
-    Each round is one long prompt, whose blocks are computed in one step, and replace the blocks of
-    the round before in the tier. The last round has the same prompt as the first round.
+    Each round is one long prompt, whose blocks are computed in one step, and replace in the tier
+    the blocks of the previous round. The last round has the same prompt as the first round.
     """
     size = scenario.geometry.scheduler_block_size
     length = size * _MANY_BLOCKS + 1

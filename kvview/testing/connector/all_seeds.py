@@ -290,7 +290,7 @@ def _death(scenario: Scenario, died: Died) -> SimulationResult:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use torch without its threads, which cost more than they save for such small pages."""
+    """Use torch without its threads, which for small pages cost more time than they save."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
 """The code that the author of a connector wrote, and its statements that no run reached.
 
 The code of a connector is its class, and the functions and classes of its author that the class
-uses by name, directly or through others. Other code in the same files (a second connector, a
-test, a command) belongs to other programs and is not part of it.
+uses by name, directly or through others. Other code in the same files (a second connector, a test,
+a command) does not count as code of the connector.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
        seed.
     4. If there are four or more steady runs, at least one of them must load enough for a comparison
        of its rounds.
-    5. If an engine never resets while loads are in flight, the cells of such resets are not
+    5. If an engine never resets while loads are in flight, the cells of resets during loads are not
        required.
     6. If the check could not choose the size of a tier, the tier must have been full in one of
        twenty runs, because a tier that is never full never evicts.
@@ -170,8 +170,8 @@ def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first such load, with its line of source; empty if
-            unknown.
+        first_error: The exception behind the first of these loads, with its line of source; empty
+            if unknown.
     """
     num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed:

@@ -174,7 +174,7 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
 
 
 def _without_shortage(scenario: Scenario) -> Scenario:
-    """Return the same scenario, with enough blocks and pages for all requests."""
+    """Return the scenario with enough blocks and pages for all requests."""
     num_blocks = scenario.num_blocks_of_all
     return replace(
         scenario,

@@ -216,7 +216,7 @@ def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors
 
 
 def load_engines(name: str = "reference") -> EngineFactory:
-    """Return the engine factory with a name, from an installed package.
+    """Return the engine factory with the given name, from an installed package.
 
     Raises:
         ConfigError: No package has this factory, or a library that the factory needs is not
@@ -227,7 +227,7 @@ def load_engines(name: str = "reference") -> EngineFactory:
 
 
 def load_factory_class(name: str) -> Callable[[], EngineFactory]:
-    """Return the class of the engine factory with a name.
+    """Return the class of the engine factory with the given name.
 
     Raises:
         ConfigError: As for :func:`load_engines`.

@@ -44,9 +44,9 @@ class KVBytes:
         num_groups: KV-cache groups; each block belongs to one group at a time.
         num_layers: Number of tensors; a block has one page in each tensor.
         device: Device of the pages.
-        group_pages: Bytes that each group uses of a page of each tensor, 0 for none; by default all
-            pages are equal. The pages of a tensor have the size that the largest group uses;
-            smaller groups have padding.
+        group_pages: For each group and tensor, the bytes of a page that the group uses, 0 for none;
+            by default all pages are equal. The pages of a tensor have the size that the largest
+            group uses; smaller groups have padding.
 
     Raises:
         ConfigError: A size is not positive, or ``page_bytes`` is not a multiple of 8.
@@ -150,7 +150,7 @@ class KVBytes:
         found: torch.Tensor,
         expected: torch.Tensor,
     ) -> str:
-        """Describe the first difference in a page, and the key of the KV found there."""
+        """Describe the first difference in a page, and the key of the KV that was found."""
         at = (found != expected).nonzero().flatten().tolist()
         tensor = next(index for index, one in enumerate(self._layers) if one is layer)
         place = tensor, at[0]

@@ -1,8 +1,8 @@
 """The exception behind a load that failed without an injected failure.
 
 A worker half turns an exception into a :class:`~kvview.TransferResult` with the text of the
-exception, so the traceback is lost. A seed with such a load is therefore run once more, and each
-exception that passes through the author's code is recorded.
+exception, so the traceback is lost. So a seed with a load that failed in this way is run once more,
+and each exception that passes through the author's code is recorded.
 """
 
 from __future__ import annotations

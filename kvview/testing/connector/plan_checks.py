@@ -87,7 +87,7 @@ def check_held(stores: Iterable[PlannedJob], engine: ConnectorHarness) -> None:
     """Require references to the source blocks of stores until the stores are reported.
 
     Raises:
-        InvariantBroken: CONN-6, if such a block is free.
+        InvariantBroken: CONN-6 is broken, because a source block is free.
     """
     for job in stores:
         if free := _free_blocks(job, engine):

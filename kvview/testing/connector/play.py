@@ -33,7 +33,7 @@ class Played:
 
     Args:
         result: The result of the run; None if the connector refuses the geometry.
-        is_repeatable: Whether both runs had the same result, if the seed was run twice.
+        is_repeatable: Whether a second run of the seed, if there was one, had the same result.
         note: Note for the report, or empty.
         branches: Branches of the author's code that have run so far in the process that played
             the seed; empty if not measured.

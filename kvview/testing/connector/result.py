@@ -138,7 +138,8 @@ class ConnectorRuns:
         engine: Name of the engine that ran the connector, with its version if known.
         first_seed: The first seed; seeds are consecutive.
         num_seeds: Number of seeds that were run.
-        failures: One for each seed that broke a law; the first failure of each law is shrunk.
+        failures: One failure for each seed that broke a law; the first failure of each law is
+            shrunk.
         seconds: Duration.
         coverage: Number of occurrences of each event, over all seeds.
         is_interrupted: Whether an interrupt ended the check before the last seed.

@@ -30,7 +30,7 @@ class Add:
         num_output_tokens: Tokens to generate.
         continues: Id of an ended request whose conversation this request continues; the prompt
             starts with all tokens of that request, including generated tokens. The event is skipped
-            if no such request exists. None for a request that continues no other request.
+            if no ended request has this id. None for a request that continues no other request.
         stops_after: Number of generated tokens after which the request ends early, as with a stop
             token; steps in flight are then discarded. With None, the request ends after
             ``num_output_tokens``, which every engine knows in advance.

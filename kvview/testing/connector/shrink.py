@@ -1,7 +1,7 @@
 """The reduction of a failing scenario to a smaller scenario that breaks the same law.
 
-Delta debugging removes events. Then the reduction tries simpler fates, requests and sizes. Both are
-repeated until no part can be removed, or the budget of runs is used up.
+Delta debugging removes events. After that, the reduction tries simpler fates, requests and sizes.
+Both steps are repeated until no part can be removed, or the budget of runs is used up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The guard contract as an executable model: leases, budgets and a clock over the pool's model.
 
-The model uses no guard. It computes which references each guard, view and lease has, how many
-blocks may still be held, which leases a call ends, and every row of ``leaks`` and ``stats``. The
-model allows every choice that the contract leaves open: whether a touch without a new block
+The model uses no guard. The model computes which references each guard, view and lease has, how
+many blocks may still be held, which leases a call ends, and every row of ``leaks`` and ``stats``.
+The model allows every choice that the contract leaves open: whether a touch without a new block
 succeeds while other views hold more than the budget, and the order in which ``free_all`` releases
 blocks.
 """

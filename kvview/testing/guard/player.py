@@ -187,7 +187,7 @@ class GuardPlayer(GuardMoves):
             super().close()
 
     def _keep_a_guard(self, ended: set[int]) -> None:
-        """Open a guard that stays open when these views are closed, unless such a guard exists."""
+        """Open a guard that stays open when these views are closed, unless there is one already."""
         if not set(self.guards()) - ended and self.can(C.VIEWS, C.GUARDS):
             self.open_view()
             self.open_guard(len(self.views) - 1)

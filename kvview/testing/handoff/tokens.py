@@ -50,7 +50,7 @@ def real_handoffs(
         on_progress: Called with the name of each case.
 
     Raises:
-        ConfigError: The target is not such a connector, or vLLM cannot run on this machine.
+        ConfigError: The target is not a connector for handoffs, or vLLM cannot run on this machine.
     """
     if not is_engine_connector(connector_class):
         require_handoff_connector(connector_class, options)

@@ -1,9 +1,9 @@
 """The offloading contract as an executable model: dictionaries, counters and the laws.
 
-The model calls no manager. It computes which key is a hit, which keys a store takes and how many it
-evicts, which transfers are in flight, and which events are due. If the contract leaves a choice to
-the manager (a page, a victim among several), the model adopts the choice of the manager. The
-methods of the model yield tuples: the law, the promise, and whether the promise was kept.
+The model calls no manager. The model computes which key is a hit, which keys a store takes and how
+many it evicts, which transfers are in flight, and which events are due. If the contract leaves a
+choice to the manager (a page, a victim among several), the model adopts the choice of the manager.
+The methods of the model yield tuples: the law, the promise, and whether the promise was kept.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ManagerModel:
     def num_lacking(self, offered: Keys) -> tuple[int, int]:
         """Return the minimum and the maximum number of pages that are missing for a store.
 
-        A transfer started before a reset keeps its page. Without pages in specs, the tier may or
-        may not have room for the key of such a transfer.
+        A transfer started before a reset keeps its page. If specs name no pages, the tier may or
+        may not have room for the key of this transfer.
         """
         most = len(self.new_of(offered)) - self.num_free()
         least = most if self.has_pages else most - len(self.late)

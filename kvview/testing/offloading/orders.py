@@ -83,10 +83,10 @@ class ARCOrder(AnyOrder):
 
     T1 has the keys used once, T2 the keys used again; B1 and B2 remember the keys that were evicted
     from T1 and T2. The paper defines every victim as long as new keys come one at a time, the
-    published victim is not in flight, and no store fails after an eviction. Otherwise ``is_exact``
-    becomes False, and the manager may choose between T1 and T2; within each list the least recently
-    used key is still evicted first. If such a key is stored again, it may be in either list until
-    it is touched.
+    published victim is not in flight, and no store fails after an eviction. In all other cases
+    ``is_exact`` becomes False, and the manager may choose between T1 and T2. Within each list the
+    least recently used key is still evicted first. If a key is evicted in such a case and stored
+    again, it may be in either list until it is touched.
 
     Args:
         c: Keys that fit.

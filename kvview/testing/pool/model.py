@@ -1,9 +1,9 @@
 """The pool contract as an executable model: dictionaries, lists and the laws.
 
-The model calls no pool. It computes which blocks are free, in which order blocks are evicted, and
-which items, refusals and notices every call must produce. If the contract leaves a choice to the
-engine (the place of a block without a key, the order of victims without keys), the model adopts the
-choice of the pool, and only checks the promised part.
+The model calls no pool. The model computes which blocks are free, in which order blocks are
+evicted, and which items, refusals and notices every call must produce. If the contract leaves a
+choice to the engine (the place of a block without a key, the order of victims without keys), the
+model adopts the choice of the pool, and only checks the promised part.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PoolModel:
         return sorted((b for b in self.keys if b in self.joined), key=self.place.__getitem__)
 
     def key_sets(self, blocks: Sequence[int]) -> list[KeySet]:
-        """Return the keys of each block: the primary key, and the others in any order (POOL-6)."""
+        """Return the keys of each block: the primary key, and other keys in any order (POOL-6)."""
         return key_sets((block, key) for block in blocks for key in self.keys[block])
 
     def holders(self, key: OffloadKey) -> list[int]:
@@ -171,7 +171,7 @@ class PoolModel:
         """Whether the block became free after ``time`` by a release that this view did not make.
 
         A view is not notified when the engine or another view takes and frees a block. So by POOL-7
-        and POOL-13 a walk may or may not yield such a block.
+        and POOL-13, a walk may or may not yield a block that was moved in this way.
         """
         now = self.joined.get(block, -1)
         return now > time and self.released_by.get(block) != view

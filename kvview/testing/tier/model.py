@@ -31,7 +31,7 @@ class KeyJob:
 
     Args:
         sizes: Number of bytes of the page of each key.
-        is_get: Whether the job loads.
+        is_get: Whether the job is a load.
         crossed: Keys that another job or a delete used while this job was in flight.
     """
 
