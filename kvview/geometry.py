@@ -253,8 +253,8 @@ class CacheGeometry:
     def block_hash_index(self, group_idx: int, block: int) -> int:
         """Return the index of a block's hash in the block hashes of its request.
 
-        A hash covers the whole prefix, so the hash of a block is the one that ends with its last
-        token: entry ``(block + 1) * block_size / hash_block_size - 1``.
+        A hash covers the whole prefix, so the hash of a block is the hash up to the last token of
+        the block. The index is ``(block + 1) * block_size / hash_block_size - 1``.
         """
         return (block + 1) * self.groups[group_idx].block_size // self.hash_block_size - 1
 

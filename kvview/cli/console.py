@@ -22,7 +22,7 @@ class Console(rich_console.Console):
         stderr: Whether to print to stderr, unless ``file`` is given.
         markup: Whether brackets in a string are markup; untrusted text must then be escaped.
         file: The stream to print to.
-        width: Columns; None for the width of the terminal.
+        width: Number of columns; None for the width of the terminal.
     """
 
     def __init__(

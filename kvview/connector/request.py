@@ -150,8 +150,8 @@ def full_blocks(
         block_ids: Block table of the request, per group.
         null_block_id: The id of the null block.
         first_token: Skip blocks that end at or before this many tokens.
-        last_token: Skip blocks that end after this many tokens, for example at the end of the
-            step; None takes the request's ``num_computed_tokens``.
+        last_token: Skip blocks that end after this many tokens, for example at the end of the step;
+            None means the request's ``num_computed_tokens``.
 
     Yields:
         The blocks, group by group, each in block order.

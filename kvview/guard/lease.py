@@ -36,7 +36,7 @@ class Leak:
         owner: Owner of the guard.
         job: The lease's job, or None for plain touches.
         block_ids: The blocks, one entry per reference.
-        age: Seconds for which the blocks have been held without a break.
+        age: Seconds for which the blocks have been held without interruption.
         taken_at: The caller that first held the block, as ``file:line in function``; None if the
             guard does not trace.
         request_id: The request that the engine named when the blocks were taken, or None.

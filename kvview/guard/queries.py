@@ -1,4 +1,4 @@
-"""The optional queries of a guard: those that the view under the guard has."""
+"""The optional queries of a guard, which has the queries of the view under it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _guards: WeakSet[GuardedView] = WeakSet()
 
 
 def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> LedgerView:
-    """Open a ledger view for a guard, in the ledger of the view below if it has one."""
+    """Open a ledger view for a guard, in the ledger of the view below if there is one."""
     if isinstance(view, GuardedView):
         return view.open_view(owner, max_blocks)
     below = view if isinstance(view, LedgerView) else CheckedView(view, owner)

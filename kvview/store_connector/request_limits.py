@@ -29,7 +29,7 @@ class RequestLimits(NamedTuple):
 
         Source: ``RequestOffloadState`` and ``_parse_tier_filter`` in
         ``vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py`` (0.33.0), and
-        ``TieringOffloadingManager.lookup``, which reads host memory whatever the tiers are.
+        ``TieringOffloadingManager.lookup``, which reads host memory for every list of tiers.
         """
         if not params:
             return NO_LIMITS

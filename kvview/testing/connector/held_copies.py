@@ -65,7 +65,7 @@ class HeldCopies:
     def gated(
         self, kv_caches: CanonicalKVCaches[torch.Tensor], stream: StepStream | None
     ) -> CanonicalKVCaches[torch.Tensor]:
-        """Return the KV caches behind the gate, with the compute stream (None without one)."""
+        """Return the KV caches behind the gate, with the compute stream if there is one."""
         tensors = [
             replace(cache, tensor=gate_tensor(cache.tensor, self.gate))
             for cache in kv_caches.tensors
@@ -215,7 +215,7 @@ class _HookThread:
         return call
 
     def stop(self) -> None:
-        """End the thread; the next call starts another."""
+        """End the thread; the next call starts a new thread."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread = None

@@ -172,7 +172,7 @@ class Scenario:
         compute_lags: Whether the KV of a step is written only when its output is processed, so that
             a worker half that ignores the compute stream (XFER-6) reads and writes too early.
             Otherwise the KV is written when the step is launched.
-        worker_half: How jobs are passed to the worker half.
+        worker_half: The way in which jobs are passed to the worker half.
         group_pages: Bytes of a block's page that each group uses in each tensor, 0 for none; the
             rest of the page is padding. Empty for two tensors with equal pages. An engine with its
             own layout ignores this field.

@@ -180,7 +180,7 @@ class ManagerModel:
         return Counter(keys) <= self.loads + self.late_loads
 
     def end_loads(self, keys: Keys) -> None:
-        """End loads, one for each mention."""
+        """End one load for each mention of a key."""
         for key in keys:
             loads = self.late_loads if key in self.late_loads else self.loads
             loads[key] -= 1

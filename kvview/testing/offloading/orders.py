@@ -40,7 +40,7 @@ class AnyOrder:
 
 
 class LRUOrder(AnyOrder):
-    """Least recently used (OFF-10).
+    """The order that evicts the least recently used key first (OFF-10).
 
     The new keys of one call have the same time, so they may be evicted in any order.
     """

@@ -276,7 +276,7 @@ class ManagerPlayer(ManagerMoves):
 
     @observable("EVENT-2", C.EVENTS)
     def events(self) -> None:
-        """Compare the events since the last comparison; sometimes the events are not taken yet."""
+        """Compare the events since the last comparison; sometimes wait for a later comparison."""
         if self.rng.random() < 0.3:
             return
         events = self.listed(self.subject, "take_events")

@@ -288,7 +288,7 @@ class PoolPlayer(PoolMoves):
 
     @observable("POOL-6", C.CACHE)
     def walk(self) -> None:
-        """Compare a walk over the free blocks with keys."""
+        """Compare the items of a walk over the free blocks that have keys."""
         got = self.listed(self.a_view(), "iter_free_block_ids_with_hash")
         expected = self.model.key_sets(self.model.order())
         got = key_sets(got)

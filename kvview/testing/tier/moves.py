@@ -120,7 +120,7 @@ class TierMoves(Player):
         return {key: max(1, self.keys[key] + change) for key in keys if key in self.keys}
 
     def draw_job(self) -> int:
-        """Draw the number of a job: any int that is not the number of a job in flight."""
+        """Draw the number of a job: any int that no job in flight has."""
         self.next_job += 1
         free = [job for job in (*_JOBS, self.next_job - 1) if job not in self.model.jobs]
         return self.rng.choice(free) if free and self.rng.random() < 0.2 else self.next_job
