@@ -20,7 +20,7 @@ class Console(rich_console.Console):
 
     Args:
         stderr: Whether to print to stderr, unless ``file`` is given.
-        markup: Whether brackets in a string are markup; untrusted text must then be escaped.
+        markup: Whether brackets in a string are markup; if True, untrusted text must be escaped.
         file: The stream to print to.
         width: Number of columns; None for the width of the terminal.
     """

@@ -99,7 +99,7 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.ht
 def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
     """Write a complete connector to FILE, its test, and a CI job.
 
-    The connector keeps blocks in host memory. By default it is a StoreConnector; --hooks and --raw
+    The connector keeps blocks in host memory. The default is a StoreConnector; --hooks and --raw
     select other kinds. The connector passes "kvview check" and pytest unchanged, and runs in
     "kvview replay" unless --raw is given.
     """

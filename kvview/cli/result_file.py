@@ -178,7 +178,7 @@ def or_could_not_run(path: str | None, target: str, *names: str) -> Iterator[Non
     Args:
         path: The file; None writes nothing.
         target: The connector or store.
-        *names: The classes of behaviour that then have no verdict.
+        *names: The classes of behaviour that have no verdict if the block fails.
     """
     try:
         yield

@@ -108,7 +108,8 @@ class Codec:
         """Decode a batch of this format (1.).
 
         Raises:
-            WireFormatError: The bytes are not such a batch, or would encode to other bytes.
+            WireFormatError: The bytes are not a batch of this format, or would encode to other
+                bytes.
         """
         try:
             return self.decode_or_raise(payload)

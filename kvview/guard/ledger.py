@@ -1,9 +1,9 @@
 """The ledger, which checks ids, counts references and undoes calls that fail.
 
-A pool has one :class:`Ledger`, and each owner of references a :class:`LedgerView`. The ledger views
-form a tree: the view of a guard is a child of the view that it guards, and the view of a guard's
-leases is a child of the guard's view. A reference is counted in one ledger view only, so no owner
-can free another owner's reference, and no reference is counted twice.
+A pool has one :class:`Ledger`, and each owner of references has a :class:`LedgerView`. The ledger
+views form a tree: the view of a guard is a child of the view that it guards, and the view of a
+guard's leases is a child of the guard's view. A reference is counted in one ledger view only, so no
+owner can free another owner's reference, and no reference is counted twice.
 
 The views of the reference and of the vLLM adapter are ledger views; :class:`CheckedView` makes a
 ledger view from a view that does not check.

@@ -114,7 +114,7 @@ class GuardedView(GuardedQueries):
                 self._enter()
 
     def open_view(self, owner: str, max_blocks: int | None = None) -> LedgerView:
-        """Open this guard's ledger view for another owner: a guard over this one."""
+        """Open this guard's ledger view for another owner, which is a guard over this guard."""
         self._enter()
         return self._view.open_view(owner, max_blocks)
 

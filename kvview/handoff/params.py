@@ -29,8 +29,8 @@ class Peer:
         engine_id: Name of the engine; the same after a restart.
         life: Id of the life, such as a UUID, which is different after each restart.
         address: Address at which the engine receives messages.
-        split: How the KV of a block is split over the worker halves, for example "tensor 2"; empty
-            for one worker half.
+        split: Split of the KV of a block over the worker halves, for example "tensor 2"; empty for
+            one worker half.
     """
 
     engine_id: str

@@ -23,7 +23,7 @@ class Cost:
     num_bytes: int
 
     def times(self, factor: int) -> Cost:
-        """Return this cost times a factor, plus a small constant as tolerance."""
+        """Return this cost multiplied by a factor, plus a small constant as tolerance."""
         return Cost(self.lines * factor + _FEW_LINES, self.num_bytes * factor + _FEW_BYTES)
 
     def __str__(self) -> str:

@@ -211,7 +211,7 @@ class Recorder:
     def derive(self) -> None:
         """Mark the next value as derived from the last result, not as equal to it by chance.
 
-        If one line of a script cannot express this, the script runs the check itself.
+        If one line of a script cannot express the derivation, the script runs the check itself.
         """
         self._last = None
 

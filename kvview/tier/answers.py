@@ -71,7 +71,7 @@ class LookupAnswers:
         return flags, ask
 
     def waits_for(self, key: bytes) -> bool:
-        """Whether a lookup has not ended; if it takes too long, this call makes it a miss."""
+        """Whether a lookup has not ended; a lookup that takes too long becomes a miss."""
         asked = self._asked.get(key)
         if asked is None or self._clock() - asked <= self._patience:
             return asked is not None

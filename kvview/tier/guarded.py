@@ -97,10 +97,10 @@ class GuardedTier:
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store itself satisfies TIER-1.
         trip_after: Number of consecutive faults after which the store is paused.
         retry_after: Seconds until the guard tries the store again.
-        zero_copy: Whether the store receives the engine's own pages. The store must then satisfy
-            TIER-1 and TIER-3 by itself, and ``checksum`` must be ``"none"``. A job that was passed
-            to the store is then reported when the store reports it, not at its deadline, because
-            the store might still write into pages that the engine has reused.
+        zero_copy: Whether the store receives the engine's own pages. If True, the store must
+            satisfy TIER-1 and TIER-3 by itself, and ``checksum`` must be ``"none"``. If True, a job
+            that was passed to the store is reported when the store reports it, not at its deadline,
+            because the store might still write into pages that the engine has reused.
         clock: Returns seconds.
 
     Raises:

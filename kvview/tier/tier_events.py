@@ -56,7 +56,7 @@ class TierEvents:
                     self.gone(next(iter(self._held)))
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """Record evictions; call it before :meth:`ended` of later puts."""
+        """Record evictions; must be called before :meth:`ended` of later puts."""
         for key in keys:
             if key in self._in_flight:
                 self._evicted.add(key)

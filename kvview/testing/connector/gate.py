@@ -163,7 +163,7 @@ class Gate:
 
         Args:
             num_good: Number of operations that still succeed; None for no failure.
-            num_bad: Number of operations that then fail; None for all.
+            num_bad: Number of operations that fail after these; None for all.
         """
         with self._changed:
             self._num_good, self._num_bad = num_good, num_bad

@@ -124,7 +124,8 @@ class HeldCopies:
         """Shut the worker half down.
 
         Raises:
-            InvariantBroken: CONN-4, if copies of the worker half run after the shutdown.
+            InvariantBroken: CONN-4 is broken, because copies of the worker half run after the
+                shutdown.
         """
         num_early = 0
         try:

@@ -73,8 +73,8 @@ class GPUPages:
             may_write: Returns the blocks that loads may write; called at the end.
 
         Raises:
-            InvariantBroken: XFER-2, if a job wrote another block; XFER-6, if a load wrote while the
-                engine computed.
+            InvariantBroken: A job wrote another block (XFER-2), or a load wrote while the engine
+                computed (XFER-6).
         """
         for tensor, rows in zip(self._tensors, self._before, strict=True):
             rows.copy_(tensor)
@@ -100,7 +100,7 @@ class GPUPages:
         """Compare the source blocks of a store with the bytes that were computed.
 
         Raises:
-            InvariantBroken: CONN-6, if the blocks were overwritten before the store read them.
+            InvariantBroken: The blocks were overwritten before the store read them (CONN-6).
         """
         blocks = store.gpu_blocks
         for tensor, rows in zip(self._tensors, store.rows, strict=True):
@@ -118,7 +118,7 @@ class GPUPages:
         """Find words that a load did not write although the load was reported as a success.
 
         Raises:
-            InvariantBroken: XFER-4, if a block was not written, or only partly.
+            InvariantBroken: A block was not written, or was written only in part (XFER-4).
         """
         spec = load.transfer.dst
         if not isinstance(spec, GPULoadStoreSpec):
@@ -148,7 +148,7 @@ def check_computed(jobs: Sequence[PlannedJob]) -> None:
         jobs: Jobs that may have copied although the steps before them are not computed.
 
     Raises:
-        InvariantBroken: XFER-6, if a job copied too early.
+        InvariantBroken: A job copied too early (XFER-6).
     """
     if jobs:
         kind = "load" if all(job.is_load for job in jobs) else "store"
@@ -178,8 +178,8 @@ class TierPages:
         """Compare the pages that a load reads with the keys that its blocks need.
 
         Raises:
-            InvariantBroken: CONN-2, OFF-4, OFF-1 or CONN-6, if the page holds no KV, or KV of a
-                failed store, of another key, or of no key.
+            InvariantBroken: The page holds no KV (CONN-2), or KV of a failed store (OFF-4), of
+                another key (OFF-1), or of no key (CONN-6).
         """
         source = job.transfer.src
         if not isinstance(source, CPULoadStoreSpec) or not job.expected:
@@ -267,7 +267,7 @@ class TierKeys:
         """Fold events into the advertised keys.
 
         Raises:
-            InvariantBroken: EVENT-1, if a missing key is removed, or a present key is stored.
+            InvariantBroken: A missing key was removed, or a present key was stored (EVENT-1).
         """
         for event in events:
             self.num_events += 1
@@ -284,8 +284,8 @@ class TierKeys:
         """Compare the advertised keys with the stored ones.
 
         Raises:
-            InvariantBroken: EVENT-4, if each store of a key failed; EVENT-2, if no store of a key
-                has ended.
+            InvariantBroken: Each store of an advertised key failed (EVENT-4), or no store of the
+                key has ended (EVENT-2).
         """
         for key in self.advertised - self.stored:
             if key in self.failed:
@@ -354,7 +354,7 @@ class TierKeys:
         """Drop all keys after a reset that was not refused.
 
         Raises:
-            InvariantBroken: EVENT-5, if keys are still advertised.
+            InvariantBroken: Keys are still advertised after the reset (EVENT-5).
         """
         if advertised := self.advertised:
             keys = ", ".join(sorted(map(short, advertised))[:5])

@@ -18,7 +18,7 @@ def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
         num_blocks: Blocks of the pool.
 
     Raises:
-        InvariantBroken: XFER-1, if a block does not exist.
+        InvariantBroken: XFER-1 is broken, because a block does not exist.
     """
     if not isinstance(spec, GPULoadStoreSpec):
         return []
@@ -39,7 +39,7 @@ def check_load(job: PlannedJob, engine: ConnectorHarness) -> Mapping[int, Offloa
         Key that must be loaded into each block.
 
     Raises:
-        InvariantBroken: XFER-2, if the request does not wait for a block.
+        InvariantBroken: XFER-2 is broken, because the request does not wait for a block.
     """
     request_id = job.transfer.request_id
     expected = engine.expected_keys(request_id or "")
@@ -56,8 +56,8 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     """Require references to the source blocks of a store, and record the keys of their KV.
 
     Raises:
-        InvariantBroken: CONN-6, if a block is free or belongs to another request; CONN-8, if a
-            block is not completely computed.
+        InvariantBroken: A block is free or belongs to another request (CONN-6), or is not
+            completely computed (CONN-8).
     """
     blocks = job.gpu_blocks
     if free := _free_blocks(job, engine):

@@ -11,7 +11,7 @@ class StepStream:
     """The steps that a simulated model runner has launched, in order.
 
     1. A job that starts between two launches follows all steps that were launched before it. So the
-       event of the job ends when the output of the last of these steps is processed.
+       event of the job ends when the output of the last of the earlier steps is processed.
     2. The thread that steps the engine must not wait for an event; other threads may.
     """
 

@@ -1,7 +1,7 @@
 """Exceptions that end a thread of a connector.
 
-If a thread dies, a job is never reported, or a hook waits forever. So the exception that ended a
-thread is reported as the failure of the run, even if other laws were broken.
+After a thread dies, a job may never be reported, or a hook may wait forever. So the exception that
+ended a thread is reported as the failure of the run, even if other laws were broken.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _SECONDS_TO_END = 1.0  # seconds after SIGTERM until a process is killed
 
 @dataclass(frozen=True)
 class Died:
-    """The answer to a question if the process that ran the question died.
+    """The answer to a question whose process died.
 
     Args:
         how: Signal or exit code of the process.

@@ -1,4 +1,4 @@
-"""The model of handoffs: the blocks that a producer must hold, and until when it may do so.
+"""The model of handoffs: the blocks that a producer must hold, and the end of each hold.
 
 The model has offers, requests of consumers and the time, and does not depend on a connector.
 """

@@ -500,7 +500,7 @@ class HandoffPlayer(Player):
 
 
 def _pages(ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the page sizes of a group, of all ranks; nothing for one rank."""
+    """Return the page sizes of a group on all ranks; an empty tuple for one rank."""
     return ((PAGE_BYTES,) * sum(ranks),) if ranks else ()
 
 
