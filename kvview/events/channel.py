@@ -1,10 +1,8 @@
 """KV events over ZMQ: a publisher with replays, and a listener.
 
-1. A message has three frames: topic, number (8 bytes, big-endian), batch. Each number is one higher
-   than the number of the message before.
+1. A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers increase by one.
 2. A listener that has missed messages sends the first missing number to the replay endpoint. The
-   listener then receives every batch that the publisher still has, and a last message with the
-   number -1.
+   publisher sends every batch that it still has, and then a message with the number -1.
 3. A listener skips frames that are not a message, and reports them. A listener also reports a
    publisher that is absent, disconnects, reconnects or uses another protocol.
 4. A number below that of the last message means that the publisher has restarted, because a

@@ -1,11 +1,9 @@
 """Encoding and decoding of batches of KV events, in every format of the table.
 
-1. A strict decoder accepts only a batch whose events all have one format; encoding the decoded
-   batch gives the original bytes.
-2. A lenient decoder accepts a batch with an event of unknown format. Such a decoder decodes the
-   known fields of the event, and describes the event in :attr:`Batch.problems`; encoding the
-   decoded batch gives the original bytes.
-3. For any bytes, a decoder returns a batch or raises :class:`~kvview.WireFormatError`.
+1. A strict decoder accepts only a batch whose events all have one format.
+2. A lenient decoder also accepts events of unknown format: it decodes their known fields, and
+   describes the events in :attr:`Batch.problems`.
+3. A decoder returns a batch that encodes to the given bytes, or raises ``WireFormatError``.
 4. A field that a format does not have is None in its events.
 """
 
@@ -108,8 +106,7 @@ class Codec:
         """Decode a batch of this format (1.).
 
         Raises:
-            WireFormatError: The bytes are not a batch of this format, or would encode to other
-                bytes.
+            WireFormatError: The bytes are not a batch of this format, or encode differently.
         """
         try:
             return self.decode_or_raise(payload)
