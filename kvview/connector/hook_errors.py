@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from types import FrameType, NoneType
 from typing import Any, TypeVar
@@ -130,14 +130,19 @@ def where(error: BaseException, *packages: str) -> str | None:
 
 
 def place_in(frames: Iterable[tuple[FrameType, int]], *packages: str) -> str | None:
-    """Return the innermost line of a stack in the first package that is not kvview's.
+    """Return the innermost line of a stack in the first package that is not kvview's."""
+    return next(reversed(places_in(frames, *packages)), None)
+
+
+def places_in(frames: Iterable[tuple[FrameType, int]], *packages: str) -> Sequence[str]:
+    """Return the lines of a stack in the first package that is not kvview's.
 
     Args:
         frames: The frames, the outermost one first, each with its current line.
         packages: Modules whose packages are preferred.
 
     Returns:
-        ``file:line``; None if all lines are kvview's or the standard library's.
+        ``file:line`` of each; empty if all lines are kvview's or the standard library's.
     """
     lines = [
         (frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename, number)
@@ -148,8 +153,8 @@ def place_in(frames: Iterable[tuple[FrameType, int]], *packages: str) -> str | N
     theirs = [package for package, _, _ in lines if package not in _NOT_THEIRS]
     first = {name.partition(".")[0] for name in packages}
     for wanted in (*filter(first.__contains__, theirs), *theirs):
-        return [_place(path, number) for package, path, number in lines if package == wanted][-1]
-    return None
+        return [_place(path, number) for package, path, number in lines if package == wanted]
+    return ()
 
 
 def missing_library(error: BaseException | None, needed_by: str) -> MissingLibraryError | None:

@@ -298,6 +298,11 @@ class ReferenceConnectorHarness:
         """Describe the latest block with wrong bytes: the first difference and the KV's key."""
         return self._engine.kv_bytes.mismatch
 
+    @property
+    def wrong_block(self) -> tuple[int, OffloadKey] | None:
+        """The block that ``mismatch`` describes, and its key; None if it is not known."""
+        return self._engine.kv_bytes.wrong_block
+
     def unfinished(self) -> Mapping[str, str]:
         """Return unfinished requests, ``{request_id: "waiting", "loading" or "running"}``."""
         engine = self._engine

@@ -416,6 +416,11 @@ class VLLMConnectorHarness:
         """Describe the latest block with wrong bytes: the first difference and the KV's key."""
         return self._compute.kv_bytes.mismatch
 
+    @property
+    def wrong_block(self) -> tuple[int, OffloadKey] | None:
+        """The block that ``mismatch`` describes, and its key; None if it is not known."""
+        return self._compute.kv_bytes.wrong_block
+
     def unfinished(self) -> Mapping[str, str]:
         """Return the status of each request, the oldest request first."""
         return {

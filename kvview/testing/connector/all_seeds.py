@@ -219,8 +219,9 @@ class _Check:
         return [note + more for note in self._of_chance[:1]]
 
     def gaps(self) -> list[Gap]:
-        """List the missing parts of the check that the coverage does not count."""
-        failed = loads_that_failed(self.coverage, self._first_load_error)
+        """List the missing parts of the check that are not events of the coverage."""
+        may_evict = hasattr(self._connector_class, "store") and "store_blocks" not in self._options
+        failed = loads_that_failed(self.coverage, self._first_load_error, may_evict=may_evict)
         return [*failed, *self.code.gaps(self.num_seeds)]
 
     def shrink(self) -> None:

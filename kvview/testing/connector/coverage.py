@@ -30,6 +30,8 @@ WITH_A_FULL_TIER = "with a tier that was full"
 """The event that blocks were stored again without a failed load, so they had been evicted."""
 LOADS_LEFT_ALONE = "loads without an injected failure"
 FAILED_BY_THEMSELVES = "of these, loads that failed"
+STORES_LEFT_ALONE = "stores without an injected failure"
+STORES_FAILED_BY_THEMSELVES = "of these, stores that failed"
 FEWEST_STEADY_SEEDS = 4
 """Minimum number of steady runs for one of them to be required to load enough."""
 
@@ -159,9 +161,17 @@ def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
     """Yield notes for the reader about facts that break no law."""
     for part in replaced_parts(coverage):
         yield f"the check replaced a part of the connector, which is therefore not checked: {part}"
+    if num_failed := coverage.get(STORES_FAILED_BY_THEMSELVES):
+        num_stores = coverage[STORES_LEFT_ALONE]
+        yield (
+            f"{num_failed} of {num_stores} stores failed without an injected failure, so the "
+            "engine computes their blocks again"
+        )
 
 
-def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator[Gap]:
+def loads_that_failed(
+    coverage: Mapping[str, int], first_error: str, *, may_evict: bool = False
+) -> Iterator[Gap]:
     """Find loads that failed although the check injected no failure.
 
     A server computes the blocks of a failed load again, or fails the request
@@ -170,10 +180,17 @@ def loads_that_failed(coverage: Mapping[str, int], first_error: str) -> Iterator
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first of these loads, with its line of source; empty
-            if unknown.
+        first_error: The exception behind the first such load, with its line of source; or empty.
+        may_evict: Whether a store of pages may have evicted them, because the connector does not
+            know how many pages the store holds.
     """
     num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
     if num_failed:
         text = f"{num_failed} of {num_loads} loads failed without an injected failure"
-        yield Gap("failed loads", f"{text}{first_error and f'; the first: {first_error}'}")
+        text += first_error and f"; the first: {first_error}"
+        if may_evict:
+            text += (
+                ". If the store evicts pages by itself, give --option store_blocks='{blocks}', so "
+                "that the connector deletes pages before the store evicts them"
+            )
+        yield Gap("failed loads", text)

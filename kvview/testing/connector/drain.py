@@ -63,7 +63,7 @@ def drain(stage: Stage, raise_stuck: Callable[[], None]) -> None:
         stage.seconds += _SECONDS_A_LEASE_MAY_LAST
         for _ in range(3):
             stage.step()
-    check_drained(engine.held_blocks(), "when everything has ended")
+    check_drained(engine.held_blocks(), "when everything has ended", stage.touched_at)
 
 
 def _threads_may_look_up(stage: Stage) -> bool:

@@ -104,6 +104,10 @@ class ConnectorHarness(Protocol):
     def mismatch(self) -> str:
         """Describe the latest block with wrong bytes: the first difference, and the KV's key."""
 
+    @property
+    def wrong_block(self) -> tuple[int, OffloadKey] | None:
+        """The block that ``mismatch`` describes, and its key; None if it is not known."""
+
     def unfinished(self) -> Mapping[str, str]:
         """Unfinished requests, ``{request_id: "waiting", "loading" or "running"}``.
 

@@ -103,29 +103,39 @@ def check_conservation(
             )
 
 
-def check_drained(held: Mapping[int, int], when: str) -> None:
+def check_drained(
+    held: Mapping[int, int], when: str, touched_at: Sequence[Mapping[int, str]] = ()
+) -> None:
     """Require that the connector holds no block.
 
     Args:
         held: References that the connector still has, ``{block_id: count}``.
         when: When the check was made, for the message.
+        touched_at: The line of the author's code that last held each block, by connector.
 
     Raises:
         InvariantBroken: CONN-4.
     """
     if held:
+        first = next(iter(held))
+        place = next((lines[first] for lines in touched_at if first in lines), "")
         raise InvariantBroken(
-            "CONN-4", f"{when} the connector still holds {len(held)} blocks: {dict(held)}"
+            "CONN-4",
+            f"{when} the connector still holds {len(held)} blocks: {dict(held)}"
+            f"{place and f'; it took the hold of block {first}{place}'}",
         )
 
 
-def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> None:
+def check_bytes(
+    num_wrong: int, num_wrong_before: int, mismatch: str = "", hint: str | None = None
+) -> None:
     """Require that every block that a request reads has the KV of its hash.
 
     Args:
         num_wrong: Number of wrong blocks so far.
         num_wrong_before: Number of wrong blocks in earlier steps.
         mismatch: Description of a wrong block.
+        hint: The remedy; None for the hint of the law.
 
     Raises:
         InvariantBroken: XFER-1.
@@ -135,6 +145,7 @@ def check_bytes(num_wrong: int, num_wrong_before: int, mismatch: str = "") -> No
             "XFER-1",
             f"a request reads {num_wrong - num_wrong_before} blocks whose bytes are not those of "
             f"their hashes{mismatch and f': {mismatch}'}",
+            hint=hint,
         )
 
 

@@ -79,6 +79,8 @@ class KVBytes:
         ]
         self.mismatch = ""
         """The first difference that the latest comparison found: its place, and its KV's key."""
+        self.wrong_block: tuple[int, OffloadKey] | None = None
+        """The block of this difference, and its key."""
         self._written: deque[Sequence[OffloadKey]] = deque(maxlen=_REMEMBERED_WRITES)
         self._device = device
         self._positions = [
@@ -135,6 +137,7 @@ class KVBytes:
                         row = int(differs.nonzero()[0])
                         block_id = int(rows[row])
                         key = keys[list(block_ids).index(block_id)]
+                        self.wrong_block = block_id, key
                         self.mismatch = self._difference(
                             block_id, key, layer, found[row], expected[row]
                         )

@@ -113,9 +113,17 @@ class GPUPages:
                 )
 
     def check_arrived(
-        self, load: PlannedJob, group_refs: Sequence[Sequence[CanonicalKVCacheRef]]
+        self,
+        load: PlannedJob,
+        group_refs: Sequence[Sequence[CanonicalKVCacheRef]],
+        on_rank: str = "",
     ) -> None:
         """Find words that a load did not write although the load was reported as a success.
+
+        Args:
+            load: The load.
+            group_refs: The tensors of each group.
+            on_rank: Text with the rank, for the message; empty if there is one rank.
 
         Raises:
             InvariantBroken: A block was not written, or was written only in part (XFER-4).
@@ -125,7 +133,7 @@ class GPUPages:
             return
         groups = [group for group, size in enumerate(spec.group_sizes) for _ in range(size)]
         missing = {
-            block
+            (block, ref.tensor_idx)
             for row, (block, group) in enumerate(zip(load.gpu_blocks, groups, strict=True))
             for ref in group_refs[group]
             if _has_equal_word(
@@ -134,10 +142,11 @@ class GPUPages:
             )
         }
         if missing:
+            blocks, tensors = (sorted(set(numbers)) for numbers in zip(*missing, strict=True))
             raise InvariantBroken(
                 "XFER-4",
-                f"load job {load.job_id} is reported as a success, but blocks {sorted(missing)} "
-                "are not written yet, or only partly",
+                f"load job {load.job_id} is reported as a success, but blocks {blocks} are not "
+                f"written yet, or only partly, in tensors {tensors}{on_rank}",
             )
 
 
@@ -167,12 +176,20 @@ class TierPages:
         self._stores: defaultdict[int, deque[PlannedJob]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED_STORES)
         )
+        # The last load into each GPU block, with the store whose page it reads.
+        self._loads: dict[int, tuple[PlannedJob, PlannedJob | None]] = {}
+        self._readers: dict[int, PlannedJob] = {}  # the last load from each page
+        # By load and page: a store that was planned before the load had ended.
+        self._overwrites: dict[tuple[int, int], PlannedJob] = {}
 
     def add_store(self, job: PlannedJob) -> None:
         """Add a planned store to its pages."""
         if isinstance(job.transfer.dst, CPULoadStoreSpec):
             for page in job.transfer.dst.block_ids:
                 self._stores[page].append(job)
+                reader = self._readers.get(page)
+                if reader is not None and not reader.has_ended:
+                    self._overwrites[reader.job_id, page] = job
 
     def check_load(self, job: PlannedJob) -> None:
         """Compare the pages that a load reads with the keys that its blocks need.
@@ -182,12 +199,46 @@ class TierPages:
                 another key (OFF-1), or of no key (CONN-6).
         """
         source = job.transfer.src
+        self._loads.update(dict.fromkeys(job.gpu_blocks, (job, None)))
         if not isinstance(source, CPULoadStoreSpec) or not job.expected:
             return
         if len(source.block_ids) != len(job.gpu_blocks):
             return  # the offloaded block has several GPU blocks
         for page, block in zip(source.block_ids, job.gpu_blocks, strict=True):
             self._check_page(job.job_id, page, job.expected[block])
+            self._loads[block] = job, self._stores[page][-1]
+            self._readers[page] = job
+
+    def history_of(self, block: int, key: OffloadKey) -> tuple[str, str | None]:
+        """Describe the jobs that wrote a block whose bytes are not the KV of its key.
+
+        Returns:
+            The jobs; empty if they are not known. And the remedy; None for that of the law.
+        """
+        load, store = self._loads.get(block, (None, None))
+        if load is not None and not load.expected:
+            return "", None
+        if load is None or load.expected.get(block) != key:
+            return (
+                f"no load job names block {block} for this key",
+                "In on_blocks_allocated, plan the load of each block that was promised.",
+            )
+        source = load.transfer.src
+        if store is None or not isinstance(source, CPULoadStoreSpec):
+            return f"load job {load.job_id} wrote the block", None
+        page = source.block_ids[load.gpu_blocks.index(block)]
+        jobs = f"load job {load.job_id} wrote the block from host block {page}"
+        if later := self._overwrites.get((load.job_id, page)):
+            return (
+                f"{jobs}, to which store job {later.job_id} wrote before the load had ended",
+                "Do not reuse a page before the loads that read it are reported.",
+            )
+        return (
+            f"{jobs}, which store job {store.job_id} wrote",
+            "Both jobs pair the right blocks and pages, so look at the copies of the worker half: "
+            "the order of the blocks, the size of a page, the tensors of a group, the order of "
+            "the jobs, and failures that are reported as successes.",
+        )
 
     def _check_page(self, job_id: int, page: int, key: OffloadKey) -> None:
         stores = self._stores[page]
@@ -232,6 +283,7 @@ class TierKeys:
         self._events: FoldedEvents[OffloadKey] = FoldedEvents()
         self._has_failed_loads = False
         self._stored_once: set[OffloadKey] = set()
+        self._last_stores: dict[OffloadKey, PlannedJob] = {}  # also those before a reset
         self._current: set[PlannedJob] = set()  # stores that were planned since the last reset
         # By request: the promised keys, and the keys that were advertised then; None for a tier
         # without events.
@@ -246,6 +298,7 @@ class TierKeys:
         """Add a planned store; after a later reset its keys are not held (OFF-8)."""
         if not job.is_load:
             self._current.add(job)
+            self._last_stores.update(dict.fromkeys(job.keys, job))
 
     def on_reported(self, job: PlannedJob, success: bool) -> None:
         """Add the keys of a reported store."""
@@ -294,8 +347,7 @@ class TierKeys:
                 )
             raise InvariantBroken(
                 "EVENT-2",
-                f"key {short(key)} is advertised, but no store of this key was started since the "
-                "last reset and has ended",
+                f"key {short(key)} is advertised, but {self._why_not_stored(key)[0]}",
             )
 
     def on_promise(
@@ -342,13 +394,32 @@ class TierKeys:
         for key in promised:
             promise = f"match_prefix promised key {short(key)} to request {request_id!r}"
             if key not in self.stored:
-                raise InvariantBroken(
-                    "CONN-2",
-                    f"{promise}, but no store of this key was started since the last reset and "
-                    "reported as a success",
-                )
+                why, hint = self._why_not_stored(key)
+                raise InvariantBroken("CONN-2", f"{promise}, but {why}", hint=hint)
             if advertised is not None and key not in advertised:
                 raise InvariantBroken("EVENT-2", f"{promise}, but the events do not advertise it")
+
+    def _why_not_stored(self, key: OffloadKey) -> tuple[str, str]:
+        """Return the reason why a key is not loadable, and the remedy."""
+        job = self._last_stores.get(key)
+        if job is None:
+            return (
+                "no job ever stored this key",
+                "Look up each block of a group by the key that its store has: the hash at the end "
+                "of the block, and the group (CacheGeometry.block_key).",
+            )
+        store = f"store job {job.job_id} of this key"
+        if key in self.failed or job in self._current:
+            return (
+                f"{store} {'is not reported yet' if job in self._current else 'failed'}",
+                "Let match_prefix find a key only after on_transfers_finished has received the "
+                "success of its store. Of a failed store, keep the blocks for which result.moved "
+                "is true, or none.",
+            )
+        return (
+            f"{store} was planned before the last reset",
+            "In reset_cache, forget all keys, and those of the stores in flight; or return False.",
+        )
 
     def on_reset(self) -> None:
         """Drop all keys after a reset that was not refused.

@@ -83,8 +83,15 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     )
 
 
-def check_held(stores: Iterable[PlannedJob], engine: ConnectorHarness) -> None:
+def check_held(
+    stores: Iterable[PlannedJob], engine: ConnectorHarness, freed_at: Mapping[int, str]
+) -> None:
     """Require references to the source blocks of stores until the stores are reported.
+
+    Args:
+        stores: The stores.
+        engine: The engine.
+        freed_at: The line of the author's code that last released each block.
 
     Raises:
         InvariantBroken: CONN-6 is broken, because a source block is free.
@@ -94,9 +101,14 @@ def check_held(stores: Iterable[PlannedJob], engine: ConnectorHarness) -> None:
             raise InvariantBroken(
                 "CONN-6",
                 f"blocks {free} are free although store job {job.job_id}, which reads them, is "
-                f"not reported yet; hold the blocks of a store until its report, even if another "
-                f"owner releases them",
+                f"not reported yet{_released(free[0], freed_at)}; hold the blocks of a store "
+                f"until its report, even if another owner releases them",
             )
+
+
+def _released(block: int, freed_at: Mapping[int, str]) -> str:
+    place = freed_at.get(block)
+    return f"; the connector released block {block}{place}" if place else ""
 
 
 def _free_blocks(job: PlannedJob, engine: ConnectorHarness) -> list[int]:

@@ -256,11 +256,15 @@ class Run:
         return sum(part.record.counts.num_tokens_to_load for part in self.stage.parts)
 
     def _shutdown(self) -> None:
-        check_drained(self.stage.engine.shutdown(), "after shutdown")
-        for part in self.stage.parts:  # shutdown may be called twice
-            part.scheduler.shutdown()
-            for worker in part.workers:
-                worker.shutdown()
+        check_drained(self.stage.engine.shutdown(), "after shutdown", self.stage.touched_at)
+        try:
+            for part in self.stage.parts:
+                part.scheduler.shutdown()
+                for worker in part.workers:
+                    worker.shutdown()
+        except InvariantBroken as error:
+            error.message = f"the second call of {error.message}"
+            raise
 
     def _stop_workers(self) -> None:
         """Stop the threads of the run and free its memory, even after an error."""

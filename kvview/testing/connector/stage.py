@@ -51,6 +51,11 @@ class Stage:
         """Jobs that are not reported yet."""
         return sum(worker.num_in_flight for worker in self.workers)
 
+    @property
+    def touched_at(self) -> list[dict[int, str]]:
+        """The line of the author's code that last held each block, by connector."""
+        return [part.record.touched_at for part in self.parts]
+
     def expiring_blocks(self) -> Counter[int]:
         """Number of references to each block that leases with a deadline hold."""
         parts = (part.scheduler.expiring_blocks() for part in self.parts)
@@ -93,10 +98,20 @@ class Stage:
         if not (is_huge and self.num_steps % _STEPS_PER_CHECK_OF_A_HUGE_POOL):
             self._check_blocks(is_step=is_step)
         before, self._num_wrong = self._num_wrong, self.engine.stats.mismatches
-        check_bytes(self._num_wrong, before, self.engine.mismatch)
+        if self._num_wrong > before:
+            check_bytes(self._num_wrong, before, *self._describe_mismatch())
         for part in self.parts:
             part.scheduler.fold_events()
             part.record.keys.check_advertised()
+
+    def _describe_mismatch(self) -> tuple[str, str | None]:
+        """Return the wrong bytes with the jobs that moved them, and the remedy."""
+        text, wrong = self.engine.mismatch, self.engine.wrong_block
+        pages = [part.record.pages for part in self.parts]
+        if wrong is None or len(pages) != 1:
+            return text, None
+        history, hint = pages[0].history_of(*wrong)
+        return f"{text}{history and f'; {history}'}", hint
 
     def _check_blocks(self, *, is_step: bool) -> None:
         engine = self.engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import getattr_static
 from typing import Any, cast
 
@@ -29,6 +29,8 @@ from kvview import (
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
     LOADS_LEFT_ALONE,
+    STORES_FAILED_BY_THEMSELVES,
+    STORES_LEFT_ALONE,
     rows_of,
 )
 from kvview.testing.connector.hook_calls import hook, require_type
@@ -36,6 +38,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import PlannedJob
 from kvview.testing.connector.memory import TierKeys, TierPages
 from kvview.testing.connector.run_log import RunLog
+from kvview.testing.source_lines import at_places, places_of_caller
 
 _LAW_OF_HOOK = {
     "make_scheduler": "CONN-1",
@@ -79,6 +82,9 @@ class JobCounts:
         """Count the end of a job."""
         kind = "loads" if job.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
+        if not job.is_load and not any(one.may_fail for one in job.on_ranks):
+            self.coverage[STORES_LEFT_ALONE] += 1
+            self.coverage[STORES_FAILED_BY_THEMSELVES] += not success
         if job.is_load:
             if not success:
                 self._count("failed", job)
@@ -138,6 +144,10 @@ class Record:
         self._jobs: dict[int, list[PlannedJob]] = {}  # by job id, one for each started rank
         self._reported: Counter[int] = Counter()  # ranks that have reported a job
         self.keys = TierKeys(geometry)
+        self.touched_at: dict[int, str] = {}
+        """The line of the author's code that last took a hold of a block."""
+        self.freed_at: dict[int, str] = {}
+        """The line of the author's code that last released a hold of a block."""
         self.pages = TierPages()
         self.counts = JobCounts(geometry)
 
@@ -240,9 +250,23 @@ class WatchedScheduler(SchedulerConnector):
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._view = view
+        record, methods = self._record, cast("Any", view)
+        methods.touch_blocks = self._noting_lines(view.touch_blocks, record.touched_at)
+        methods.free_blocks = self._noting_lines(view.free_blocks, record.freed_at)
         if isinstance(view, SupportsPinBudget):
             view.num_pinnable_blocks = self._noting_calls_of(view.num_pinnable_blocks)  # type: ignore[method-assign]
         self._call("bind_gpu_block_pool_view", view)
+
+    def _noting_lines(
+        self, function: Callable[[Sequence[int]], None], lines: dict[int, str]
+    ) -> Callable[[Sequence[int]], None]:
+        def call(block_ids: Sequence[int]) -> None:
+            places = places_of_caller(type(self._half))
+            function(block_ids)
+            lines.update(dict.fromkeys(block_ids, at_places(places)))
+            self._log.add(f"  {function.__name__}", (block_ids,), *places[-1:])
+
+        return call
 
     def _noting_calls_of(self, function: Callable[[], int]) -> Callable[[], int]:
         def num_pinnable_blocks() -> int:

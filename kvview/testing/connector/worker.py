@@ -103,6 +103,7 @@ class WorkerHarness(WorkerConnector):
         self._jobs: dict[int, PlannedJob] = {}
         self._queue: list[Start] = []
         self._num_blocks = 0
+        self._on_rank = ""  # for messages
         self._is_lost_over = False
         self.num_reported = 0
         # With whole plans only:
@@ -146,6 +147,8 @@ class WorkerHarness(WorkerConnector):
         tensors = [cache.tensor for cache in kv_caches.tensors]
         self._pages = GPUPages(tensors)
         self._num_blocks = tensors[0].shape[0]
+        if len(self._scenario.ranks) > 1:
+            self._on_rank = f" on rank {kv_caches.rank}"
         self._group_refs = kv_caches.group_data_refs
         if self._copies is not None:
             kv_caches = self._copies.gated(kv_caches, self._stream)
@@ -172,7 +175,7 @@ class WorkerHarness(WorkerConnector):
         for job in self._jobs.values():
             job.age += 1
         self._note_rows()
-        check_held(self.stores_in_flight(), self._engine())
+        check_held(self.stores_in_flight(), self._engine(), self._record.freed_at)
         self._advance()
         self._poll()
         ended = [job for job in self._jobs.values() if self._may_report(job)]
@@ -443,7 +446,7 @@ class WorkerHarness(WorkerConnector):
                 f"launched before it are not computed yet; order the copies after compute_stream",
             )
         if job.is_load:
-            self._pages.check_arrived(job, self._group_refs)
+            self._pages.check_arrived(job, self._group_refs, self._on_rank)
 
     def _check_ended(self, jobs: Sequence[PlannedJob]) -> None:
         for job in self._abandoned.intersection(jobs):
@@ -451,9 +454,9 @@ class WorkerHarness(WorkerConnector):
         if waiting := [job.job_id for job in jobs if job.result is None]:
             raise InvariantBroken(
                 "CONN-3",
-                "wait of the worker half returned, but get_finished does not report jobs "
-                f"{waiting}; wait must block until its jobs have ended, and every job must be "
-                "reported",
+                f"wait of the worker half returned{self._on_rank}, but get_finished does not "
+                f"report jobs {waiting}; wait must block until its jobs have ended, and every job "
+                "must be reported",
             )
 
     def _may_report(self, job: PlannedJob) -> bool:

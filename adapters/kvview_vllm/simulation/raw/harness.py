@@ -212,6 +212,11 @@ class RawHarness(VLLMConnectorHarness):
         """Return an empty text, because the step that reads wrong bytes reports them itself."""
         return ""
 
+    @property
+    @override
+    def wrong_block(self) -> None:
+        """Return None, as for :attr:`mismatch`."""
+
     def finished_requests(self) -> list[str]:
         """Return ended requests whose blocks the connector has promised to free later."""
         requests = self._scheduler.requests

@@ -1,0 +1,81 @@
+"""The report of a wrong connector leads to the faulty line."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvview import CacheGeometry, OffloadingEvent, RequestInfo, make_offload_key
+from kvview.testing.connector import check_connector
+from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.memory import TierKeys
+from kvview_reference.engine.request import chain_hashes
+from tests.mutants.connector import load_wrong
+
+WRONG = {variant.what: variant for variant in load_wrong()}
+
+CASES = {  # the mistake: the seed, a part of the message, and a part of the remedy
+    "a reset keeps the keys": (2, "was planned before the last reset", "reset_cache"),
+    "Finds a block as soon as its store is planned, and runs loads before stores": (
+        1,
+        "store job 0 of this key failed",
+        "on_transfers_finished",
+    ),
+    "Looks a block up by the hash at its start, not at its end": (
+        3,
+        "no job ever stored this key",
+        "block_key",
+    ),
+    "Reports a failed copy as a success": (8, "which store job 1 wrote", "worker half"),
+    "Does not load the last block that it promised": (
+        8,
+        "no load job names block",
+        "on_blocks_allocated",
+    ),
+    "Reuses a host page while a load reads it, and runs stores before loads": (
+        2,
+        "wrote before the load had ended",
+        "Do not reuse a page",
+    ),
+    "frees the table of a preempted request": (
+        10,
+        ", called at line ",
+        "",
+    ),
+    "a preempted request's holds are given back at once": (
+        9,
+        "self.view.free_blocks(blocks); hold the blocks",
+        "",
+    ),
+    "Forgets its holds at shutdown": (7, "view.touch_blocks(gpu_blocks), called at line ", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", CASES)
+def test_a_report_names_the_cause_and_the_hook(mistake: str) -> None:
+    seed, message, hint = CASES[mistake]
+    connector = WRONG[mistake].load()
+    report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
+    (failure,) = report.failures
+    assert message in failure.message
+    assert hint in (failure.hint or "")
+
+
+def test_the_log_has_the_lines_that_hold_and_release() -> None:
+    report = check_connector(
+        WRONG["a preempted request's holds are given back at once"].load(),
+        seeds=1,
+        first_seed=9,
+        max_shrink_runs=0,
+    )
+    log = report.failures[0].log
+    assert any(line.startswith("  touch_blocks blocks ") and ".py:" in line for line in log)
+    assert any(line.startswith("  free_blocks blocks ") and ".py:" in line for line in log)
+
+
+def test_a_key_that_is_advertised_too_early_was_never_stored() -> None:
+    keys = TierKeys(CacheGeometry.single(4))
+    request = RequestInfo("a", 9, chain_hashes(range(2)))
+    key = make_offload_key(request.block_hashes[0], 0)
+    keys.on_events([OffloadingEvent((key,), "CPU", removed=False)])
+    with pytest.raises(InvariantBroken, match=r"EVENT-2: .* but no job ever stored this key"):
+        keys.check_advertised()
