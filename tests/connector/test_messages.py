@@ -22,7 +22,7 @@ CASES = {  # the mistake: the seed, a part of the message, and a part of the rem
     ),
     "Looks a block up by the hash at its start, not at its end": (
         3,
-        "no job ever stored this key",
+        "no job of this run stored this key",
         "block_key",
     ),
     "Reports a failed copy as a success": (8, "which store job 1 wrote", "worker half"),
@@ -77,5 +77,7 @@ def test_a_key_that_is_advertised_too_early_was_never_stored() -> None:
     request = RequestInfo("a", 9, chain_hashes(range(2)))
     key = make_offload_key(request.block_hashes[0], 0)
     keys.on_events([OffloadingEvent((key,), "CPU", removed=False)])
-    with pytest.raises(InvariantBroken, match=r"EVENT-2: .* but no job ever stored this key"):
+    with pytest.raises(
+        InvariantBroken, match=r"EVENT-2: .* but no job of this run stored this key"
+    ):
         keys.check_advertised()

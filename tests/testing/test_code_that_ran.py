@@ -279,18 +279,29 @@ async def load():
 
 
 @pytest.mark.parametrize(
-    ("connector", "line"),
+    ("connector", "line", "caller"),
     [
-        (ThreadDies, "            self.total += len(plan.stores)  # type: ignore[attr-defined]"),
-        (RaisesInAHelper, "            plan.stores += []  # type: ignore[misc, operator]"),
+        (
+            ThreadDies,
+            "            self.total += len(plan.stores)  # type: ignore[attr-defined]",
+            "",
+        ),
+        (
+            RaisesInAHelper,
+            "            plan.stores += []  # type: ignore[misc, operator]",
+            "            self.check(plan)",
+        ),
     ],
 )
-def test_an_exception_is_a_finding_of_its_own(connector: type[Connector], line: str) -> None:
+def test_an_exception_is_a_finding_of_its_own(
+    connector: type[Connector], line: str, caller: str
+) -> None:
     result = run(connector.__name__, "--seeds", "3")
     assert result.exit_code == ExitCode.CONNECTOR_RAISED, result.output
     verdict = result.output.splitlines()[0]
     assert verdict.startswith("red: exceptions: ")
-    assert verdict.endswith(f"two_levels.py:{line_of(line)}: {line.strip()}")
+    called = f", called at line {line_of(caller)}: {caller.strip()}" if caller else ""
+    assert verdict.endswith(f"two_levels.py:{line_of(line)}: {line.strip()}{called}")
 
 
 def test_an_exception_that_a_pool_of_threads_keeps_is_named() -> None:

@@ -220,7 +220,8 @@ class _Check:
 
     def gaps(self) -> list[Gap]:
         """List the missing parts of the check that are not events of the coverage."""
-        may_evict = hasattr(self._connector_class, "store") and "store_blocks" not in self._options
+        has_store = getattr(self._connector_class, "store", None) is not None
+        may_evict = has_store and "store_blocks" not in self._options
         failed = loads_that_failed(self.coverage, self._first_load_error, may_evict=may_evict)
         return [*failed, *self.code.gaps(self.num_seeds)]
 

@@ -190,7 +190,8 @@ def loads_that_failed(
         text += first_error and f"; the first: {first_error}"
         if may_evict:
             text += (
-                ". If the store evicts pages by itself, give --option store_blocks='{blocks}', so "
-                "that the connector deletes pages before the store evicts them"
+                ". If the store evicts pages by itself, let the connector evict instead (--option "
+                "store_blocks='{blocks}', without a limit of the store's own), or name 'coverage: "
+                "failed loads' with this reason in --expected-failures"
             )
         yield Gap("failed loads", text)

@@ -404,9 +404,10 @@ class TierKeys:
         job = self._last_stores.get(key)
         if job is None:
             return (
-                "no job ever stored this key",
+                "no job of this run stored this key",
                 "Look up each block of a group by the key that its store has: the hash at the end "
-                "of the block, and the group (CacheGeometry.block_key).",
+                "of the block, and the group (CacheGeometry.block_key). Pages of an earlier run, "
+                "in a global, a class attribute or a folder without '{tmp}', must not be found.",
             )
         store = f"store job {job.job_id} of this key"
         if key in self.failed or job in self._current:
