@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvview import CacheGeometry, OffloadingEvent, RequestInfo, make_offload_key
-from kvview.testing.connector import check_connector
+from kvview.testing.connector import Abort, Add, Fate, Scenario, check_connector
+from kvview.testing.connector.aging import check_conserved
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.memory import TierKeys
 from kvview_reference.engine.request import chain_hashes
@@ -70,6 +73,15 @@ def test_the_log_has_the_lines_that_hold_and_release() -> None:
     log = report.failures[0].log
     assert any(line.startswith("  touch_blocks blocks ") and ".py:" in line for line in log)
     assert any(line.startswith("  free_blocks blocks ") and ".py:" in line for line in log)
+
+
+def test_lost_pages_name_only_the_events_of_the_run() -> None:
+    run = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=(Add("a", 1, 5), Abort("a")))
+    with pytest.raises(InvariantBroken, match="pages after an abort, a second store of a key"):
+        check_conserved(run, [200] * 4 + [0] * 4, [200] * 4)
+    failing = replace(run, events=run.events[:1], fates=(Fate(outcome="half"),))
+    with pytest.raises(InvariantBroken, match="after a failed store or load, a second store"):
+        check_conserved(failing, [200] * 4 + [0] * 4, [200] * 4)
 
 
 def test_a_key_that_is_advertised_too_early_was_never_stored() -> None:

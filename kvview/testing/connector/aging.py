@@ -21,7 +21,7 @@ from kvview.connector.halves import SchedulerConnector, WorkerConnector
 from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.result import Failure, SimulationResult
-from kvview.testing.connector.scenario import Add, Scenario, Step
+from kvview.testing.connector.scenario import Abort, AbortLoading, Add, Reset, Scenario, Step
 
 FEWEST_ROUNDS = 24
 """Minimum number of rounds of a run whose tier is checked."""
@@ -57,12 +57,15 @@ def is_comparable(loads_when_new: Sequence[int]) -> bool:
     return sum(loads_when_new) >= _FEWEST_TOKENS
 
 
-def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int]) -> None:
-    """Require that after many rounds a tier loads at least half as much as a new tier.
+def check_conserved(
+    scenario: Scenario, loads_of_rounds: Sequence[int], loads_when_new: Sequence[int]
+) -> None:
+    """Require that a tier after many rounds loads at least half as much as a new tier.
 
     Args:
-        loads_of_rounds: Number of tokens that requests were to load, by round.
-        loads_when_new: The same number for new connectors, in each of the last of these rounds.
+        scenario: The run.
+        loads_of_rounds: Number of tokens that requests expected to load, by round.
+        loads_when_new: Number of tokens for new connectors, in the last of these rounds.
 
     Raises:
         InvariantBroken: CONN-10 is broken; the message has both numbers.
@@ -73,10 +76,22 @@ def check_conserved(loads_of_rounds: Sequence[int], loads_when_new: Sequence[int
             "CONN-10",
             f"the last {len(loads_when_new)} of {len(loads_of_rounds)} rounds loaded {late} "
             f"tokens, but new connectors load {new} in the same rounds, so the connector's own "
-            f"tier loses pages. Check the code that frees pages after a failed store or load, an "
-            f"abort, a reset, a second store of a key, a promise that is not loaded, and an "
-            f"eviction",
+            f"tier loses pages. Check the code that frees pages after {_ends_of_pages(scenario)}",
         )
+
+
+def _ends_of_pages(scenario: Scenario) -> str:
+    """List the events of a run after which a connector frees pages; other events are no cause."""
+    kinds = {type(event) for event in scenario.events}
+    has_failures = any(fate.outcome != "ok" for fate in scenario.fates)
+    ends = [
+        *["a failed store or load"] * has_failures,
+        *["an abort"] * (not kinds.isdisjoint({Abort, AbortLoading})),
+        *["a reset"] * (Reset in kinds),
+        "a second store of a key",
+        "a promise that is not loaded",
+    ]
+    return f"{', '.join(ends)}, and an eviction"
 
 
 class Memory:
@@ -287,10 +302,10 @@ def _compare_rounds(
         return [tokens for new in when_new(run) for tokens in play(new).loads_of_rounds]
 
     try:
-        check_conserved(result.loads_of_rounds, loads := loads_when_new(scenario))
+        check_conserved(scenario, result.loads_of_rounds, loads := loads_when_new(scenario))
     except InvariantBroken:  # perhaps by chance: a bad choice of evictions, or a store that paused
         twice = replace(scenario, rounds=2 * scenario.rounds)
-        check_conserved(play(twice).loads_of_rounds, loads := loads_when_new(twice))
+        check_conserved(twice, play(twice).loads_of_rounds, loads := loads_when_new(twice))
     if grows(result.kept_bytes, scenario.cpu_blocks):
         confirmed = play(longer(scenario))
         if grows(confirmed.kept_bytes, scenario.cpu_blocks):
