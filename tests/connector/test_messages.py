@@ -11,7 +11,10 @@ from kvview.testing.connector import Abort, Add, Fate, Scenario, check_connector
 from kvview.testing.connector.aging import check_conserved
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.memory import TierKeys
+from kvview.testing.connector.scenario import to_script
+from kvview_reference.connector.offload import OffloadConnector
 from kvview_reference.engine.request import chain_hashes
+from kvview_reference.simulation import ReferenceEngines
 from tests.mutants.connector import load_wrong
 
 WRONG = {variant.what: variant for variant in load_wrong()}
@@ -49,6 +52,13 @@ CASES = {  # the mistake: the seed, a part of the message, and a part of the rem
         "self.view.free_blocks(blocks); hold the blocks",
         "",
     ),
+    "copies group 0 only": (7, "is written in tensors [", ""),
+    "all ranks but the first skip a copy that the first made": (3, " on rank ", ""),
+    "Loads the blocks before a window too, where the table has none": (
+        8,
+        "block 0",
+        "Skip block 0",
+    ),
     "Forgets its holds at shutdown": (7, "view.touch_blocks(gpu_blocks), called at line ", ""),
 }
 
@@ -73,6 +83,14 @@ def test_the_log_has_the_lines_that_hold_and_release() -> None:
     log = report.failures[0].log
     assert any(line.startswith("  touch_blocks blocks ") and ".py:" in line for line in log)
     assert any(line.startswith("  free_blocks blocks ") and ".py:" in line for line in log)
+
+
+def test_a_script_writes_a_row_of_default_fates_as_one_item() -> None:
+    fates = (*[Fate()] * 11, Fate(outcome="half"))
+    run = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=(), fates=fates)
+    script = to_script(OffloadConnector, run, {}, "a comment", ReferenceEngines())
+    assert "        *[Fate()] * 11,\n        Fate(outcome='half'),\n" in script
+    exec(script)
 
 
 def test_lost_pages_name_only_the_events_of_the_run() -> None:

@@ -158,9 +158,12 @@ class KVBytes:
         tensor = next(index for index, one in enumerate(self._layers) if one is layer)
         place = tensor, at[0]
         end = at[-1] * WORD_BYTES + WORD_BYTES - 1
+        owner = self._owner(int(found[at[0]]), place)
+        is_own = owner.startswith(f"the KV of key {short(key)},")
+        other = "of another place, because a tensor, a rank or the size of a page was confused"
         return (
             f"bytes {at[0] * WORD_BYTES} to {end} of GPU block {block_id} in tensor {tensor} hold "
-            f"{self._owner(int(found[at[0]]), place)}, not the KV of key {short(key)}"
+            f"{owner}, {other if is_own else f'not the KV of key {short(key)}'}"
         )
 
     def _owner(self, word: int, place: tuple[int, int]) -> str:

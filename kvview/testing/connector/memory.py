@@ -143,10 +143,17 @@ class GPUPages:
         }
         if missing:
             blocks, tensors = (sorted(set(numbers)) for numbers in zip(*missing, strict=True))
+            is_whole = all(
+                torch.equal(
+                    self._tensors[tensor][block], load.rows[tensor][load.gpu_blocks.index(block)]
+                )
+                for block, tensor in missing
+            )
             raise InvariantBroken(
                 "XFER-4",
-                f"load job {load.job_id} is reported as a success, but blocks {blocks} are not "
-                f"written yet, or only partly, in tensors {tensors}{on_rank}",
+                f"load job {load.job_id} is reported as a success, but "
+                f"{'no byte' if is_whole else 'only a part'} of blocks {blocks} is written in "
+                f"tensors {tensors}{on_rank}",
             )
 
 

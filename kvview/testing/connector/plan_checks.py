@@ -28,6 +28,8 @@ def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
                 "XFER-1",
                 f"a plan names GPU block {block!r}, which does not exist; blocks are 1 to "
                 f"{num_blocks - 1}",
+                hint="Skip block 0 of a block table: it is in the place of a block that a window "
+                "has left (full_blocks, required_blocks).",
             )
     return list(spec.block_ids)
 
@@ -74,9 +76,9 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
     if engine.held_blocks().keys() >= set(keyless):
         raise InvariantBroken(
             "CONN-8",
-            f"{reads}; only store blocks that num_computed_tokens covers (kvview.full_blocks), "
-            f"because the last sampled token and the tokens of the current step are not computed "
-            f"yet",
+            f"{reads}, so they have no key yet; only store blocks that num_computed_tokens covers "
+            f"(kvview.full_blocks), or hashed free blocks of the same step",
+            hint="",
         )
     raise InvariantBroken(
         "CONN-6", f"{reads}, because they were not held and now belong to another request"
@@ -103,6 +105,7 @@ def check_held(
                 f"blocks {free} are free although store job {job.job_id}, which reads them, is "
                 f"not reported yet{_released(free[0], freed_at)}; hold the blocks of a store "
                 f"until its report, even if another owner releases them",
+                hint="",
             )
 
 

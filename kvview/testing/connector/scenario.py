@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from kvview import CacheGeometry
@@ -319,7 +320,7 @@ def to_script(
             continue
         if isinstance(value, tuple):
             lines.append(f"    {field.name}=(")
-            lines += _listed([f"{compact_repr(item)}," for item in value])
+            lines += _listed(list(_written(value)))
             lines.append("    ),")
         else:
             lines.append(f"    {field.name}={value!r},")
@@ -333,6 +334,16 @@ def to_script(
         calls = [f"for _ in range({times}):", *(f"    {line}" for line in calls)]
     lines += [")", *calls]
     return "\n".join(lines) + "\n"
+
+
+def _written(items: Sequence[object]) -> Iterator[str]:
+    """Yield items of a tuple; a row of default fates is one item, so that others are seen."""
+    for item, equal in groupby(items):
+        number = len(list(equal))
+        if item == Fate() and number > 1:
+            yield f"*[Fate()] * {number},"
+        else:
+            yield from [f"{compact_repr(item)},"] * number
 
 
 def _listed(items: Sequence[str]) -> Iterator[str]:

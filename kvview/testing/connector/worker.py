@@ -454,9 +454,10 @@ class WorkerHarness(WorkerConnector):
         if waiting := [job.job_id for job in jobs if job.result is None]:
             raise InvariantBroken(
                 "CONN-3",
-                f"wait of the worker half returned{self._on_rank}, but get_finished does not "
-                f"report jobs {waiting}; wait must block until its jobs have ended, and every job "
-                "must be reported",
+                f"get_finished of the worker half does not report jobs {waiting}{self._on_rank} "
+                "after wait has returned; report every job, also one that failed, and let wait "
+                "block until its jobs have ended",
+                hint="",
             )
 
     def _may_report(self, job: PlannedJob) -> bool:
