@@ -60,12 +60,12 @@ def is_comparable(loads_when_new: Sequence[int]) -> bool:
 def check_conserved(
     scenario: Scenario, loads_of_rounds: Sequence[int], loads_when_new: Sequence[int]
 ) -> None:
-    """Require that a tier after many rounds loads at least half as much as a new tier.
+    """Require that after many rounds a tier loads at least half as much as a new tier.
 
     Args:
         scenario: The run.
-        loads_of_rounds: Number of tokens that requests expected to load, by round.
-        loads_when_new: Number of tokens for new connectors, in the last of these rounds.
+        loads_of_rounds: Number of tokens that requests were to load, by round.
+        loads_when_new: The same number for new connectors, in each of the last of these rounds.
 
     Raises:
         InvariantBroken: CONN-10 is broken; the message has both numbers.

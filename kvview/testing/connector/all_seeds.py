@@ -219,7 +219,7 @@ class _Check:
         return [note + more for note in self._of_chance[:1]]
 
     def gaps(self) -> list[Gap]:
-        """List the missing parts of the check that are not events of the coverage."""
+        """List the missing parts of the check that the coverage does not count."""
         has_store = getattr(self._connector_class, "store", None) is not None
         may_evict = has_store and "store_blocks" not in self._options
         failed = loads_that_failed(self.coverage, self._first_load_error, may_evict=may_evict)

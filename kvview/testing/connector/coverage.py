@@ -180,7 +180,8 @@ def loads_that_failed(
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first such load, with its line of source; or empty.
+        first_error: The exception behind the first of these loads, with its line of source; empty
+            if unknown.
         may_evict: Whether a store of pages may have evicted them, because the connector does not
             know how many pages the store holds.
     """
