@@ -256,7 +256,7 @@ def test_rows_out_of_order_arrive_late_and_none_is_lost() -> None:
 @pytest.mark.parametrize(
     "options", [{"speed": 1e-16}, {"decode_step_s": 1e-300}, {"prefill_tokens_per_s": 1e-300}]
 )
-def test_a_time_that_no_step_changes_is_refused(options: dict[str, float]) -> None:
+def test_a_time_that_no_step_changes_is_refused(options: dict[str, Any]) -> None:
     rows = [row(name, at, range(4)) for name, at in (("a", 0), ("b", 50), ("c", 50))]
     with pytest.raises(ConfigError, match=r"too late for steps of .*: correct the trace's time"):
         play(rows, 10, 20, 100, replace(TimeModel(), **options))
