@@ -25,20 +25,31 @@ class Subject:
     Args:
         target: Its name there.
         options: Of a connector.
+        engine: That runs a connector.
+        is_pd: Whether the connector passes handoffs between two engines.
+        examples: Random sequences of calls of a harness, in slices.
     """
 
     target: str
     options: dict[str, Any] = field(default_factory=dict)
+    engine: str = "reference"
+    is_pd: bool = False
+    examples: tuple[int, ...] = (10, 100)
 
     def __str__(self) -> str:
         children = self.options.get("connectors", ())
         names = [child["connector"].rpartition(":")[2] for child in children]
-        return f"{self.target} of {', '.join(names)}" if names else self.target
+        name = f"{self.target} of {', '.join(names)}" if names else self.target
+        return name if self.engine == "reference" else f"{name} in {self.engine}"
 
     def load(self) -> Any:
         """The factory or the connector."""
+        from kvview.testing.handoff import pd_factory
+        from kvview.testing.offloading.policy import as_factory
+
         module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
+        return pd_factory(found) if self.is_pd else as_factory(found)
 
 
 SUBJECTS = [
@@ -53,7 +64,12 @@ SUBJECTS = [
             "transfer",
         )
     ),
+    Subject("kvview_reference.offloading.lru_or_arc:LRUOrARCPolicy"),
+    Subject("kvview_reference.offloading.vllm_arc:VLLMARCPolicy"),
+    Subject("kvview_reference.handoff.pull:PullConnector", is_pd=True, examples=(20,)),
     Subject("examples.host_cache:HostCacheConnector"),
+    Subject("examples.host_memory:HostMemoryConnector", {"store_blocks": "{blocks}"}),
+    Subject("examples.two_levels:TwoLevelConnector", {"root": "{tmp}", "cpu_blocks": "{blocks}"}),
     Subject(_OFFLOAD),
     Subject(_LAZY),
     Subject(_MULTI, {"connectors": [{"connector": _OFFLOAD}]}),
@@ -78,27 +94,30 @@ SUBJECTS = [
     ),
 ]
 
-TIER_EXAMPLES = 25  # random sequences of calls; `kvview check` plays 100 by default
-TIER_SUBJECTS = [Subject(f"kvview_reference.harness:{name}") for name in ("tier", "guarded_tier")]
+TIER_SUBJECTS = [
+    Subject(f"kvview_reference.harness:{name}", examples=(25,)) for name in ("tier", "guarded_tier")
+]
+VLLM_SUBJECTS = [
+    Subject("tests.vllm.test_conformance:VLLMPool"),
+    Subject(_OFFLOAD, engine="vllm"),
+    Subject(_LAZY, engine="vllm"),
+]
 
 
 @dataclass(frozen=True)
 class Step:
-    """The smallest part of the kit that runs alone.
+    """The smallest part of the kit that runs alone: all checks of a target, with some seeds.
 
     Args:
         subject: The target.
-        name: Of the check; empty for runs of a connector.
-        seeds: Of the runs.
+        seeds: Of the runs of a connector, or of the random sequences of calls of a harness.
     """
 
     subject: Subject
-    name: str = ""
-    seeds: range = range(0)
+    seeds: range
 
     def __str__(self) -> str:
-        seeds = f"seeds {self.seeds.start}-{self.seeds.stop - 1}" if self.seeds else ""
-        return f"{self.subject} {self.name}{seeds}"
+        return f"{self.subject} seeds {self.seeds.start}-{self.seeds.stop - 1}"
 
     def run(self, coverage: Counter[str]) -> str | None:
         """Return the finding of the kit; None when it is green.
@@ -106,32 +125,34 @@ class Step:
         Args:
             coverage: The events of the runs are added to it.
         """
-        return self._simulate(coverage) if self.seeds else self._check()
+        from kvview.targets import is_connector
 
-    def _check(self) -> str | None:
+        target = self.subject.load()
+        return self._simulate(target, coverage) if is_connector(target) else self._check(target)
+
+    def _check(self, factory: Any) -> str | None:
         from kvview.testing.effort import Effort
         from kvview.testing.runner import plan_checks, run_planned
 
-        factory = self.subject.load()
         # Only the verdict counts, so no script is made.
-        effort = Effort(is_brief=True)
-        if self.subject in TIER_SUBJECTS:
-            effort = Effort(is_brief=True, seeds=TIER_EXAMPLES)
-        for planned in plan_checks(factory, Effort(), select=[self.name])[1]:
+        effort = Effort(is_brief=True, seed=self.seeds.start, seeds=len(self.seeds))
+        for planned in plan_checks(factory, Effort())[1]:
             failure = run_planned(factory, planned, effort).failure
             if failure is not None:
-                return f"{failure.law} {self.name}"
+                return f"{failure.law} {planned.check.name}"
         return None
 
-    def _simulate(self, coverage: Counter[str]) -> str | None:
-        from kvview.testing.connector import check_connector
+    def _simulate(self, connector: Any, coverage: Counter[str]) -> str | None:
+        from kvview.testing.connector import check_connector, load_engines
 
         report = check_connector(
-            self.subject.load(),
+            connector,
             first_seed=self.seeds.start,
             seeds=len(self.seeds),
             options=self.subject.options,
+            engines=load_engines(self.subject.engine),
             max_shrink_runs=0,
+            processes=0,
         )
         coverage.update(report.coverage)
         return next((f"{one.law} seed {one.seed}" for one in report.failures), None)
@@ -145,20 +166,16 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
         num_seeds: Of a connector, in slices.
     """
     from kvview.targets import is_connector
-    from kvview.testing.effort import Effort
-    from kvview.testing.runner import plan_checks
 
-    loaded = subject.load()
-    if is_connector(loaded):
-        ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
-        for first, end in pairwise([0, *ends, num_seeds]):
-            yield Step(subject, seeds=range(first, end))
-        if FEW < num_seeds <= STEADY:
-            yield Step(subject, seeds=range(STEADY, STEADY + 1))
+    if not is_connector(subject.load()):
+        for first, end in pairwise([0, *subject.examples]):
+            yield Step(subject, range(first, end))
         return
-    for planned in plan_checks(loaded, Effort())[1]:
-        if not planned.skip_reason:
-            yield Step(subject, planned.check.name)
+    ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
+    for first, end in pairwise([0, *ends, num_seeds]):
+        yield Step(subject, range(first, end))
+    if FEW < num_seeds <= STEADY:
+        yield Step(subject, range(STEADY, STEADY + 1))
 
 
 def not_checked(coverage: Counter[str]) -> str | None:

@@ -44,12 +44,14 @@ class Ended(Generic[JobT]):
         job: The job.
         said: The messages of its process, in order.
         why: Empty for a regular end; otherwise ``"timeout"``, or how the process died.
+        cpu_seconds: CPU time of the process.
     """
 
-    def __init__(self, job: JobT, said: list[Any], why: str) -> None:
+    def __init__(self, job: JobT, said: list[Any], why: str, cpu_seconds: float) -> None:
         self.job = job
         self.said = said
         self.why = why
+        self.cpu_seconds = cpu_seconds
 
 
 def run_forked(
@@ -87,8 +89,8 @@ def run_forked(
                     told = pipe.recv()
                 except EOFError:
                     del running[pipe]
-                    process.join()
-                    yield Ended(job, said, _why(process.exitcode))
+                    seconds_taken = _join(process)
+                    yield Ended(job, said, _why(process.exitcode), seconds_taken)
                     continue
                 if isinstance(told, Limit):
                     running[pipe] = job, process, said, _deadline(told.seconds)
@@ -97,12 +99,23 @@ def run_forked(
             for pipe, (job, process, said, deadline) in list(running.items()):
                 if time.monotonic() > deadline:
                     process.kill()
-                    process.join()
                     del running[pipe]
-                    yield Ended(job, said, "timeout")
+                    yield Ended(job, said, "timeout", _join(process))
     finally:
         for _, process, _, _ in running.values():
             process.kill()
+
+
+def _join(process: Any) -> float:
+    """Wait for the end of a process, and return its CPU time."""
+
+    def of_ended() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = of_ended()
+    process.join()
+    return of_ended() - before
 
 
 def _deadline(seconds: float) -> float:

@@ -30,12 +30,20 @@ class Survivor:
         change: The change, for which the reason was written.
         kind: One of :data:`KINDS`.
         reason: Why the kit need not find it, or the check that the kit lacks.
+        shown: Python code that executes the reason (:mod:`~tests.mutation.reasons`); empty for a
+            reason that is only text.
     """
 
     id: str
     change: str
     kind: str
     reason: str
+    shown: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that is wrong."""
+        return self.id.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
 
 def of_modules(entries: Mapping[str, Survivor], modules: Collection[str]) -> dict[str, Survivor]:
     """Return the entries about some modules."""
-    return {name: entry for name, entry in entries.items() if name.partition(":")[0] in modules}
+    return {name: entry for name, entry in entries.items() if entry.module in modules}
 
 
 def believed(

@@ -12,56 +12,50 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from . import judges
-from .judges import SEEDS, SUBJECTS, TIER_SUBJECTS, Step, Subject, not_checked, steps_of
+from .judges import SEEDS, Step, Subject, not_checked, steps_of
 from .operators import Site, find_sites, mutate, statement_lines
 from .processes import Ended, Limit, Say, forget, import_instead, run_forked
 
 ROOT = Path(__file__).parents[2]
-OWN = ("kvview", "kvview_reference", "examples")
-MODULES = (
-    "kvview_reference.pool",
-    "kvview_reference.free_queue",
-    "kvview_reference.walks",
-    "kvview_reference.events",
-    "kvview_reference.guard",
-    "kvview_reference.geometry.coordinator",
-    "kvview_reference.geometry.kv_cache_manager",
-    "kvview_reference.offloading.manager",
-    "kvview_reference.offloading.policies",
-    "kvview_reference.transfer.worker",
-    "kvview_reference.transfer.pages",
-    "kvview_reference.connector.offload",
-    "kvview_reference.connector.lazy_offload",
-    "kvview_reference.connector.multi",
-    "kvview.guard.view",
-    "kvview.guard.ledger",
-    "kvview.guard.lease",
-    "kvview.guard.queries",
-    "kvview.guard.home",
-    "examples.host_cache",
-)
-TIER_MODULES = (
-    "kvview_reference.tier.file_store",
-    "kvview_reference.tier.file_budget",
-    "kvview_reference.tier.file_lock",
-    "kvview_reference.tier.eviction",
-    "kvview_reference.tier.store_folder",
-    "kvview_reference.tier.deleting",
-    "kvview_reference.tier.entry",
-    "kvview.tier.threaded",
-    "kvview.tier.guarded",
-    "kvview.tier.answers",
-    "kvview.tier.breaker",
-    "kvview.tier.checksum",
-    "kvview.tier.private_pages",
-    "kvview.tier.namespace",
-)
+OWN = ("kvview", "kvview_reference", "kvview_vllm", "examples")
+NEVER_WRONG = {
+    "kvview.testing": "the kit itself",
+    "kvview_reference.engine": "the engine of the kit",
+    "kvview_reference.simulation": "the engine of the kit",
+    "kvview_reference.harness": "harnesses of the kit",
+    "kvview_vllm.simulation": "the engine of the kit",
+    "kvview_vllm.releases": "finds and reads the sources of a release",
+    **dict.fromkeys(
+        (
+            "kvview.cli",
+            "kvview.targets",
+            "kvview.options",
+            "kvview.version",
+            "kvview.laws",
+            "kvview.web_page",
+            "kvview.urls",
+            "kvview.input_files",
+            "kvview.__main__",
+            "kvview_reference.sizing",
+            "kvview_reference.replay",
+            "kvview_reference.tier.command",
+            "kvview_reference.tier.throughput",
+            "kvview_vllm.doctor",
+            "kvview_vllm.inference",
+            "kvview_vllm.partition",
+            "kvview_vllm.handoff",
+        ),
+        "part of a command",
+    ),
+}
+"""Modules and packages that are never made wrong, with the reason."""
 
 _HITS = "_lines_reached"
 _SLOWER = 8  # factor by which a mutant may be slower than the right code
@@ -71,6 +65,38 @@ _AT_START = Path(__file__).with_name("at_start")  # for processes that a check s
 _MUTANT, _REACHED = "KVVIEW_MUTANT", "KVVIEW_REACHED"
 
 Place = tuple[str, int]  # module, line of a statement
+
+
+def path_of(module: str) -> Path:
+    """Return the file of a module, without an import of its packages."""
+    package, *rest = module.split(".")
+    path = _folder_of(package).joinpath(*rest)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _folder_of(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"there is no package {package}"
+    return Path(next(iter(spec.submodule_search_locations or ())))
+
+
+def modules_of(*packages: str, but: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the modules of packages that may be made wrong.
+
+    Args:
+        packages: The packages.
+        but: Modules and packages that belong to another area.
+    """
+    left_out = (*NEVER_WRONG, *but)
+    found = []
+    for package in packages:
+        root = path_of(package).parent
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            if not any(f"{name}.".startswith(f"{one}.") for one in left_out):
+                found.append(name)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -86,8 +112,22 @@ class Area:
     subjects: Sequence[Subject]
 
 
-AREAS = {"engine": Area(MODULES, SUBJECTS), "tier": Area(TIER_MODULES, TIER_SUBJECTS)}
-"""Separate areas, because the targets of one do not execute the modules of another."""
+_TIER = ("kvview.tier", "kvview_reference.tier")
+AREAS = {
+    "engine": Area(
+        (
+            *modules_of("kvview", "kvview_reference", but=_TIER),
+            *("examples.host_cache", "examples.host_memory", "examples.two_levels"),
+        ),
+        judges.SUBJECTS,
+    ),
+    "tier": Area(modules_of(*_TIER), judges.TIER_SUBJECTS),
+    "vllm": Area(modules_of("kvview_vllm"), judges.VLLM_SUBJECTS),
+}
+"""Separate areas, because the targets of one are slow, or do not execute the modules of another.
+
+``vllm`` needs the Python of the vLLM lane.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,10 +146,15 @@ class Reach:
     seconds: float
     coverage: Counter[str] = field(default_factory=Counter)
 
+    @cached_property
+    def modules(self) -> frozenset[str]:
+        """The modules that it executes."""
+        return frozenset(module for module, _ in self.places)
+
     @property
     def cost(self) -> tuple[int, float]:
-        """The order of steps: checks, the first seeds of every connector, later seeds."""
-        return self.step.seeds.start if self.step.seeds else -1, self.seconds
+        """The order of steps: the first seeds of every target, later seeds."""
+        return self.step.seeds.start, self.seconds
 
     @property
     def limit(self) -> Limit:
@@ -129,6 +174,7 @@ class Verdict:
         num_steps: The number of steps that execute the mutant.
         seconds: Wall-clock time.
         num_seeds: The number of seeds of each connector.
+        cpu_seconds: CPU time of the kit.
     """
 
     site: Site
@@ -137,6 +183,7 @@ class Verdict:
     num_steps: int
     seconds: float
     num_seeds: int = SEEDS
+    cpu_seconds: float = 0.0
 
     @property
     def is_killed(self) -> bool:
@@ -144,25 +191,18 @@ class Verdict:
         return bool(self.how)
 
 
-def source_of(module: str) -> str:
-    """Return the text of a module, without an import."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None, f"there is no module {module}"
-    assert spec.origin is not None, f"{module} has no source"
-    return Path(spec.origin).read_text()
-
-
-def all_sites(modules: Sequence[str] = MODULES) -> list[Site]:
+def all_sites(modules: Iterable[str]) -> list[Site]:
     """Return every mutant of these modules."""
-    return [site for module in modules for site in find_sites(module, source_of(module))]
+    return [site for module in modules for site in find_sites(module, path_of(module).read_text())]
 
 
-def warm_up() -> None:
+def warm_up(*, with_vllm: bool = False) -> None:
     """Import slow packages once for all forked processes."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     slow = ("torch", "numpy", "hypothesis.stateful", "pydantic", "click", "rich.table", "xxhash")
-    for name in slow:
+    of_vllm = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.block_pool", "vllm.v1.request")
+    for name in (*slow, *(of_vllm if with_vllm else ())):
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)  # a pool of threads does not survive a fork
 
@@ -171,39 +211,34 @@ def fingerprint() -> str:
     """Return a fingerprint of all sources that a verdict depends on."""
     digest = sha256(Path(judges.__file__).read_bytes())
     for package in OWN:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None, f"there is no package {package}"
-        for folder in spec.submodule_search_locations or ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
-                digest.update(path.read_bytes())
+        root = _folder_of(package)
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def measure_reach(
-    subjects: Sequence[Subject] = SUBJECTS,
+    area: Area,
+    name: str,
     *,
     num_seeds: int = SEEDS,
     num_processes: int = 1,
-    modules: Sequence[str] = MODULES,
-    cache: Path | None = _CACHE,
-    cache_name: str = "engine",
 ) -> list[Reach]:
     """Run each step of the kit once, and return the statements that it executes.
 
     Args:
-        subjects: The targets.
+        area: The targets, and the modules with the statements.
+        name: Of the area; the results are kept for each state of the sources.
         num_seeds: Of each connector.
         num_processes: Number at a time.
-        modules: The modules with the statements.
-        cache: Folder for the results, with one file for each state of the sources.
-        cache_name: Of the area.
 
     Raises:
         RuntimeError: A step is not green on the right code.
     """
-    file = cache / f"reach-{cache_name}-{fingerprint()}.json" if cache else None
-    known = {str(one.step): one for one in _read(file, subjects)} if file else {}
+    subjects, modules = area.subjects, area.modules
+    file = _CACHE / f"reach-{name}-{fingerprint()}.json"
+    known = {str(one.step): one for one in _read(file, subjects)}
 
     def run(subject: Subject, say: Say) -> None:
         hits = Hits()
@@ -228,8 +263,7 @@ def measure_reach(
             reached.append(one)
         if ended.why:
             raise RuntimeError(f"the checks of {ended.job}: {ended.why}")
-        if file:
-            _write(file, {**known, **{str(one.step): one for one in reached}}.values())
+        _write(file, {**known, **{str(one.step): one for one in reached}}.values())
     return reached
 
 
@@ -237,7 +271,6 @@ def _write(file: Path, reached: Iterable[Reach]) -> None:
     rows = [
         {
             "target": str(one.step.subject),
-            "name": one.step.name,
             "seeds": [one.step.seeds.start, one.step.seeds.stop],
             "places": sorted(one.places),
             "seconds": one.seconds,
@@ -255,7 +288,7 @@ def _read(file: Path, subjects: Sequence[Subject]) -> Iterator[Reach]:
     of_target = {str(subject): subject for subject in subjects}
     for row in json.loads(file.read_text()) if file.is_file() else ():
         if row["target"] in of_target:
-            step = Step(of_target[row["target"]], row["name"], range(*row["seeds"]))
+            step = Step(of_target[row["target"]], range(*row["seeds"]))
             places = frozenset((module, line) for module, line in row["places"])
             yield Reach(step, places, row["seconds"], Counter(row["coverage"]))
 
@@ -303,8 +336,7 @@ def _tell_processes(name: str, value: str) -> None:
 def begin_as_told() -> None:
     """Apply the mutant, or count statements, in a process that a check has started."""
     if site_id := os.environ.get(_MUTANT):
-        module = site_id.partition(":")[0]
-        import_instead(lambda name, path: _wrong(name, site_id, path) if name == module else None)
+        make_wrong(site_id)
     elif told := os.environ.get(_REACHED):
         path, _, names = told.partition(":")
         hits, modules = Hits(path), names.split(",")
@@ -340,8 +372,7 @@ def play(
     """Run the kit on each mutant, up to the first finding.
 
     1. A step that does not execute the wrong statement is skipped.
-    2. Checks run before connectors, the first seeds of every connector before later seeds, and
-       quick steps before slow ones.
+    2. The first seeds of every target run before later seeds, and quick steps before slow ones.
     3. Without another finding, the events of all seeds of a connector are checked for gaps.
 
     Args:
@@ -363,20 +394,18 @@ def play(
     def run(job: tuple[Site, list[Reach]], say: Say) -> None:
         site, steps = job
         _tell_processes(_MUTANT, site.id)
-        import_instead(
-            lambda name, path: _wrong(name, site.id, path) if name == site.module else None
-        )
+        make_wrong(site.id)
         forget(OWN)
         say(("import", ""))
         importlib.import_module(site.module)
-        coverage = {str(one.step.subject): Counter[str]() for one in reach if one.step.seeds}
+        coverage = {str(one.step.subject): Counter[str]() for one in reach if one.coverage}
         before = green.get(site.id, 0)
         for one in reach:
             if one not in steps:
                 coverage.get(str(one.step.subject), Counter()).update(one.coverage)
         for one in steps:
             seen = coverage.get(str(one.step.subject), Counter())
-            if before and one.step.seeds.stop <= before:
+            if before and one.coverage and one.step.seeds.stop <= before:
                 seen.update(one.coverage)  # the coverage of that run is unknown
                 continue
             say(one.limit)
@@ -385,7 +414,7 @@ def play(
             if found is not None:
                 say(("found", found))
                 return
-        for target in {str(one.step.subject) for one in steps if one.step.seeds}:
+        for target in {str(one.step.subject) for one in steps if one.coverage}:
             if found := not_checked(coverage[target]):
                 say(("found", found))
                 return
@@ -403,12 +432,24 @@ def play(
 def steps_for(site: Site, reach: Sequence[Reach]) -> list[Reach]:
     """Return the steps that execute a mutant, the quickest first."""
     place = site.module, site.line
-    steps = [one for one in reach if not site.is_in_function or place in one.places]
+    steps = [
+        one
+        for one in reach
+        if (place in one.places if site.is_in_function else site.module in one.modules)
+    ]
     return sorted(steps, key=lambda one: one.cost)
 
 
-def _wrong(module: str, site_id: str, path: Path) -> CodeType:
-    return compile(mutate(module, path.read_text(), site_id), str(path), "exec")
+def make_wrong(site_id: str) -> None:
+    """Make the next import of the mutant's module wrong."""
+    module = site_id.partition(":")[0]
+
+    def wrong(name: str, path: Path) -> CodeType | None:
+        if name != module:
+            return None
+        return compile(mutate(name, path.read_text(), site_id), str(path), "exec")
+
+    import_instead(wrong)
 
 
 def _verdict(ended: Ended[tuple[Site, list[Reach]]], seconds: float, num_seeds: int) -> Verdict:
@@ -423,4 +464,5 @@ def _verdict(ended: Ended[tuple[Site, list[Reach]]], seconds: float, num_seeds: 
         how = "timeout"
     elif last != "green":
         how = "import" if last == "import" else "died"
-    return Verdict(site, killed_by if how else "", how, len(steps), seconds, num_seeds)
+    killed_by = killed_by if how else ""
+    return Verdict(site, killed_by, how, len(steps), seconds, num_seeds, ended.cpu_seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutation import operators, survivors, trial
+from tests.mutation import operators, reasons, survivors, trial
 from tests.mutation.judges import Step, Subject
 
 SOURCE = '''
@@ -140,7 +140,7 @@ def test_the_kit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(trial, "_AT_LEAST", 0.5)
     of_tiny = {site.change: site for site in operators.find_sites("tiny", SOURCE)}
     reached = frozenset(("tiny", site.line) for site in sites() if site.function != "never")
-    step = Tells(Subject("tiny:first"))
+    step = Tells(Subject("tiny:first"), range(1))
     chosen = [
         of_tiny["item < limit -> item <= limit"],  # nothing is equal to the limit
         of_tiny["return taken[:limit] -> return []"],
@@ -189,7 +189,49 @@ def test_survivors_need_a_reason_and_reasons_a_survivor(tmp_path: Path) -> None:
         survivors.read_survivors(file)
 
 
+def test_modules_are_found_by_themselves_except_those_with_a_reason() -> None:
+    found = {module: name for name, area in trial.AREAS.items() for module in area.modules}
+    assert found["kvview.connector.job_tracker"] == found["kvview.events.fold"] == "engine"
+    assert found["kvview.tier.guarded"] == "tier"
+    assert found["kvview_vllm.walks"] == "vllm"
+    assert not any(name.startswith("kvview.testing") for name in found)
+    assert all(trial.path_of(name).is_file() for name in [*found, *trial.NEVER_WRONG])
+
+
 def test_the_file_of_survivors_is_about_the_sources_as_they_are() -> None:
     modules = [module for area in trial.AREAS.values() for module in area.modules]
     account = survivors.compare([], trial.all_sites(modules), survivors.read_survivors())
     assert not account.gone, "take them out, or look at what they have become"
+
+
+SHOWN = {name: one for name, one in survivors.read_survivors().items() if one.shown}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_reason_holds_when_it_is_executed(name: str) -> None:
+    if SHOWN[name].module.startswith("kvview_vllm"):
+        pytest.importorskip("vllm.v1.core.block_pool")
+    right, wrong = reasons.execute(SHOWN[name])
+    assert reasons.is_shown(SHOWN[name], right, wrong), f"right: {right}; wrong: {wrong}"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_wrong_reason_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    of_tiny = {site.change: site for site in operators.find_sites("tiny", SOURCE)}
+    site = of_tiny["item < limit -> item <= limit"]
+
+    def holds(kind: str, *functions: str) -> bool:
+        code = "\n".join(("import tiny", *functions))
+        entry = survivors.Survivor(site.id, site.change, kind, "A reason.", code)
+        return reasons.is_shown(entry, *reasons.execute(entry))
+
+    below = "def same(): return tiny.first([1])"
+    at_limit = "return tiny.first([1, 2])"
+    assert holds("equivalent", below)
+    assert not holds("equivalent", f"def same(): {at_limit}")
+    assert holds("freedom", below, f"def differs(): {at_limit}")
+    assert not holds("performance", below, "def differs(): return 1")
+    assert not holds("performance", below)
