@@ -72,7 +72,6 @@ SUBJECTS = [
     Subject("examples.two_levels:TwoLevelConnector", {"root": "{tmp}", "cpu_blocks": "{blocks}"}),
     Subject(_OFFLOAD),
     Subject(_LAZY),
-    Subject(_MULTI, {"connectors": [{"connector": _OFFLOAD}]}),
     Subject(
         _MULTI,
         {
@@ -98,8 +97,7 @@ TIER_SUBJECTS = [
     Subject(f"kvview_reference.harness:{name}", examples=(25,)) for name in ("tier", "guarded_tier")
 ]
 VLLM_SUBJECTS = [
-    Subject("tests.vllm.test_conformance:VLLMPool"),
-    Subject(_OFFLOAD, engine="vllm"),
+    Subject("tests.vllm.test_conformance:VLLMPool", examples=(10, 40)),
     Subject(_LAZY, engine="vllm"),
 ]
 

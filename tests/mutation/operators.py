@@ -191,8 +191,13 @@ class _Finder:
                 yield from self._visit(value, _into_field(node, field))
 
     def _visit(self, node: ast.AST, put: Callable[[ast.AST], None]) -> Iterator[_Edit]:
+        outer = self._line
         if isinstance(node, ast.stmt):
             self._line = node.lineno
+        yield from self._edits(node, put)
+        self._line = outer  # the guard of a case comes after the statements of the case before it
+
+    def _edits(self, node: ast.AST, put: Callable[[ast.AST], None]) -> Iterator[_Edit]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             if node.name in _NOT_MUTATED:
                 return

@@ -89,6 +89,12 @@ def test_defaults_are_the_imports() -> None:
     assert outside == {"2 -> 3", "2 -> 1"}
 
 
+def test_a_guard_has_the_line_of_its_match() -> None:
+    source = "def kind(num):\n match num:\n  case 0:\n   return 1\n  case _ if num < 9:\n   return 2"
+    lines = {site.line for site in operators.find_sites("tiny", source) if "num" in site.change}
+    assert lines == {2}
+
+
 def test_ids_do_not_depend_on_other_functions() -> None:
     more = SOURCE.replace(
         "def endless", "def other(num: int) -> int:\n    return -num\n\ndef endless"
