@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -373,7 +373,9 @@ def play(
 
     1. A step that does not execute the wrong statement is skipped.
     2. The first seeds of every target run before later seeds, and quick steps before slow ones.
-    3. Without another finding, the events of all seeds of a connector are checked for gaps.
+       A slice of random calls runs only if it starts before the number of seeds.
+    3. Without another finding, the events of all seeds of a connector are checked for gaps, if the
+       right code has none with these seeds.
 
     Args:
         sites: The mutants.
@@ -385,6 +387,10 @@ def play(
     """
     started: dict[str, float] = {}
     green = green or {}
+    reach = [one for one in reach if one.coverage or one.step.seeds.start < num_seeds]
+    right: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for one in reach:
+        right[str(one.step.subject)].update(one.coverage)
 
     def jobs() -> Iterator[tuple[Site, list[Reach]]]:
         for site in sites:
@@ -405,7 +411,8 @@ def play(
                 coverage.get(str(one.step.subject), Counter()).update(one.coverage)
         for one in steps:
             seen = coverage.get(str(one.step.subject), Counter())
-            if before and one.coverage and one.step.seeds.stop <= before:
+            seeds = one.step.seeds
+            if seeds.stop <= before if one.coverage else seeds.start < before:
                 seen.update(one.coverage)  # the coverage of that run is unknown
                 continue
             say(one.limit)
@@ -415,7 +422,8 @@ def play(
                 say(("found", found))
                 return
         for target in {str(one.step.subject) for one in steps if one.coverage}:
-            if found := not_checked(coverage[target]):
+            found = not_checked(coverage[target])
+            if found and not not_checked(right[target]):
                 say(("found", found))
                 return
         say(("green", ""))
