@@ -90,7 +90,9 @@ def test_defaults_are_the_imports() -> None:
 
 
 def test_a_guard_has_the_line_of_its_match() -> None:
-    source = "def kind(num):\n match num:\n  case 0:\n   return 1\n  case _ if num < 9:\n   return 2"
+    source = (
+        "def kind(num):\n match num:\n  case 0:\n   return 1\n  case _ if num < 9:\n   return 2"
+    )
     lines = {site.line for site in operators.find_sites("tiny", source) if "num" in site.change}
     assert lines == {2}
 

@@ -22,6 +22,7 @@ from kvview import (
     StepInfo,
     StepPlan,
     SupportsFindCachedBlock,
+    SupportsIsFree,
     SupportsPinBudget,
     SupportsSilentTiers,
     SupportsSkippedBlocks,
@@ -312,6 +313,20 @@ class WatchedScheduler(SchedulerConnector):
                 f"{request.num_tokens} tokens",
             )
 
+    def _check_tables(self, step: StepInfo) -> None:
+        """Require that the block tables name no block that its request has left behind."""
+        view = self._view
+        if not isinstance(view, SupportsIsFree):
+            return
+        for one in step.scheduled:
+            free = [block for table in one.block_ids for block in table if view.is_free(block)]
+            if free:
+                raise InvariantBroken(
+                    "ENGINE",
+                    f"the block table of request {one.request.request_id!r} names {free}, which "
+                    f"are free; blocks without KV must be the null block",
+                )
+
     def _is_silent(self, request_id: str) -> bool:
         if not isinstance(self._half, SupportsSilentTiers):
             return False
@@ -343,6 +358,7 @@ class WatchedScheduler(SchedulerConnector):
     def plan_step(self, step: StepInfo) -> StepPlan:
         plan: StepPlan = self._call("plan_step", step)
         require_type("plan_step", plan, "CONN-3")
+        self._check_tables(step)
         for job in (*plan.loads, *plan.stores):
             self._log.add("  planned", job)
         return plan
