@@ -69,7 +69,10 @@ SUBJECTS = [
     Subject("kvview_reference.handoff.pull:PullConnector", is_pd=True, examples=(20,)),
     Subject("examples.host_cache:HostCacheConnector"),
     Subject("examples.host_memory:HostMemoryConnector", {"store_blocks": "{blocks}"}),
-    Subject("examples.two_levels:TwoLevelConnector", {"root": "{tmp}", "cpu_blocks": "{blocks}"}),
+    Subject(
+        "examples.two_levels:TwoLevelConnector",
+        {"root": "{tmp}", "cpu_blocks": "{blocks}/4", "store_blocks": "{blocks}"},
+    ),
     Subject(_OFFLOAD),
     Subject(_LAZY),
     Subject(

@@ -13,6 +13,8 @@ import pytest
 from test_conformance import VLLMPool  # type: ignore[import-not-found]
 
 from kvview import SupportsGiveBack
+from kvview.testing import run_checks
+from kvview_vllm.walks import ResumedWalk
 
 
 class Engine(VLLMPool):  # type: ignore[misc]
@@ -147,3 +149,13 @@ def test_pool_12_blocks_given_back_to_the_head_are_not_part_of_an_open_walk() ->
     pool_view.give_back_blocks(order[:2])
     assert list(walk) == order[3:]
     assert list(engine.walk()) == order
+
+
+def test_pool_13_the_search_finds_a_restart_without_an_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Read at once after the restart, because other walks and later moves hide it.
+    monkeypatch.setattr(ResumedWalk, "restart", lambda walk: walk.take(0) and None)
+    report = run_checks(VLLMPool, select=["POOL-13"], seeds=10)
+    laws = {result.failure.law for result in report.results if result.failure}
+    assert laws == {"POOL-13"}

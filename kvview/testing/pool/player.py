@@ -253,13 +253,15 @@ class PoolPlayer(PoolMoves):
 
     @operation("POOL-13", C.CACHE, C.RESUMABLE_WALK)
     def restart_walk(self) -> None:
-        """Restart, drop or close a walk that is resumed."""
+        """Restart a walk between two reads, or drop or close it."""
         if not self.resumed:
             return
         one = self.rng.choice(self.resumed)
         if self.rng.random() < 0.5:
+            self._take(one, self.most)
             self.call(one.walk, "restart")
             one.passed = -inf
+            self._take(one, self.rng.choice((1, self.most)))
             return
         self.resumed.remove(one)
         if self.rng.random() < 0.5:
