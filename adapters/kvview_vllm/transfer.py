@@ -53,6 +53,8 @@ def canonical_kv_caches(
     else:
         groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         num_blocks = kv_cache_config.num_blocks
+        if not any(layer in kv_caches for layers in groups for layer in layers):
+            groups = [list(kv_caches)]  # one tensor of all layers (0.12 to 0.18), or none
     tensors: list[CanonicalKVCacheTensor[torch.Tensor]] = []
     index_of: dict[tuple[int, int], int] = {}  # address and page size -> index in tensors
     refs: list[list[CanonicalKVCacheRef]] = []

@@ -14,8 +14,10 @@ from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.layouts import layout_pairs
 from kvview_vllm.partition.matrix import Cell, PairOutcome, check_partition
 from kvview_vllm.partition.pairs import Pair
+from kvview_vllm.releases import installed
+from kvview_vllm.releases.calls import states_take_loads
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import allocate, layouts
+from kvview_vllm.releases.worker_caches import allocate, can_allocate_states, layouts
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import worker
 from tests.vllm.layout_connectors import FAULTS, Fault, InjectsFault
@@ -38,9 +40,15 @@ KINDS = (
     "TRITON_ATTN int8_per_token_head",
 )
 PAIRS = layout_pairs()
+BASE = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
+KVVIEW_SPEC = {
+    "spec_name": "KVViewOffloadingSpec",
+    "spec_module_path": "kvview_vllm.offloading_spec",
+    "kvview": {"num_blocks": 40},
+}
 
 has_layouts = pytest.mark.skipif(
-    "LBHNC" not in layouts(), reason="layouts have an enumeration since vLLM 0.32"
+    "LBHNC" not in layouts(), reason="layouts have an enumeration since vLLM 0.29"
 )
 
 
@@ -110,19 +118,43 @@ def test_each_fault_is_detected_at_its_first_element_in_every_combination(
         assert cell.outcome is PairOutcome.EXACT, cell
 
 
+@pytest.mark.skipif(
+    not hasattr(BASE, "register_cross_layers_kv_cache") or can_allocate_states(),
+    reason="one tensor has the blocks of all layers from 0.12 to 0.28",
+)
+def test_blocks_of_all_layers_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.18 vLLM passes the tensor under a name that no KV-cache group has."""
+    made = []
+
+    def allocates(*args: Any) -> Any:
+        made.append(allocate(*args))
+        return made[-1]
+
+    monkeypatch.setattr(worker, "allocate", allocates)
+    module = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
+    kind = PAIRS[0].first_engine.kind
+    pairs = [pair for pair in PAIRS if pair.first_engine.kind == kind]
+    cells = check_partition(module.OffloadingConnector, KVVIEW_SPEC, pairs)
+    assert {cell.outcome for cell in cells} == {PairOutcome.EXACT}
+    assert all(caches.of_all_layers for caches in made)
+
+
+@pytest.mark.skipif(
+    not installed().geometry.mamba_cache_modes or not states_take_loads(),
+    reason="requests with Mamba states load since vLLM 0.23",
+)
+def test_states_of_mamba_are_enumerated() -> None:
+    names = " / ".join(pair.name for pair in PAIRS)
+    assert "Mamba states and full attention" in names
+    assert "Mamba states alone" in names
+
+
 @has_layouts
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"cpu_bytes_to_use": 2_000_000}, PairOutcome.WRONG),
-        (
-            {
-                "spec_name": "KVViewOffloadingSpec",
-                "spec_module_path": "kvview_vllm.offloading_spec",
-                "kvview": {"num_blocks": 40},
-            },
-            PairOutcome.REFUSED,
-        ),
+        (KVVIEW_SPEC, PairOutcome.REFUSED),
     ],
     ids=["vLLM's spec", "kvview's spec"],
 )

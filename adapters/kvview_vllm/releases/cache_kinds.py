@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from inspect import isfunction
 from types import SimpleNamespace
 from typing import Any
 
 from kvview import FullAttention
-from kvview_vllm.releases.unpacked_caches import layer_shape
+from kvview_vllm.releases.calls import states_take_loads
+from kvview_vllm.releases.probes import installed
+from kvview_vllm.releases.runner_caches import layer_shape
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import (
     BLOCK_SIZE,
@@ -66,7 +69,7 @@ def _memory_of(backend: Any, spec: Any, dtype: str) -> Any:
     """Return the properties that decide the memory of a layer, which are equal for equal kinds.
 
     Raises:
-        ValueError: Up to 0.31, the tensor is not of the size of the page, or has no dimension for
+        ValueError: Up to 0.28, the tensor is not of the size of the page, or has no dimension for
             tokens.
     """
     if can_allocate_states():
@@ -126,7 +129,9 @@ def _spec(
     model = SimpleNamespace(dtype=torch_utils.torch.bfloat16, use_mla=is_mla)
     sizes = _MLA_HEAD_SIZES if is_mla else _HEAD_SIZES
     size = head_size or next(one for one in sizes if backend.supports_head_size(one))
+    layer_class = layer_class_of(is_mla)
     layer = _Layer(
+        layer_class,
         attn_backend=backend,
         attn_type="decoder",
         head_size=size,
@@ -138,7 +143,7 @@ def _spec(
     )
     cache = SimpleNamespace(block_size=BLOCK_SIZE, cache_dtype=dtype, skip_page_size_padded=None)
     config = SimpleNamespace(cache_config=cache, model_config=model)
-    spec = layer_class_of(is_mla).get_kv_cache_spec(layer, config)
+    spec = layer_class.get_kv_cache_spec(layer, config)
     customize = getattr(vllm("v1.worker.utils"), "customize_attention_spec", None)
     if customize is None:
         return getattr(backend, "customize_spec", lambda own: own)(spec)
@@ -147,25 +152,36 @@ def _spec(
 
 
 class _Layer:
-    """An attention layer without weights, whose missing attributes are None."""
+    """A layer with the methods of vLLM's class and no weights; missing attributes are None."""
 
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+    def __init__(self, layer_class: type, **values: Any) -> None:
+        self.__dict__.update(values, layer_class=layer_class)
 
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.layer_class, name, None)
+        return method.__get__(self) if isfunction(method) else None
 
 
 def _mixed_kinds() -> Iterator[CacheKind]:
-    """Make the kinds in which layers differ from each other."""
-    import torch
-
+    """Make the kinds in which layers differ from each other, and Mamba states."""
     flash = vllm("v1.attention.backends.flash_attn").FlashAttentionBackend
     full = _spec(flash, "auto")
     window = _spec(flash, "auto", window=2 * BLOCK_SIZE)
     yield _kind("full attention and a window", flash, full, window)
-    if not can_allocate_states():
-        return
+    if can_allocate_states():
+        yield from _kinds_with_sizes(flash, full, window)
+    if installed().geometry.mamba_cache_modes and states_take_loads():
+        mamba, states = make_states(BLOCK_SIZE, full.page_size_bytes)
+        yield CacheKind("Mamba states and full attention", ((flash, full), (mamba, states)))
+        unpadded = replace(states, page_size_padded=None)
+        yield CacheKind("Mamba states without padding", ((flash, full), (mamba, unpadded)))
+        yield CacheKind("Mamba states alone", ((mamba, unpadded), (mamba, unpadded)))
+
+
+def _kinds_with_sizes(flash: Any, full: Any, window: Any) -> Iterator[CacheKind]:
+    """Make the kinds whose layers of attention have several sizes, from 0.29 on."""
+    import torch
+
     small = replace(_spec(flash, "fp8", window=4 * BLOCK_SIZE), block_size=BLOCK_SIZE)
     yield _kind("block sizes that differ by group", flash, full, small)
     odd = replace(window, head_size=48, head_size_v=48)
@@ -178,11 +194,6 @@ def _mixed_kinds() -> Iterator[CacheKind]:
     yield _kind("MLA with an indexer", mla, latent, indexer)
     compressed = replace(latent, tokens_per_state=4)
     yield _kind("MLA with four tokens a state", mla, compressed, compressed)
-    mamba, states = make_states(BLOCK_SIZE, full.page_size_bytes)
-    yield CacheKind("Mamba states and full attention", ((flash, full), (mamba, states)))
-    unpadded = replace(states, page_size_padded=None)
-    yield CacheKind("Mamba states without padding", ((flash, full), (mamba, unpadded)))
-    yield CacheKind("Mamba states alone", ((mamba, unpadded), (mamba, unpadded)))
 
 
 def _kind(name: str, backend: Any, *specs: Any) -> CacheKind:

@@ -4,7 +4,7 @@
   backend, made by the release's own functions if it has them.
 
 Source: ``initialize_kv_cache_tensors`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to
-0.33.0; ``allocate_kv_cache`` of vllm/v1/worker/utils.py since 0.32.0.
+0.28.0; ``allocate_kv_cache`` of vllm/v1/worker/utils.py since 0.29.0.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup, FullAttention, Mamba, SlidingWindow
 from kvview_vllm.releases.calls import known_arguments, make_known
+from kvview_vllm.releases.runner_caches import in_words, layer_slots, run_allocation
 from kvview_vllm.releases.samples import make_attention_spec
-from kvview_vllm.releases.unpacked_caches import in_words, layer_tensor, memory_of_layers
 from kvview_vllm.releases.versions import refusal, vllm
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class CacheKind:
     Args:
         name: Name in reports.
         layers: Backend class and spec, by layer number.
-        cache_dtype: Name of the dtype of the cache, which determines shapes up to 0.31.
+        cache_dtype: Name of the dtype of the cache, which determines shapes up to 0.28.
     """
 
     name: str
@@ -83,11 +83,21 @@ class RealCaches:
         tensors: The tensors by layer name, as the release registers them.
         slots: A view of each layer's memory, in the order of layers: ``(blocks, states of a block,
             ...)``, in words as wide as the layer allows. Most caches have one state per token.
+        of_all_layers: The one tensor of all layers and its backend, which the release registers
+            instead (0.12 to 0.28); None without such a tensor.
     """
 
     config: Any
     tensors: dict[str, torch.Tensor]
     slots: list[torch.Tensor]
+    of_all_layers: tuple[torch.Tensor, Any] | None = None
+
+    def register(self, connector: Any) -> None:
+        """Register the tensors with the worker's side of a connector, as a model runner does."""
+        if self.of_all_layers is None:
+            connector.register_kv_caches(self.tensors)
+        else:
+            connector.register_cross_layers_kv_cache(*self.of_all_layers)
 
 
 def layouts() -> tuple[str, ...]:
@@ -104,7 +114,7 @@ def use_layout(vllm_config: Any, name: str) -> None:
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        name: One of :func:`layouts`. Up to 0.31 the choice holds for the whole process.
+        name: One of :func:`layouts`. Up to 0.28 the choice holds for the whole process.
     """
     if hasattr(vllm_config.cache_config, "get_resolved_kv_cache_layout"):
         vllm_config.cache_config.kv_cache_layout = name
@@ -174,7 +184,7 @@ def make_states(block_size: int, page_bytes: int | None) -> tuple[Any, Any]:
 
 
 def can_allocate_states() -> bool:
-    """Whether the release allocates the states of Mamba by a separate function (0.32.0)."""
+    """Whether the release allocates all layers by a separate function (0.29.0)."""
     return hasattr(vllm("v1.worker.utils"), "allocate_kv_cache")
 
 
@@ -216,38 +226,40 @@ def config_of_scheduler(config: Any) -> Any:
     return make([config]) if make else copy.deepcopy(config)
 
 
+def add_layers(vllm_config: Any, kind: CacheKind) -> None:
+    """Add layers to a worker's ``VllmConfig``, as a model does that is loaded."""
+    layer_class = _layer_class()
+    for name, backend_and_spec in kind.named_layers().items():
+        vllm_config.compilation_config.static_forward_context[name] = layer_class(*backend_and_spec)
+
+
 def allocate(vllm_config: Any, config: Any, kind: CacheKind) -> RealCaches:
     """Allocate the tensors of a worker and bind them to its layers.
 
     Args:
-        vllm_config: The worker's ``VllmConfig``, to which the layers are added.
+        vllm_config: The worker's ``VllmConfig``, which has the layers (:func:`add_layers`).
         config: A result of :func:`make_config`.
         kind: Its layers.
     """
     import torch
 
-    utils = vllm("v1.worker.utils")
     named = kind.named_layers()
     order = [name for group in config.kv_cache_groups for name in group.layer_names]
-    if can_allocate_states():
-        layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
-        slots = [in_words(tensors[name]).permute(0, 2, 1, 3) for name in order]
-    else:
-        memory = memory_of_layers(config)
-        made = {
-            name: layer_tensor(*named[name], kind.cache_dtype, config.num_blocks, memory[name])
-            for name in order
-        }
-        tensors = {name: tensor for name, (tensor, _) in made.items()}
-        slots = [view for _, view in made.values()]
-    layers = vllm_config.compilation_config.static_forward_context
-    layer_class = _layer_class()
-    for name in order:
-        layers[name] = layer_class(*named[name])
+    if not can_allocate_states():
+        runner = run_allocation(vllm_config, config, named, kind.cache_dtype)
+        tensors = runner.layer_tensors
+        slots = [layer_slots(tensors[name], *named[name], kind.cache_dtype) for name in order]
+        if runner.cross_layers_kv_cache is None:
+            return RealCaches(config, tensors, slots)
+        of_all = runner.cross_layers_kv_cache, runner.cross_layers_attn_backend
+        return RealCaches(config, tensors, slots, of_all)
+    utils = vllm("v1.worker.utils")
+    layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    tensors = utils.allocate_kv_cache(config, torch.device("cpu"), layout)
+    slots = [in_words(tensors[name]).permute(0, 2, 1, 3) for name in order]
     values = {
         "kv_caches": tensors,
-        "forward_context": layers,
+        "forward_context": vllm_config.compilation_config.static_forward_context,
         "runner_kv_caches": [],
         "num_attn_module": 1,
         "kv_cache_groups": config.kv_cache_groups,

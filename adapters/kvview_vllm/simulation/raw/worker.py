@@ -7,7 +7,8 @@ vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from kvview import CacheGroup
 from kvview.testing.connector.process import Child, Serve
 from kvview_vllm.releases.calls import handle_preemptions
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import CacheKind, allocate
+from kvview_vllm.releases.worker_caches import CacheKind, add_layers, allocate
 from kvview_vllm.simulation.engine import named
 from kvview_vllm.simulation.raw.token_bytes import (
     RequestInStep,
@@ -92,7 +93,19 @@ class RawWorker:
         self._watch = watch
         self._stand_ins = stand_ins
         self._to_verify: set[str] = set()  # requests whose load must bring new bytes
-        self.caches = allocate(vllm_config, cache_config, kind)
+        self._state = vllm("distributed.kv_transfer.kv_transfer_state")
+        add_layers(vllm_config, kind)
+        self._role: Any = None
+        # As in a worker's wrapper, because connectors read the current configuration.
+        with vllm("config").set_current_vllm_config(vllm_config):
+            if connect is not None:
+                with named("building the worker's side"):
+                    self._role = connect()
+            with self._active():  # because up to 0.28 the connector may choose the blocks
+                self.caches = allocate(vllm_config, cache_config, kind)
+            if self._role is not None:
+                with named("building the worker's side"):
+                    self.caches.register(self._role)
         members = [
             (name, number)
             for number, group in enumerate(cache_config.kv_cache_groups)
@@ -101,17 +114,18 @@ class RawWorker:
         self._layers = [name for name, _ in members]
         of_layers = [number for _, number in members]
         self._compute = TokenCompute(self.caches.slots, groups, of_layers, rank)
-        self._state = vllm("distributed.kv_transfer.kv_transfer_state")
         mixin = vllm("v1.worker.kv_connector_model_runner_mixin")
         self._mixin = mixin.KVConnectorModelRunnerMixin
         self._context = vllm("forward_context")
-        self._role: Any = None
-        if connect is not None:
-            current = vllm("config").set_current_vllm_config(vllm_config)
-            # As in a worker's wrapper, because connectors read the current configuration.
-            with named("building the worker's side"), current:
-                self._role = connect()
-                self._role.register_kv_caches(self.caches.tensors)
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """Make the role the connector of this process, as in a worker."""
+        self._state._KV_CONNECTOR_AGENT = self._role
+        try:
+            yield
+        finally:
+            self._state._KV_CONNECTOR_AGENT = None
 
     def execute(self, step: RawStep) -> StepAnswer:
         """Run a step, as a model runner does."""
@@ -151,8 +165,7 @@ class RawWorker:
         if self._role is None:
             return None, self._forward(step, {}) if step.batch else []
         handle_preemptions(self._role, output, output.kv_connector_metadata)
-        self._state._KV_CONNECTOR_AGENT = self._role
-        try:
+        with self._active():
             if not step.batch:
                 no_forward = self._mixin.kv_connector_no_forward(output, self._config)
                 return no_forward.kv_connector_output, []
@@ -172,8 +185,6 @@ class RawWorker:
             ):
                 wrong = self._forward(step, attention)
             return transfers, wrong
-        finally:
-            self._state._KV_CONNECTOR_AGENT = None
 
     def _forward(self, step: RawStep, attention: dict[str, Any]) -> list[Wrong]:
         """For each layer, wait for its load, write and read tokens, and save the layer."""
