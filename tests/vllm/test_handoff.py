@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import time
 from collections.abc import Iterator
@@ -100,8 +99,7 @@ def test_a_connector_of_vllm_is_checked_in_real_engines() -> None:
 
 @pytest.fixture
 def nixl_factory() -> PDFactory:
-    if not importlib.util.find_spec(f"{NIXL}.pull_worker"):
-        pytest.skip("NixlConnector of this release has other modules")
+    pytest.importorskip(f"{NIXL}.pull_worker", reason="NixlConnector has other modules")
     return pd_factory(load_target(f"{NIXL}:NixlConnector"), "vllm")
 
 

@@ -261,9 +261,12 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def reset(self, *, after_reports: bool = False) -> bool:
-        """Reset the caches; if vLLM and the connector accept the reset, the weights change too."""
+        """Reset the caches; if vLLM and the connector accept the reset, the weights change too.
+
+        Up to 0.12 a reset does not reach the connector, so the weights stay.
+        """
         has_reset = super().reset(after_reports=after_reports)
-        if has_reset:
+        if has_reset and cpu_scheduler.can_reset_connectors():
             self._words.change_weights()
         return has_reset
 
