@@ -122,7 +122,8 @@ def describe(
             lines.append(f"### {kind}: {meaning} ({len(of_kind)})\n")
         for one, entry in sorted(of_kind, key=lambda pair: pair[1].id):
             mark = " *(executed)*" if entry.shown else ""
-            lines.append(f"- `{entry.id}`: `{one.site.change}`. {entry.reason}{mark}")
+            place = entry.id.replace(":", "`: `", 1)
+            lines.append(f"- `{place}`: `{one.site.change}`. {entry.reason}{mark}")
         if of_kind:
             lines.append("")
     if account.unexplained:
