@@ -16,7 +16,7 @@ from kvview import (
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.run_log import RunLog
 from kvview.testing.connector.watch import Record, WatchedScheduler
-from kvview_reference.pool import NULL_BLOCK_ID, BlockPool
+from kvview_reference.pool import BlockPool
 
 
 def test_a_table_may_not_name_a_block_that_the_request_has_left_behind() -> None:
@@ -31,6 +31,6 @@ def test_a_table_may_not_name_a_block_that_the_request_has_left_behind() -> None
     def plan(table: list[int]) -> None:
         half.plan_step(StepInfo([RequestStep(RequestInfo("r", 9, ()), (full, table), 8, 1)]))
 
-    plan([NULL_BLOCK_ID, window[1]])
+    plan([pool.null_block_id, window[1]])
     with pytest.raises(InvariantBroken, match=rf"ENGINE: .*'r' names \[{window[0]}\], which are"):
         plan(window)
