@@ -1,7 +1,7 @@
 r"""A complete connector: compressed pages in host memory, in front of files.
 
     kvview check examples/two_levels.py:TwoLevelConnector \
-        --option root={tmp} --option 'cpu_blocks={blocks}'
+        --option root={tmp} --option 'cpu_blocks={blocks}/4' --option 'store_blocks={blocks}'
 
 When host memory is full, pages move to files. They move back to host memory when a request needs
 them, while this request still waits for blocks.
