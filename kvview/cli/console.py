@@ -1,4 +1,4 @@
-"""Tables, colours and progress on the terminal, by rich, with untrusted text escaped."""
+"""Tables, colours and progress on the terminal, drawn by rich; untrusted text is escaped."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class LedgerView(NotCopyable):
         Args:
             owner: Name of the owner, for errors and reports.
             max_blocks: Maximum of blocks of the pool that all views together may hold after a touch
-                through the new view. The smallest limit among the view and its ancestors counts.
+                through the new view. The smallest limit of the view and its ancestors applies.
         """
         self.check_open()
         view = object.__new__(type(self))

@@ -74,7 +74,10 @@ def assert_green(target: str, *given: str) -> None:
 @pytest.mark.parametrize(
     ("example", "given"),
     [
-        ("two_levels.py:TwoLevelConnector", ["root={tmp}", "cpu_blocks={blocks}/4", "store_blocks={blocks}"]),
+        (
+            "two_levels.py:TwoLevelConnector",
+            ["root={tmp}", "cpu_blocks={blocks}/4", "store_blocks={blocks}"],
+        ),
         slow("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
         slow(
             "folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]

@@ -166,7 +166,7 @@ def partition(
         for text in _details(report):
             console.print(text)
     for part in replaced:
-        console.print(Text(f"not checked, because it is replaced: {part}", style="yellow"))
+        console.print(Text(f"not checked, because this check replaces it: {part}", style="yellow"))
     write_json(json_file, asdict(report))
     profiles = [_profile("keys", report.rows)] if keys else []
     profiles += [_profile("layouts", report.layouts)] if layouts else []

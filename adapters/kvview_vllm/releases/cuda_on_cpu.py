@@ -1,7 +1,7 @@
 """CUDA's own operations, done by a CPU: streams, events, and copies of bytes between addresses.
 
 These operations replace no part of a connector, because they use each address and size as the
-connector has computed it. Copies of one direction run in order and may be some steps late.
+connector has computed it. Copies in the same direction run in order and may be some steps late.
 
 Source: vllm/v1/kv_offload/cpu/gpu_worker.py, 0.25.0 to 0.33.0; ``swap_blocks_batch`` in
 csrc/cache_kernels.cu; ``copy_blocks`` of vllm/v1/simple_kv_offload/cuda_mem_ops.py.

@@ -61,7 +61,7 @@ def _period(
 def _numbered(
     fields: Fields, num_layers: int, field: str, kind: Stored, other: Stored
 ) -> list[Stored] | None:
-    """Read the kinds from a list with the numbers of some layers, counted from 0."""
+    """Return ``kind`` for each layer whose number is in a list, and ``other`` for the others."""
     numbers = fields.sequence(field, int)
     if numbers is None:
         return None
