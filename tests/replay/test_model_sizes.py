@@ -146,7 +146,7 @@ def test_a_load_moves_windows_and_states_once() -> None:
 
 def test_the_page_lists_the_model_types() -> None:
     page = (HERE.parents[1] / "docs" / "sizing.md").read_text()
-    listed = page.partition("supports these model types")[2].partition("Any other type")[0]
+    listed = page.partition("supports these model types")[2].partition("of any other type")[0]
     types = {name.removesuffix("_text").removesuffix("_moe") for name in FACTS}
     assert set(re.findall(r"`([a-z0-9_]+)`", listed)) == types
 

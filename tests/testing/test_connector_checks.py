@@ -258,7 +258,7 @@ def test_runs_that_are_not_deterministic_are_named() -> None:
 def test_a_worker_without_a_wait_is_named() -> None:
     failures = check_connector(HasNoWait, seeds=1, first_seed=1, max_shrink_runs=0).failures
     assert failures
-    assert any("wait of the worker half" in failure.message for failure in failures)
+    assert any("let wait block until its jobs" in failure.message for failure in failures)
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ _WITH_OPTIONS = {
 NOT_EXERCISED = "coverage"
 """In place of a law, for a connector that breaks none and does not do its work."""
 
-_STEADY_SEEDS = [hundred + place for hundred in (100, 0) for place in STEADY_PLACES]
-_SHORT_SEEDS = [seed for seed in in_order(0, 100) if seed not in _STEADY_SEEDS]
+STEADY_SEEDS = [hundred + place for hundred in (100, 0) for place in STEADY_PLACES]
+_SHORT_SEEDS = [seed for seed in in_order(0, 100) if seed not in STEADY_SEEDS]
 _SEEDS = {
-    "CONN-10": _STEADY_SEEDS,
+    "CONN-10": STEADY_SEEDS,
     NOT_EXERCISED: _SHORT_SEEDS[:8],
 }
 """The seeds that show a fault, by its law; a steady run takes as long as ten others."""
@@ -123,7 +123,7 @@ class ConnectorMutant(Mutant):
         connector = cast("type[Connector]", self.factory)
         broken: LawBroken | None = None
         coverage: Counter[str] = Counter()
-        for seed in _SEEDS.get(self.law, [*_SHORT_SEEDS, *_STEADY_SEEDS]):
+        for seed in _SEEDS.get(self.law, [*_SHORT_SEEDS, *STEADY_SEEDS]):
             report = check_connector(connector, seeds=1, first_seed=seed, max_shrink_runs=0)
             coverage.update(report.coverage)
             for failure in report.failures:
