@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import override
 
 from kvview.keys import OffloadKey
+from kvview.testing.source_lines import at_places
 
 
 class InvariantBroken(AssertionError):
@@ -104,21 +105,22 @@ def check_conservation(
 
 
 def check_drained(
-    held: Mapping[int, int], when: str, touched_at: Sequence[Mapping[int, str]] = ()
+    held: Mapping[int, int], when: str, touched_at: Sequence[Mapping[int, Sequence[str]]] = ()
 ) -> None:
     """Require that the connector holds no block.
 
     Args:
         held: References that the connector still has, ``{block_id: count}``.
         when: When the check was made, for the message.
-        touched_at: The line of the author's code that last held each block, by connector.
+        touched_at: The lines of the author's code that last held each block, by connector.
 
     Raises:
         InvariantBroken: CONN-4.
     """
     if held:
         first = next(iter(held))
-        place = next((lines[first] for lines in touched_at if first in lines), "")
+        places: Sequence[str] = next((one[first] for one in touched_at if first in one), ())
+        place = at_places(places)
         raise InvariantBroken(
             "CONN-4",
             f"{when} the connector still holds {len(held)} blocks: {dict(held)}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvview import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import PlannedJob
+from kvview.testing.source_lines import at_places
 
 
 def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:
@@ -86,14 +87,14 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
 
 
 def check_held(
-    stores: Iterable[PlannedJob], engine: ConnectorHarness, freed_at: Mapping[int, str]
+    stores: Iterable[PlannedJob], engine: ConnectorHarness, freed_at: Mapping[int, Sequence[str]]
 ) -> None:
     """Require references to the source blocks of stores until the stores are reported.
 
     Args:
         stores: The stores.
         engine: The engine.
-        freed_at: The line of the author's code that last released each block.
+        freed_at: The lines of the author's code that last released each block.
 
     Raises:
         InvariantBroken: CONN-6 is broken, because a source block is free.
@@ -109,8 +110,8 @@ def check_held(
             )
 
 
-def _released(block: int, freed_at: Mapping[int, str]) -> str:
-    place = freed_at.get(block)
+def _released(block: int, freed_at: Mapping[int, Sequence[str]]) -> str:
+    place = at_places(freed_at.get(block, ()))
     return f"; the connector released block {block}{place}" if place else ""
 
 

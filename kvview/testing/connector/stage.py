@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import check_bytes, check_conservation, check_free_list
@@ -52,8 +53,8 @@ class Stage:
         return sum(worker.num_in_flight for worker in self.workers)
 
     @property
-    def touched_at(self) -> list[dict[int, str]]:
-        """The line of the author's code that last held each block, by connector."""
+    def touched_at(self) -> list[dict[int, Sequence[str]]]:
+        """The lines of the author's code that last held each block, by connector."""
         return [part.record.touched_at for part in self.parts]
 
     def expiring_blocks(self) -> Counter[int]:

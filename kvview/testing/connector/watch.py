@@ -39,7 +39,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import PlannedJob
 from kvview.testing.connector.memory import TierKeys, TierPages
 from kvview.testing.connector.run_log import RunLog
-from kvview.testing.source_lines import at_places, places_of_caller
+from kvview.testing.source_lines import places_of_caller
 
 _LAW_OF_HOOK = {
     "make_scheduler": "CONN-1",
@@ -145,10 +145,10 @@ class Record:
         self._jobs: dict[int, list[PlannedJob]] = {}  # by job id, one for each started rank
         self._reported: Counter[int] = Counter()  # ranks that have reported a job
         self.keys = TierKeys(geometry)
-        self.touched_at: dict[int, str] = {}
-        """The line of the author's code that last took a hold of a block."""
-        self.freed_at: dict[int, str] = {}
-        """The line of the author's code that last released a hold of a block."""
+        self.touched_at: dict[int, Sequence[str]] = {}
+        """The lines of the author's code that last took a hold of a block."""
+        self.freed_at: dict[int, Sequence[str]] = {}
+        """The lines of the author's code that last released a hold of a block."""
         self.pages = TierPages()
         self.counts = JobCounts(geometry)
 
@@ -259,12 +259,12 @@ class WatchedScheduler(SchedulerConnector):
         self._call("bind_gpu_block_pool_view", view)
 
     def _noting_lines(
-        self, function: Callable[[Sequence[int]], None], lines: dict[int, str]
+        self, function: Callable[[Sequence[int]], None], lines: dict[int, Sequence[str]]
     ) -> Callable[[Sequence[int]], None]:
         def call(block_ids: Sequence[int]) -> None:
             places = places_of_caller(type(self._half))
             function(block_ids)
-            lines.update(dict.fromkeys(block_ids, at_places(places)))
+            lines.update(dict.fromkeys(block_ids, places))
             self._log.add(f"  {function.__name__}", (block_ids,), *places[-1:])
 
         return call
