@@ -1,5 +1,8 @@
 """Read the built site in a headless Chromium, on a wide and a narrow screen, light and dark.
 
+The colors are read on the wide screen only, and everything else in light only, because contrast
+depends on the scheme and layout on the width.
+
     python docs/check_site.py [FOLDER] [PAGE ...]    (default: all pages of site/)
 
 Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a word is broken inside,
@@ -16,13 +19,19 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, sync_playwright
 
-WIDTHS = (1400, 390)
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+_NO_COLORS = {"rules": {"color-contrast": {"enabled": False}}}
+_COLORS = {"runOnly": ["color-contrast"]}
+SCREENS: tuple[tuple[Literal["light", "dark"], int, dict[str, Any]], ...] = (
+    ("light", 1400, {}),
+    ("light", 390, _NO_COLORS),
+    ("dark", 1400, _COLORS),
+)
+"""The scheme, the width in pixels, and the rules of axe-core."""
 MIN_TEXT_PX = 9
 """Height of the smallest readable text of a diagram."""
 
@@ -55,16 +64,13 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         """Log nothing."""
 
 
-def problems(page: Page, address: str) -> Iterator[str]:
-    """Yield the problems of one page on a wide and a narrow screen."""
-    page.goto(address, wait_until="load")
-    for width in WIDTHS:
-        page.set_viewport_size({"width": width, "height": 900})
-        for problem in layout_problems(page):
-            yield f"{width} px: {problem}"
-        for found in Axe().run(page, _NOT_THE_THEME).response["violations"]:
-            nodes = [node["html"][:120] for node in found["nodes"][:3]]
-            yield f"{width} px: {found['id']}: {found['help']}: {nodes}"
+def problems(page: Page, rules: dict[str, Any]) -> Iterator[str]:
+    """Yield the problems of a page on one screen."""
+    if rules is not _COLORS:
+        yield from layout_problems(page)
+    for found in Axe().run(page, _NOT_THE_THEME, rules).response["violations"]:
+        nodes = [node["html"][:120] for node in found["nodes"][:3]]
+        yield f"{found['id']}: {found['help']}: {nodes}"
 
 
 def layout_problems(page: Page) -> Iterator[str]:
@@ -94,12 +100,17 @@ def main() -> int:
     num_problems = 0
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for scheme in SCHEMES:
-            page = browser.new_page(color_scheme=scheme, reduced_motion="reduce")
+        for scheme, width, rules in SCREENS:
+            page = browser.new_page(
+                color_scheme=scheme,
+                reduced_motion="reduce",
+                viewport={"width": width, "height": 900},
+            )
             for name in pages:
-                for problem in problems(page, f"http://127.0.0.1:{server.server_port}/{name}/"):
+                page.goto(f"http://127.0.0.1:{server.server_port}/{name}/", wait_until="load")
+                for problem in problems(page, rules):
                     num_problems += 1
-                    print(f"{name}, {scheme}: {problem}", flush=True)
+                    print(f"{name}, {scheme}, {width} px: {problem}", flush=True)
         browser.close()
     print(f"{len(pages)} pages, {num_problems} problems")
     return 1 if num_problems else 0

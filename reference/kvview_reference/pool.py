@@ -95,6 +95,14 @@ class BlockPool(FreeQueue):
         state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
         return 0 if is_position(state) else state // _REFERENCE
 
+    def ref_counts(self) -> dict[int, int]:
+        """Return the same number for each block but the null block."""
+        return {
+            block_id: state // _REFERENCE if 0 < state < FIRST_BACK else 0
+            for block_id, state in enumerate(self._state)
+            if block_id != NULL_BLOCK_ID
+        }
+
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take one reference on each of the next victims, in order; their hashes are evicted.
 

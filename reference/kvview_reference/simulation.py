@@ -247,7 +247,7 @@ class ReferenceConnectorHarness:
         self.step = self._engine.step
         self.shutdown = self._engine.shutdown
         self.has_work = self._engine.has_work
-        self.ref_count = self._pool.ref_cnt
+        self.ref_counts = self._pool.ref_counts
         self.block_keys = self._pool.block_keys
         self.free_block_ids = self._pool.free_block_ids
         self.held_blocks = self._engine.view.held_blocks

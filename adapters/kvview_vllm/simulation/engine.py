@@ -406,8 +406,7 @@ class VLLMConnectorHarness:
             self._scheduler.shutdown()
             for worker in self._workers:
                 worker.shutdown()
-        refs = {block_id: self.ref_count(block_id) for block_id in range(1, self.num_blocks)}
-        return dict(Counter(refs) - self.engine_refs())
+        return dict(Counter(self.ref_counts()) - self.engine_refs())
 
     # --- queries ---
 
@@ -456,10 +455,9 @@ class VLLMConnectorHarness:
         """Return the number of blocks of the pool, the null block included."""
         return len(self._pool.blocks)
 
-    def ref_count(self, block_id: int) -> int:
-        """Return the number of references to a block, as vLLM counts them."""
-        count: int = self._pool.blocks[block_id].ref_cnt
-        return count
+    def ref_counts(self) -> dict[int, int]:
+        """Return the number of references to each block but the null block, as vLLM counts them."""
+        return {block.block_id: block.ref_cnt for block in self._pool.blocks[1:]}
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Return the keys that each block holds once every launched step has run.

@@ -251,10 +251,12 @@ def _line_of_allocations(connector_class: type) -> str:
     modules = (sys.modules.get(one.__module__) for one in connector_class.__mro__)
     files = {file for module in modules if (file := getattr(module, "__file__", None))}
     files.update(AuthorCode(connector_class).paths)
-    snapshot = tracemalloc.take_snapshot()
-    own = snapshot.filter_traces([tracemalloc.Filter(True, file) for file in sorted(files)])
-    most = own.statistics("lineno")[:1]
-    return f"{most[0].traceback[0].filename}:{most[0].traceback[0].lineno}" if most else ""
+    # Largest first; a filter of the snapshot would match the name of the file of each trace.
+    for line in tracemalloc.take_snapshot().statistics("lineno"):
+        place = line.traceback[0]
+        if place.filename in files:
+            return f"{place.filename}:{place.lineno}"
+    return ""
 
 
 def failure_at_the_end(

@@ -63,7 +63,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             completely computed (CONN-8).
     """
     blocks = job.gpu_blocks
-    if free := _free_blocks(job, engine):
+    if free := _free_blocks(job, engine.ref_counts()):
         raise InvariantBroken(
             "CONN-6",
             f"store job {job.job_id} reads blocks {free}, which are free, so they may be "
@@ -99,8 +99,9 @@ def check_held(
     Raises:
         InvariantBroken: CONN-6 is broken, because a source block is free.
     """
+    refs = engine.ref_counts()
     for job in stores:
-        if free := _free_blocks(job, engine):
+        if free := _free_blocks(job, refs):
             raise InvariantBroken(
                 "CONN-6",
                 f"blocks {free} are free although store job {job.job_id}, which reads them, is "
@@ -115,5 +116,5 @@ def _released(block: int, freed_at: Mapping[int, Sequence[str]]) -> str:
     return f"; the connector released block {block}{place}" if place else ""
 
 
-def _free_blocks(job: PlannedJob, engine: ConnectorHarness) -> list[int]:
-    return [block for block in job.gpu_blocks if not engine.ref_count(block)]
+def _free_blocks(job: PlannedJob, refs: Mapping[int, int]) -> list[int]:
+    return [block for block in job.gpu_blocks if not refs[block]]

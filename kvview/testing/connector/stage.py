@@ -117,7 +117,7 @@ class Stage:
     def _check_blocks(self, *, is_step: bool) -> None:
         engine = self.engine
         held = engine.held_blocks()  # comes first, because the call may end leases that are due
-        refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
+        refs = engine.ref_counts()
         owned = engine.engine_refs()
         free = engine.free_block_ids()
         if is_step:

@@ -200,6 +200,8 @@ class WatchedScheduler(SchedulerConnector):
         self._record = record
         self._log = log
         self._view: GPUBlockPoolView | None = None
+        self._is_free: Callable[[int], bool] | None = None  # found once, because it is slow to find
+        self._has_silent_tiers = isinstance(half, SupportsSilentTiers)
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
         self._promised_to: str | None = None  # request, until another hook is called
         self.unanswered: set[str] = set()
@@ -251,6 +253,7 @@ class WatchedScheduler(SchedulerConnector):
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
         self._view = view
+        self._is_free = view.is_free if isinstance(view, SupportsIsFree) else None
         record, methods = self._record, cast("Any", view)
         methods.touch_blocks = self._noting_lines(view.touch_blocks, record.touched_at)
         methods.free_blocks = self._noting_lines(view.free_blocks, record.freed_at)
@@ -315,11 +318,10 @@ class WatchedScheduler(SchedulerConnector):
 
     def _check_tables(self, step: StepInfo) -> None:
         """Require that the block tables name no block that its request has left behind."""
-        view = self._view
-        if not isinstance(view, SupportsIsFree):
+        if self._is_free is None:
             return
         for one in step.scheduled:
-            free = [block for table in one.block_ids for block in table if view.is_free(block)]
+            free = [block for table in one.block_ids for block in table if self._is_free(block)]
             if free:
                 raise InvariantBroken(
                     "ENGINE",
@@ -328,10 +330,10 @@ class WatchedScheduler(SchedulerConnector):
                 )
 
     def _is_silent(self, request_id: str) -> bool:
-        if not isinstance(self._half, SupportsSilentTiers):
+        if not self._has_silent_tiers:
             return False
         with hook("comes_from_silent_tier", "EVENT-2"):
-            return self._half.comes_from_silent_tier(request_id)
+            return cast("SupportsSilentTiers", self._half).comes_from_silent_tier(request_id)
 
     @override
     def on_blocks_allocated(

@@ -217,7 +217,7 @@ class HandoffPlayer(Player):
     def references(self) -> None:
         """Check that every reference of the pool belongs to an owner."""
         for name, engine in self.engines.items():
-            refs = {block: engine.ref_count(block) for block in range(1, engine.num_blocks)}
+            refs = engine.ref_counts()
             try:
                 check_free_list(engine.free_block_ids(), refs)
                 check_conservation(refs, engine.engine_refs(), engine.held_blocks())
