@@ -102,15 +102,17 @@ class Memory:
     Args:
         connector_class: The connector.
         rounds: Rounds of the run.
+        confirms: Whether the run only confirms growth.
     """
 
-    def __init__(self, connector_class: type, rounds: int) -> None:
+    def __init__(self, connector_class: type, rounds: int, *, confirms: bool = False) -> None:
         self.sizes: list[int] = []
         """Least bytes in each window of rounds, beyond those that pages of the tier may take."""
         self.allocated_at = ""
         """The line of the author's code that allocated most of the memory in the last third."""
         self._connector_class = connector_class
         self._rounds = rounds
+        self._confirms = confirms
         self._traces = False
 
     def end_round(
@@ -131,11 +133,17 @@ class Memory:
         if window == len(self.sizes):
             self.sizes.append(size)
         self.sizes[window] = min(size, self.sizes[window])  # unfinished jobs also take memory
-        if place + 1 == self._rounds * 2 // 3 and self._rounds >= _ROUNDS_TO_CONFIRM:
+        if place + 1 == self._rounds * 2 // 3 and self._confirms:
             self._traces = not tracemalloc.is_tracing()
             tracemalloc.start()
         elif place + 1 == self._rounds and self._traces:
             self.allocated_at = _line_of_allocations(self._connector_class)
+
+    @property
+    def refutes(self) -> bool:
+        """Whether a run that only confirms growth has a window without growth, and may end."""
+        growth = [after - before for before, after in pairwise(self.sizes[1:-1])]
+        return self._confirms and _has_a_pause(growth)
 
     def close(self) -> None:
         """Stop tracing allocations."""
@@ -154,14 +162,23 @@ def grows(sizes: Sequence[int], num_pages: int) -> bool:
         num_pages: Pages of the tier.
     """
     growth = _growth_of_windows(sizes)
-    total = sum(growth)
-    return total >= _BYTES_PER_PAGE * num_pages > 0 and min(growth) >= _LEAST_SHARE * total
+    return sum(growth) >= _BYTES_PER_PAGE * num_pages > 0 and not _has_a_pause(growth)
+
+
+def _has_a_pause(growth: Sequence[int]) -> bool:
+    """Whether memory hardly grew in one of these windows."""
+    return min(growth, default=1) < max(1, _LEAST_SHARE * sum(growth))
 
 
 def _growth_of_windows(sizes: Sequence[int]) -> list[int]:
     """Return the growth in each window after the first two; none if the run was not measured."""
     is_whole = len(sizes) == _WINDOWS  # the halves of a raw connector are not measured
     return [after - before for before, after in pairwise(sizes[1:])] if is_whole else []
+
+
+def confirms(scenario: Scenario) -> bool:
+    """Whether a run is long enough to confirm growth, and reuses prompts for this purpose."""
+    return scenario.rounds_until_reuse < scenario.rounds >= _ROUNDS_TO_CONFIRM
 
 
 def longer(scenario: Scenario) -> Scenario:

@@ -160,9 +160,11 @@ class SeedPlayer:
         failure = result.failure
         if failure is None or failure.is_timeout or not result.coverage.get("ids again"):
             return result
-        if run(result.scenario, unique_ids=True).failure is not None:
+        first_rounds = min(result.scenario.rounds, len(result.loads_of_rounds) + 1)
+        scenario = replace(result.scenario, rounds=first_rounds)
+        if run(scenario, unique_ids=True).failure is not None:
             return result
-        if run(result.scenario).failure is None:  # then chance decides, not the ids
+        if run(scenario).failure is None:  # then chance decides, not the ids
             return result
         message = f"only when a request id is used again: {failure.law}: {failure.message}"
         return replace(result, failure=replace(failure, law="CONN-5", message=message, hint=None))

@@ -17,6 +17,7 @@ from kvview.testing.connector import drain
 from kvview.testing.connector.aging import (
     FEWEST_ROUNDS,
     Memory,
+    confirms,
     failure_at_the_end,
     with_rounds_compared,
 )
@@ -167,7 +168,9 @@ class Run:
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # number of loaded tokens so far, at the end of each round
-        self._memory = Memory(connector_class, self.scenario.rounds)
+        self._memory = Memory(
+            connector_class, self.scenario.rounds, confirms=confirms(self.scenario)
+        )
         self._configure(connector_class, options_of_each)
         # Created here, after the halves that were only built to test the options.
         self._threads = ThreadWatch()
@@ -224,6 +227,8 @@ class Run:
     def _play(self) -> None:
         for place in range(self.scenario.rounds):
             self._play_round(place)
+            if self._memory.refutes:
+                break
         self.coverage["steady runs"] += self.scenario.rounds >= FEWEST_ROUNDS
         if not self.scenario.ends_abruptly:
             drain.drain(self.stage, self._raise_stuck)
