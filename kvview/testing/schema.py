@@ -18,32 +18,39 @@ class _Model(BaseModel):
 
 
 class FailureModel(_Model):
-    """The failure that a check found."""
+    """The failure that a check found.
+
+    Args:
+        law_url: Address of the law's documentation, or empty.
+        script: Python code that fails as long as the law is broken, or empty.
+        seeds: For a connector, the seeds that break the law.
+    """
 
     law: str
     what: str
     got: str
     expected: str
-    law_url: str = Field(description="Address of the law's documentation, or empty.")
-    script: str = Field(
-        description="Python code that fails as long as the law is broken, or empty."
-    )
-    seeds: list[int] = Field(description="For a connector, the seeds that break the law.")
+    law_url: str
+    script: str
+    seeds: list[int]
 
 
 class CheckModel(_Model):
-    """The result of one check; results are listed in the order of the run."""
+    """The result of one check; results are listed in the order of the run.
+
+    Args:
+        law: Number of the law; with '*', several laws; 'coverage' for exercised items.
+        reason: Why the check was skipped or was expected to fail, or empty.
+    """
 
     name: str
-    law: str = Field(
-        description="Number of the law; with '*', several laws; 'coverage' for exercised items."
-    )
+    law: str
     summary: str
     outcome: Literal[
         "passed", "failed", "skipped", "expected failure", "unexpected pass", "not checked"
     ]
     seconds: float
-    reason: str = Field(description="Why the check was skipped or was expected to fail, or empty.")
+    reason: str
     failure: FailureModel | None
 
 
@@ -55,91 +62,108 @@ class GapModel(_Model):
 
 
 class UnrunModel(_Model):
-    """Consecutive statements of the connector's code that no run reached."""
+    """Consecutive statements of the connector's code that no run reached.
 
-    place: str = Field(description="file:line of the first statement.")
+    Args:
+        place: file:line of the first statement.
+        num_statements: Number of statements; 0 for a branch never taken in a line that ran.
+        condition: The condition that never led to the statements, or empty.
+        is_judged: Whether a check without the statements is incomplete; false for a branch, and for
+            code that handles errors, needs a GPU, logs or has no caller.
+    """
+
+    place: str
     function: str
-    num_statements: int = Field(
-        description="Number of statements; 0 for a branch never taken in a line that ran."
-    )
+    num_statements: int
     source: str
-    condition: str = Field(description="The condition that never led to the statements, or empty.")
-    is_judged: bool = Field(
-        description="Whether a check without the statements is incomplete; false for a branch, and "
-        "for code that handles errors, needs a GPU, logs or has no caller."
-    )
+    condition: str
+    is_judged: bool
 
 
 class RunsModel(_Model):
-    """The simulated runs of a connector, which its checks share."""
+    """The simulated runs of a connector, which its checks share.
+
+    Args:
+        num_seeds: Number of seeds that were played.
+        num_asked: Number of requested seeds; the first failure ends the runs.
+        steps: Requested minimum of steps in a run, or null.
+        coverage: Number of occurrences of each event.
+        replaced: Parts of the connector that the engine replaced; they were not checked.
+        left_out: Parts of scenarios that the engine cannot play.
+        notes: Notes for the reader; 'not deterministic', for example.
+        num_statements: Statements of the connector's code; 0 without a measurement.
+        unrun: The statements that no run reached.
+    """
 
     engine: str
     first_seed: int
-    num_seeds: int = Field(description="Number of seeds that were played.")
-    num_asked: int = Field(
-        default=0, description="Number of requested seeds; the first failure ends the runs."
-    )
-    steps: int | None = Field(description="Requested minimum of steps in a run, or null.")
+    num_seeds: int
+    num_asked: int = 0
+    steps: int | None
     seconds: float
-    coverage: dict[str, int] = Field(description="Number of occurrences of each event.")
+    coverage: dict[str, int]
     not_exercised: list[GapModel]
-    replaced: list[str] = Field(
-        default_factory=list,
-        description="Parts of the connector that the engine replaced; they were not checked.",
-    )
-    left_out: list[str] = Field(
-        default_factory=list, description="Parts of scenarios that the engine cannot play."
-    )
-    notes: list[str] = Field(description="Notes for the reader; 'not deterministic', for example.")
-    num_statements: int = Field(
-        default=0, description="Statements of the connector's code; 0 without a measurement."
-    )
-    unrun: list[UnrunModel] = Field(
-        default_factory=list, description="The statements that no run reached."
-    )
+    replaced: list[str] = Field(default_factory=list)
+    left_out: list[str] = Field(default_factory=list)
+    notes: list[str]
+    num_statements: int = 0
+    unrun: list[UnrunModel] = Field(default_factory=list)
 
 
 class ReportModel(_Model):
-    """The report of ``kvview check TARGET --json FILE``."""
+    """The report of ``kvview check TARGET --json FILE``.
+
+    Args:
+        seed: The first seed.
+        num_selected: Number of selected checks.
+        counts: Number of checks by outcome.
+        runs: The runs of a connector; null for other targets.
+        versions: Versions of kvview, Python, the target and their libraries.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
     contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
-    seed: int = Field(description="The first seed.")
+    seed: int
     is_clean: bool
     is_interrupted: bool
-    num_selected: int = Field(description="Number of selected checks.")
+    num_selected: int
     seconds: float
-    counts: dict[str, int] = Field(description="Number of checks by outcome.")
+    counts: dict[str, int]
     checks: list[CheckModel]
-    runs: RunsModel | None = Field(description="The runs of a connector; null for other targets.")
-    versions: dict[str, str] = Field(
-        default_factory=dict,
-        description="Versions of kvview, Python, the target and their libraries.",
-    )
+    runs: RunsModel | None
+    versions: dict[str, str] = Field(default_factory=dict)
 
 
 class ReleaseModel(_Model):
-    """The result of one release."""
+    """The result of one release.
+
+    Args:
+        reason: The first reason why the release is not green, or empty.
+        left_out: Parts of scenarios that the release cannot play.
+        report: Report of the release's process; null if the process wrote no report.
+    """
 
     release: str
     verdict: Literal[
         "green", "failed", "not checked", "could not run", "interrupted", "a bug of kvview"
     ]
-    reason: str = Field(description="The first reason why the release is not green, or empty.")
+    reason: str
     seconds: float
-    left_out: list[str] = Field(description="Parts of scenarios that the release cannot play.")
-    report: ReportModel | None = Field(
-        description="Report of the release's process; null if the process wrote no report."
-    )
+    left_out: list[str]
+    report: ReportModel | None
 
 
 class UpgradeModel(_Model):
-    """The report of ``kvview check TARGET --vllm RELEASE --json FILE``."""
+    """The report of ``kvview check TARGET --vllm RELEASE --json FILE``.
+
+    Args:
+        is_clean: Whether every release is green.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
     engine: str
-    is_clean: bool = Field(description="Whether every release is green.")
+    is_clean: bool
     seconds: float
     releases: list[ReleaseModel] = Field(validation_alias="results")
