@@ -80,7 +80,7 @@ _TOOLS = {  # tools that read a file of this name
     **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
     "setup": "pip",
 }
-_IN_CI = {"kvview replay": " --requests 200", "kvview check": " --html kvview.html"}
+_IN_CI = {"kvview replay": " --requests 200", "kvview check": " --json kvview.json"}
 
 
 @click.command()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from html import escape
-from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +18,6 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
-    OutputFile,
     Whole,
     arguments_of,
     json_option,
@@ -42,13 +38,9 @@ from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, line_of
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.watchdog import HOOK_SECONDS
-from kvview.urls import DOCS_URL
 
 if TYPE_CHECKING:
     from kvview.testing import Report
-
-_PAGE_WIDTH = 120
-_LINK = re.compile(re.escape(DOCS_URL) + r"[\w/.#-]*")
 
 SEEDS_OF_A_RELEASE = 100
 """Default number of seeds for each release."""
@@ -139,13 +131,6 @@ SEEDS_OF_A_RELEASE = 100
     }
 )
 @RESULT_OPTION
-@click.option(
-    "--html",
-    "page_file",
-    type=OutputFile(may_be_stdout=False),
-    metavar="FILE",
-    help="Write the printed report to FILE as an HTML page.",
-)
 def check(
     target: str,
     expected_failures_file: str | None,
@@ -155,7 +140,6 @@ def check(
     pd: bool,
     json_file: str | None,
     result_file: str | None,
-    page_file: str | None,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -188,9 +172,9 @@ def check(
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     if pd and settings["inference"]:
-        if (json_file, page_file, result_file) != (None, None, None):
+        if (json_file, result_file) != (None, None):
             raise ConfigError(
-                "--pd --inference only prints its report; drop --json, --report-json and --html"
+                "--pd --inference only prints its report; drop --json and --report-json"
             )
         sys.exit(_check_real_handoffs(console, target, given))
     profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
@@ -223,8 +207,6 @@ def check(
 
         for note in notes_on(dict.fromkeys((f"{REPLACED}{part}" for part in replaced), 1)):
             console.print(note, style="yellow", markup=False, highlight=False)
-    if page_file is not None:
-        _write_page(page_file, report)
     profile = "inference" if settings["inference"] else report.contract
     engine = "" if report.runs is None else report.runs.engine
     write_result(
@@ -266,18 +248,6 @@ def _profile(report: Report, name: str) -> Profile:
     return make_profile(name, colours, results)
 
 
-def _write_page(path: str, report: Report) -> None:
-    """Write the printed report as a self-contained HTML page with links."""
-    from kvview.testing.terminal import show_report
-    from kvview.web_page import made_by, write_page
-
-    printed = StringIO()
-    show_report(Console(file=printed, width=_PAGE_WIDTH), report)
-    text = _LINK.sub(r'<a href="\g<0>">\g<0></a>', escape(printed.getvalue()))
-    parts = [f"<pre>{text}</pre>", *made_by(report.versions)]
-    write_page("--html", path, f"kvview check: {report.target}", parts)
-
-
 def _check_in_releases(
     console: Console, target: str, engine: str, names: tuple[str, ...]
 ) -> tuple[int, dict[str, Any]]:
@@ -309,10 +279,6 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
         raise ConfigError(
             f"--{engine} runs the engine {engine}, not {context.params['engine']!r}; drop "
             f"--engine or --{engine}"
-        )
-    if context.params["page_file"] is not None:
-        raise ConfigError(
-            f"--html shows one release and cannot be combined with --{engine}; drop one of them"
         )
     if context.params["result_file"] is not None:
         raise ConfigError(

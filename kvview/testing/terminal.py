@@ -47,7 +47,7 @@ def _show_gaps(console: Console, result: CheckResult) -> None:
         _print(console, f"  {gap}", "")
     if len(gaps) > _MAX_GAPS:
         more = len(gaps) - _MAX_GAPS
-        _print(console, f"  and {more} more, listed by --json and --html", "")
+        _print(console, f"  and {more} more, listed by --json", "")
     _print(console, f"what to do: {law_url(COVERAGE)}", "yellow")
 
 

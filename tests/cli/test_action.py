@@ -58,7 +58,7 @@ def test_a_clean_check_writes_its_report(tmp_path: Path) -> None:
     code, outputs, report = run(tmp_path, TARGET, "--select check_pool_1_growth_of_holds")
     assert (code, outputs) == (0, {"exit-code": "0"})
     names = {path.name for path in report.iterdir()}
-    assert names == {"report.html", "report.json", "log.txt"}
+    assert names == {"report.json", "log.txt"}
     assert " passed" in (tmp_path / "summary.md").read_text()
 
 

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from docs.make_commands import PAGE, files, targets
 from docs.parts import ROOT
 from kvview.cli.commands import cli
+from kvview.cli.exit_codes import ExitCode
 from kvview.events.recording import Message, Recording
 from kvview.testing.schema import UpgradeModel
 from kvview.tier import Namespace
@@ -22,6 +23,19 @@ from kvview_reference.tier import FileStore
 from kvview_vllm.partition.command import PartitionReport, PartitionRow
 
 CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
+INTERRUPTED = """
+import itertools
+from kvview_reference.connector import LazyOffloadConnector
+
+made = itertools.count(1)
+
+
+class Interrupted(LazyOffloadConnector):
+    def make_scheduler(self):
+        if next(made) == 4:
+            raise KeyboardInterrupt
+        return super().make_scheduler()
+"""
 
 
 def run(arguments: str) -> Any:
@@ -106,3 +120,18 @@ def test_the_page_and_the_schemas_are_up_to_date() -> None:
     assert {path.name for path in PAGE.parent.glob("*.schema.json")} == {
         f"{name}.schema.json" for name in targets()
     }
+
+
+def test_the_report_of_an_interrupted_run_is_not_clean(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file, told = tmp_path / "target.py", tmp_path / "report.json"
+    file.write_text(INTERRUPTED)
+    arguments = ["check", f"{file}:Interrupted", "--seeds", "9", "--json", str(told)]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == ExitCode.INTERRUPTED, result.output
+    report = json.loads(told.read_text())
+    assert (report["is_clean"], report["is_interrupted"]) == (False, True)
+    assert (report["runs"]["num_asked"], report["checks"]) == (9, [])
+    num_seeds = report["runs"]["num_seeds"]
+    assert num_seeds < 9
+    assert f"{num_seeds} of 9 seeds, 0 failed, interrupted" in result.output

@@ -32,7 +32,6 @@ CONTRACT_ORDER = (
     "store_connector",
     "bridge",
     "config",
-    "web_page",
     "cli",
 )
 

@@ -39,7 +39,6 @@ NEVER_WRONG = {
             "kvview.options",
             "kvview.version",
             "kvview.laws",
-            "kvview.web_page",
             "kvview.urls",
             "kvview.input_files",
             "kvview.__main__",

@@ -147,7 +147,7 @@ def run(*args: str) -> Result:
     ("args", "told"),
     [
         ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1 is not a known release"),
-        ((EXAMPLE, "--vllm", "0.30", "--html", "a.html"), "--html shows one release"),
+        ((EXAMPLE, "--vllm", "0.30", "--report-json", "a"), "--report-json is about one release"),
         ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
     ],
 )
