@@ -251,12 +251,17 @@ def _profile(report: Report, name: str) -> Profile:
 def _check_in_releases(
     console: Console, target: str, engine: str, names: tuple[str, ...]
 ) -> tuple[int, dict[str, Any]]:
-    from kvview.testing.terminal import show_releases
+    from kvview.testing.terminal import line_of_release, print_line
     from kvview.testing.upgrade import ReleaseResult, Verdict, check_releases, load_releases
 
+    styles = {Verdict.GREEN: "green", Verdict.FAILED: "bold red", Verdict.BUG: "bold red"}
+
     def show(result: ReleaseResult) -> None:
-        line = f"{engine} {result.release}: {result.verdict}, {result.seconds:.0f} s"
-        console.print(line, markup=False, highlight=False)
+        line = line_of_release(engine, result)
+        if result.verdict is Verdict.COULD_NOT_RUN:
+            echo(f"kvview: {line}", err=True)
+        else:
+            print_line(console, line, styles.get(result.verdict, "yellow"))
 
     options = _options_of_each(click.get_current_context(), engine)
     releases = load_releases(engine)
@@ -265,11 +270,7 @@ def _check_in_releases(
         report = check_releases(
             target, engine, releases, wanted, options, on_progress=on_progress, on_result=show
         )
-    show_releases(console, report)
-    for result in report.results:
-        if result.verdict is Verdict.COULD_NOT_RUN:
-            text = f"{engine} {result.release} could not run: {result.reason}"
-            echo(f"kvview: {text}", err=True)
+    print_line(console, report.summary(), "bold" if report.is_clean else "red")
     return report.exit_code, report.to_dict()
 
 

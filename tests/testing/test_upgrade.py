@@ -164,4 +164,4 @@ def test_a_release_that_could_not_run_is_told_on_stderr(
     monkeypatch.setattr(upgrade, "load_releases", lambda engine: Folders(tmp_path))
     result = run(EXAMPLE, "--vllm", "unheard-of")
     assert result.exit_code == ExitCode.COULD_NOT_RUN
-    assert result.stderr == "kvview: vllm unheard-of could not run: no such release\n"
+    assert result.stderr == "kvview: vllm unheard-of: could not run, 0 s: no such release\n"
