@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvview.errors import ConfigError
 from kvview.laws import laws as all_laws
-from kvview.testing.checks import EXCEPTIONS, Check, CheckFunction, check
+from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, CheckFunction
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Factory
 from kvview.testing.recorder import LawBroken
@@ -31,6 +31,7 @@ NUM_SEEDS = 200
 """Default number of simulated runs of a connector."""
 
 _GAPS_IN_WORDS = 2
+_NO_EXCEPTION = "No hook and no thread raises, and hooks return values that an engine can use."
 
 _NUMBERS = {
     "CONN": (1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 13),
@@ -126,37 +127,67 @@ def _token_runs(factory: Factory, effort: Effort) -> ConnectorRuns:
     )
 
 
-def coverage_check(pattern: str) -> Check:
-    """Make the check that the runs exercised every item whose name matches a pattern."""
-    name = f"{COVERAGE}: {pattern}"
+def checks_in(runs: str, laws: Sequence[str], coverage: str) -> list[Check]:
+    """Make the checks of some runs: one for each law, one for all other laws, and the coverage.
+
+    Args:
+        runs: Name of the runs, for the names of the checks.
+        laws: The laws, each with its own check.
+        coverage: Summary of the coverage that the runs require.
+    """
+    checks = [_law_check(law, runs) for law in laws]
+
+    def any_other(factory: Factory) -> None:
+        check_law(factory, lambda broken: broken not in laws, "no law broken")
+
+    name = f"check_any_other_law_in_{runs}"
+    checks.append(_made(name, "*", "No other law is broken.", any_other))
+    name = f"check_coverage_of_{runs}"
+    return [*checks, coverage_check(name, coverage, lambda gap: True)]
+
+
+def _made(name: str, law: str, summary: str, run: CheckFunction) -> Check:
+    run.__doc__ = summary
+    return Check(name, law, "connector", (), run)
+
+
+def _law_check(law: str, runs: str) -> Check:
+    summary = _NO_EXCEPTION if law == EXCEPTIONS else f"{all_laws()[law].title}."
 
     def run(factory: Factory) -> None:
-        require_exercised(factory, lambda gap: fnmatch.fnmatchcase(gap.name, pattern))
+        check_law(factory, lambda broken: broken == law, summary, law)
 
-    run.__name__ = name
-    run.__doc__ = f"{pattern} is exercised."
-    return Check(name, COVERAGE, "connector", (), run)
+    return _made(f"check_{law.lower().replace('-', '_')}_in_{runs}", law, summary, run)
 
 
-def coverage_check_without(patterns: Sequence[str]) -> CheckFunction:
-    """Make :func:`check_coverage_of_simulated_runs` without the items that have their own check."""
+def coverage_check(name: str, summary: str, concerns: Callable[[Gap], bool]) -> Check:
+    """Make the check that the runs exercised every item that the caller selects."""
 
     def run(factory: Factory) -> None:
-        require_exercised(
-            factory, lambda gap: not any(fnmatch.fnmatchcase(gap.name, p) for p in patterns)
-        )
+        runs = shared_runs(factory)
+        gaps = [gap for gap in runs.not_exercised if concerns(gap)]
+        _require_all_seeds(runs)
+        if gaps:
+            raise NotExercised(gaps, runs.num_seeds)
 
-    run.__doc__ = check_coverage_of_simulated_runs.__doc__
-    return run
+    return _made(name, COVERAGE, summary, run)
 
 
-def require_exercised(factory: Factory, concerns: Callable[[Gap], bool]) -> None:
-    """Raise if the runs did not exercise an item that the caller selects."""
-    runs = shared_runs(factory)
-    gaps = [gap for gap in runs.not_exercised if concerns(gap)]
-    _require_all_seeds(runs)
-    if gaps:
-        raise NotExercised(gaps, runs.num_seeds)
+def with_expected_gaps(checks: Sequence[Check], patterns: Sequence[str]) -> list[Check]:
+    """Return the given checks, and one more check for each pattern of names of expected gaps."""
+
+    def is_unexpected(gap: Gap) -> bool:
+        return not any(fnmatch.fnmatchcase(gap.name, pattern) for pattern in patterns)
+
+    def of_pattern(pattern: str) -> Check:
+        name, summary = f"{COVERAGE}: {pattern}", f"{pattern} is exercised."
+        return coverage_check(name, summary, lambda gap: fnmatch.fnmatchcase(gap.name, pattern))
+
+    own = [
+        coverage_check(one.name, one.summary, is_unexpected) if one.law == COVERAGE else one
+        for one in checks
+    ]
+    return own + [of_pattern(pattern) for pattern in patterns]
 
 
 def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law: str = "") -> None:
@@ -180,23 +211,6 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law:
         parts = ", ".join(runs.replaced)
         text = f"{law} depends on a part of the connector that the check replaced: {parts}"
         raise NotExercised([Gap(law, text)], runs.num_seeds)
-
-
-def law_check(law: str, runs: str) -> CheckFunction:
-    """Make the check of one law.
-
-    Args:
-        law: Number of the law.
-        runs: Name of the runs, for the name of the check.
-    """
-    summary = f"{all_laws()[law].title}."
-
-    def run(factory: Factory) -> None:
-        check_law(factory, lambda broken: broken == law, summary, law)
-
-    run.__name__ = f"check_{law.lower().replace('-', '_')}_in_{runs}"
-    run.__doc__ = summary
-    return run
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:
@@ -224,25 +238,10 @@ def _broken(failures: Sequence[ConnectorFailure], runs: ConnectorRuns, expected:
     )
 
 
-@check(EXCEPTIONS, contract="connector")
-def check_exceptions_in_simulated_runs(factory: Factory) -> None:
-    """No hook and no thread raises, and hooks return values that an engine can use."""
-    expected = "no exception, and values that an engine can use"
-    check_law(factory, lambda broken: broken == EXCEPTIONS, expected)
-
-
-for _law in sorted(LAWS):
-    _function = law_check(_law, "simulated_runs")
-    globals()[_function.__name__] = check(_law, contract="connector")(_function)
-
-
-@check("*", contract="connector")
-def check_any_other_law_in_simulated_runs(factory: Factory) -> None:
-    """No other law is broken."""
-    check_law(factory, lambda broken: broken not in (*LAWS, EXCEPTIONS), "no law broken")
-
-
-@check(COVERAGE, contract="connector")
-def check_coverage_of_simulated_runs(factory: Factory) -> None:
-    """Every event that simulated runs require has happened."""
-    require_exercised(factory, lambda gap: True)
+CHECKS.extend(
+    checks_in(
+        "simulated_runs",
+        [EXCEPTIONS, *sorted(LAWS)],
+        "Every event that simulated runs require has happened.",
+    )
+)

@@ -7,7 +7,7 @@ import fnmatch
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import Unpack
@@ -20,8 +20,8 @@ from kvview.testing.connector_checks import (
     LAWS,
     NotExercised,
     NotJudged,
-    coverage_check,
-    coverage_check_without,
+    checks_in,
+    with_expected_gaps,
 )
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.harness import Contract, Factory
@@ -36,6 +36,10 @@ from kvview.version import versions_of
 
 _EXPECTED = re.compile(rf"(?P<name>{COVERAGE}:\s*[^:]+(:\d+)?|[^:\s]+)\s*:\s*(?P<reason>\S.*)")
 """Pattern of an expected failure: a check, an item of the coverage, or a place in the code."""
+
+TOKEN_LAWS = ("CONN-3", "CONN-4", "CONN-11", "XFER-1")
+"""The laws that real tokens show, each with its own check."""
+_TOKENS_ARE_COMPARED = "Blocks were loaded, and a fault injected into loads changed tokens."
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,11 @@ def plan_checks(
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
     if effort.inference:
-        from kvview.testing.token_checks import token_checks
-
-        checks = token_checks()
-    if contract == "connector":
-        checks = _with_expected_gaps(checks, expected)
+        checks = checks_in("real_inference", TOKEN_LAWS, _TOKENS_ARE_COMPARED)
+    prefix = f"{COVERAGE}: "
+    gaps = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
+    if contract == "connector" and gaps:
+        checks = with_expected_gaps(checks, gaps)
     _require_known("expected_failures", expected, checks, lambda name, c: name == c.name)
     _require_known("select", select, checks, _matches)
     for name, reason in expected.items():
@@ -240,17 +244,6 @@ def read_expected_failures(path: str | Path) -> dict[str, str]:
             )
         expected[re.sub(r":\s*", ": ", found["name"], count=1)] = found["reason"]
     return expected
-
-
-def _with_expected_gaps(checks: Sequence[Check], expected: Mapping[str, str]) -> list[Check]:
-    """Return the given checks, and one more check for each expected gap."""
-    prefix = f"{COVERAGE}: "
-    patterns = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
-    if not patterns:
-        return list(checks)
-    rest = coverage_check_without(patterns)
-    own = [replace(one, function=rest) if one.law == COVERAGE else one for one in checks]
-    return own + [coverage_check(pattern) for pattern in patterns]
 
 
 def _matches(pattern: str, check: Check) -> bool:
