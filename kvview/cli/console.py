@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO
 
 from rich import console as rich_console
 from rich.console import ConsoleOptions, RenderableType
@@ -19,9 +18,8 @@ class Console(rich_console.Console):
     """A console that prints control characters as escapes (see :mod:`kvview.cli.echo`).
 
     Args:
-        stderr: Whether to print to stderr, unless ``file`` is given.
+        stderr: Whether to print to stderr.
         markup: Whether brackets in a string are markup; if True, untrusted text must be escaped.
-        file: The stream to print to.
         width: Number of columns; None for the width of the terminal.
     """
 
@@ -30,10 +28,9 @@ class Console(rich_console.Console):
         *,
         stderr: bool = False,
         markup: bool = False,
-        file: IO[str] | None = None,
         width: int | None = None,
     ) -> None:
-        super().__init__(stderr=stderr, markup=markup, emoji=False, file=file, width=width)
+        super().__init__(stderr=stderr, markup=markup, emoji=False, width=width)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

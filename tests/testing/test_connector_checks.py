@@ -246,7 +246,7 @@ def test_a_hook_that_does_not_return_is_named(connector: type[Connector]) -> Non
 def test_runs_that_are_not_deterministic_are_named() -> None:
     few: dict[str, Any] = {"seeds": 20, "first_seed": 10}  # no long one, and one is run twice
     runs = check_connector(Draws, **few)
-    assert not runs.failures, runs.summary()
+    assert not runs.failures
     assert any("not deterministic: seed" in note for note in runs.notes)
     failures = check_connector(SometimesLeaks, seeds=6, keep_going=True, max_shrink_runs=0).failures
     told = [failure for failure in failures if "not deterministic" in failure.message]

@@ -168,12 +168,6 @@ class ConnectorRuns:
     unrun: Sequence[Unrun] = ()
 
     @property
-    def is_clean(self) -> bool:
-        """Whether all seeds were run, no seed broke a law, and no part of the check is missing."""
-        is_whole = not (self.is_interrupted or self.is_cut_short)
-        return is_whole and not (self.failures or self.not_exercised)
-
-    @property
     def is_cut_short(self) -> bool:
         """Whether a failure or Ctrl-C ended the check before the last seed."""
         return self.num_seeds < self.num_asked
@@ -198,31 +192,3 @@ class ConnectorRuns:
         prefix = "left out: "
         found = (name for name in sorted(self.coverage) if name.startswith(prefix))
         return [name.removeprefix(prefix) for name in found]
-
-    @property
-    def by_law(self) -> Mapping[str, Sequence[ConnectorFailure]]:
-        """The failures by law, with exceptions of the connector as a separate group.
-
-        The first failure of each group is shrunk.
-        """
-        laws = sorted({failure.filed_under for failure in self.failures})
-        return {law: [one for one in self.failures if one.filed_under == law] for law in laws}
-
-    def summary(self) -> str:
-        """Write a summary as text: the outcome, and a message and a script for each broken law."""
-        seeds = f"{self.num_seeds} seeds from {self.first_seed}"
-        if self.is_cut_short:
-            seeds = self.progress() + ", interrupted" * self.is_interrupted
-        head = f"{self.connector}: {seeds} in {self.seconds:.1f} s"
-        notes = "".join(f"\n{note}" for note in self.notes)
-        if not self.failures:
-            if self.not_exercised:
-                return f"{head}: not checked: {'; '.join(map(str, self.not_exercised))}{notes}"
-            return f"{head}: no law broken{notes}"
-        counts = ", ".join(f"{law} {len(broken)}x" for law, broken in self.by_law.items())
-        parts = [f"{head}: {len(self.failures)} seeds broke a law: {counts}{notes}"]
-        parts += [
-            f"seed {one.seed}: {law}: {one.message}\n\n{one.script}"
-            for law, (one, *_) in self.by_law.items()
-        ]
-        return "\n".join(parts)

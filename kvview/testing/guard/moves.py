@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Thread
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -36,19 +36,8 @@ _RAISED = (None, ValueError("x"), BlockNotHeldError("POOL-4: x"), StopIteration(
 
 def in_a_thread(call: Callable[[], object]) -> None:
     """Run a call on another thread, and re-raise its exception on this thread."""
-    raised: list[Exception] = []
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:
-            raised.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(call).result()
 
 
 class GuardMoves(PoolPlayer):

@@ -11,21 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from kvview.handoff import Frame
 
 Fault = Literal["lose", "late", "slow", "repeat", "cut", "flip", "replay", "elsewhere"]
-FAULTS: tuple[Fault, ...] = (
-    "lose",
-    "late",
-    "slow",
-    "repeat",
-    "cut",
-    "flip",
-    "replay",
-    "elsewhere",
-)
+FAULTS: tuple[Fault, ...] = get_args(Fault)
 """Faults of one message: lost; delivered later; read later out of the sender's memory; delivered
 twice; a frame cut or missing; a bit changed; some older messages delivered once more; delivered to
 all ranks of both engines as well."""
