@@ -11,7 +11,7 @@ a script.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from random import Random
@@ -33,6 +33,10 @@ _MAX_FAILING_RUNS = 8
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 PlayerT = TypeVar("PlayerT", bound="Player")
+ItemT = TypeVar("ItemT")
+
+Promises = Iterable[tuple[str, str, bool]]
+"""Laws, each with a promise of the law, and whether the promise was kept."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,18 @@ class Player(Recorder):
     def can(self, *capabilities: Capability) -> bool:
         """Return whether the harness declares all of these capabilities."""
         return all(capability in self.harness.capabilities for capability in capabilities)
+
+    def some_of(self, among: Sequence[ItemT], *, repeat: bool = False) -> list[ItemT]:
+        """Draw at least one of some items; empty if there are no items."""
+        if not among:
+            return []
+        number = self.rng.randint(1, max(1, min(self.most, len(among))))
+        return self.rng.choices(among, k=number) if repeat else self.rng.sample(among, number)
+
+    def judge(self, promises: Promises, got: object) -> None:
+        """Break the law of the first promise that the model reports as not kept."""
+        for law, promise, is_kept in promises:
+            self.true(is_kept, promise, got, "the promise", law)
 
     @classmethod
     def _marked(cls, is_operation: bool, declared: Collection[str]) -> dict[str, Mark]:

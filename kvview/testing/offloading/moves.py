@@ -92,12 +92,7 @@ class ManagerMoves(Player):
 
     def some(self, among: Iterable[OffloadKey], *, repeat: bool = False) -> list[OffloadKey]:
         """Draw at least one of some keys; empty if there are no keys."""
-        keys = sorted(among)
-        if not keys:
-            return []
-        number = self.rng.randint(1, max(1, min(self.most, len(keys))))
-        drawn = self.rng.choices(keys, k=number) if repeat else self.rng.sample(keys, number)
-        return self.named(drawn)
+        return self.named(self.some_of(sorted(among), repeat=repeat))
 
     def any_keys(self) -> list[OffloadKey]:
         """Draw keys: a part of a chain, keys from anywhere, new keys, or recently named keys."""
@@ -146,8 +141,7 @@ class ManagerMoves(Player):
         pages = list(output.store_spec.block_ids) if self.can(C.PAGES) else []
         self.results.append((output, repr(output)))
         self.derive()
-        for law, promise, is_kept in self.model.store(keys, taken, evicted, pages):
-            self.true(is_kept, promise, output, "the promise", law)
+        self.judge(self.model.store(keys, taken, evicted, pages), output)
         self.evicted.extend(self.named(evicted))
         return True
 

@@ -98,11 +98,7 @@ class PoolMoves(Player):
 
     def some(self, blocks: Iterable[int], *, repeat: bool = False) -> list[int]:
         """Draw at least one of some blocks; empty if there are no blocks."""
-        among = list(blocks)
-        if not among:
-            return []
-        number = self.rng.randint(1, max(1, min(self.most, len(among))))
-        return self.rng.choices(among, k=number) if repeat else self.rng.sample(among, number)
+        return self.some_of(list(blocks), repeat=repeat)
 
     def with_null(self, blocks: list[int]) -> list[int] | tuple[int, ...]:
         """Return the blocks, sometimes with the null block among them, sometimes as a tuple."""
@@ -162,8 +158,7 @@ class PoolMoves(Player):
         self.equal(len(blocks), number, "an allocation returns as many blocks as requested")
         if queue is not None:
             self.equal(blocks, queue[:number], "the queue is in the order of allocation", "POOL-6")
-        for law, promise, is_kept in self.model.allocated(blocks):
-            self.true(is_kept, promise, blocks, "the promise", law)
+        self.judge(self.model.allocated(blocks), blocks)
         self.expected += self.model.notices(blocks)
 
     @operation("POOL-1", weight=4)

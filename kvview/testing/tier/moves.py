@@ -16,7 +16,7 @@ from kvview.testing.harness import Capability as C
 from kvview.testing.harness import Factory
 from kvview.testing.search import Plan, Player, observable, operation
 from kvview.testing.tier.io_watch import watching_io
-from kvview.testing.tier.model import Promises, TierModel, bytes_of
+from kvview.testing.tier.model import TierModel, bytes_of
 from kvview.testing.tier.store_harness import tier_factory
 
 _SIZES = (1, 2, 300, 511, 1500, 4096, 4097, 9001)
@@ -162,11 +162,6 @@ class TierMoves(Player):
         self.model.start(job, dict(sizes), is_get=is_get)
         self.pages[job] = keys, pages
         return job
-
-    def judge(self, promises: Promises, got: object) -> None:
-        """Break a law if the model reports that the store did not keep a promise."""
-        for law, promise, is_kept in promises:
-            self.true(is_kept, promise, got, "as promised", law)
 
     def poll(self) -> dict[int, list[bool]]:
         """Take the reports, and let the engine reuse the pages of the reported jobs."""

@@ -246,8 +246,7 @@ class TransferMoves(Player):
         """Take the available reports; returns the ids of the reported jobs."""
         results: list[TransferResult] = list(self.call(self.subject, "get_finished"))
         for result in results:
-            for law, promise, is_kept in self.model.reported(result):
-                self.true(is_kept, promise, result, "the promise", law)
+            self.judge(self.model.reported(result), result)
         return [result.job_id for result in results]
 
     def pass_a_moment(self) -> None:

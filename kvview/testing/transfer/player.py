@@ -220,8 +220,7 @@ class TransferPlayer(TransferMoves):
         ids = [result.job_id for result in results]
         self.equal(ids, [job_id], "a failed job is reported", "XFER-4")
         lost = range(len(self.model.jobs[job_id].slots)) if lost is None else lost
-        for law, promise, is_kept in self.model.failed(results[0], lost, self.bytes_now()):
-            self.true(is_kept, promise, results[0], "the promise", law)
+        self.judge(self.model.failed(results[0], lost, self.bytes_now()), results[0])
 
     def _draw_any(self) -> tuple[bool, dict[int, Part]]:
         """Draw a load or a store."""
