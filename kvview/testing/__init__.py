@@ -1,8 +1,7 @@
 """The conformance kit: the laws of every contract as checks, and the commands that run them.
 
-A check is a plain function that takes a factory. Three runners run the same list of checks:
-:func:`run_checks` (and ``kvview check``), :func:`parametrize_with_checks`, and ``pytest --pyargs
-kvview.testing.suite --kvview-target pkg.mod:factory``.
+A check is a plain function that takes a factory. Two runners run the same list of checks:
+:func:`run_checks` (and ``kvview check``), and :func:`parametrize_with_checks` for pytest.
 """
 
 from importlib import import_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import Unpack
 
@@ -45,36 +45,6 @@ class BoundCheck:
             pytest.skip(str(ended))
 
 
-def make_params(
-    factory: Factory,
-    expected_failures: Mapping[str, str] | None = None,
-    effort: Effort | None = None,
-    *,
-    select: Sequence[str] = (),
-) -> list[Any]:
-    """Make one ``pytest.param`` per check, marked as skipped or as an expected failure.
-
-    Raises:
-        ConfigError: As :func:`~kvview.testing.run_checks`.
-    """
-    import pytest
-
-    effort = effort or Effort()
-    factory = as_factory(factory)
-    _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
-    effort.shared["goes_on"] = goes_on_after(planned, effort.keep_going)
-    params = []
-    for item in planned:
-        marks: list[pytest.MarkDecorator] = []
-        if item.skip_reason:
-            marks.append(pytest.mark.skip(reason=item.skip_reason))
-        elif item.xfail_reason:
-            marks.append(pytest.mark.xfail(reason=item.xfail_reason, raises=LawBroken, strict=True))
-        bound = BoundCheck(item.check, factory, effort)
-        params.append(pytest.param(bound, id=item.check.name, marks=marks))
-    return params
-
-
 def parametrize_with_checks(
     factory: Factory,
     expected_failures: Mapping[str, str] | None = None,
@@ -106,5 +76,16 @@ def parametrize_with_checks(
     """
     import pytest
 
-    params = make_params(factory, expected_failures, Effort(**settings), select=select)
+    effort, factory = Effort(**settings), as_factory(factory)
+    _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
+    effort.shared["goes_on"] = goes_on_after(planned, effort.keep_going)
+    params = []
+    for item in planned:
+        marks: list[pytest.MarkDecorator] = []
+        if item.skip_reason:
+            marks.append(pytest.mark.skip(reason=item.skip_reason))
+        elif item.xfail_reason:
+            marks.append(pytest.mark.xfail(reason=item.xfail_reason, raises=LawBroken, strict=True))
+        bound = BoundCheck(item.check, factory, effort)
+        params.append(pytest.param(bound, id=item.check.name, marks=marks))
     return pytest.mark.parametrize("check", params)

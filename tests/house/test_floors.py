@@ -60,7 +60,7 @@ ALLOWED_AT_IMPORT = {
     "triton": ("kvview.store_connector.cuda_copy_kernel",),
     "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
     "hypothesis": ("kvview.testing",),
-    "pytest": ("kvview.testing.suite",),
+    "pytest": ("kvview.testing.parametrize",),
     "coverage": ("kvview.testing.connector.code_coverage",),
     "lmcache": ("kvview_lmcache",),
     "sglang": ("kvview_sglang",),

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner, Result
@@ -203,29 +202,6 @@ def test_the_schema_is_the_documented_one_and_real_reports_keep_it() -> None:
         text = json.dumps(report.to_dict())
         assert ReportModel.model_validate_json(text).schema_version == 1
         assert json.loads(text)["is_clean"] is report.is_clean
-
-
-def test_the_suite_and_its_junit(tmp_path: Path) -> None:
-    junit = tmp_path / "junit.xml"
-    args = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "kvview.testing.suite",
-        f"--junitxml={junit}",
-    ]
-    args += ["--kvview-target", OFFLOAD, "--kvview-seeds", "1", "--kvview-option", "cpu_blocks=40"]
-    args += ["--kvview-select", "CONN-4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *args], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    cases = {
-        case.get("name"): case.get("classname")
-        for case in ElementTree.parse(junit).getroot().iter("testcase")
-    }
-    assert cases["check_conn_4_in_simulated_runs"] == f"kvview.{OFFLOAD}.CONN-4"
 
 
 # --- said so, by name ---

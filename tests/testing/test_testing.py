@@ -326,44 +326,6 @@ def test_parametrized_expected_failure(check: BoundCheck) -> None:
     check()
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--kvview-target=mine.py:Mine", "--kvview-steps=5"], "does not declare events"),
-        ([], "the suite needs --kvview-target package.module:factory"),
-        (["--kvview-target=nowhere:x"], "cannot be imported"),
-    ],
-)
-def test_the_suite_under_pytest(
-    args: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "from kvview_reference.harness import ReferenceManager\n"
-        "class Mine(ReferenceManager):\n"
-        "    capabilities = {'pages'}\n"
-    )
-    suite = ["-p", "no:cacheprovider", "-W", "default", "-q", "-rs"]
-    suite += ["--pyargs", "kvview.testing.suite"]
-    code = pytest.main([*suite, *args])
-    out, err = capfd.readouterr()
-    assert (code == 0) == ("mine.py" in str(args)), out + err
-    assert message in out + err
-
-
-def test_the_plugin_imports_nothing_heavy() -> None:
-    code = "import kvview.testing.pytest_plugin, sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    heavy = {"torch", "vllm", "hypothesis", "numpy", "pydantic", "pytest", "kvview_reference"}
-    assert not heavy & set(done.stdout.split())
-
-
 # --- the command ---
 
 
