@@ -3,8 +3,7 @@
 1. A relative link that leaves ``docs/`` leads to the code host.
 2. Cross references of docstrings (``:class:`~kvview.Lease```) become links into the API pages.
 3. The number of a law links to its anchor.
-4. The tables of the performance page are drawn as charts.
-5. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code and long words
+4. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code and long words
    break at punctuation only.
 """
 
@@ -15,7 +14,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docs.charts import with_charts
 from kvview.urls import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +35,7 @@ _WIDE = re.compile(r"<table>.*?</table>|<p><img [^>]*\.svg[^>]*></p>", re.DOTALL
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links that leave the site to the code host, and draw charts."""
+    """Lead links that leave the site to the code host."""
     here = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def absolute(found: re.Match[str]) -> str:
@@ -47,8 +45,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{PROJECT_URL}/{kind}/main/{path}"
 
-    if page.file.src_uri == "performance.md":
-        markdown = with_charts(markdown)
     markdown = _LAW_HEAD.sub(r"\2 { #\1 }", markdown)  # code hosts know no such attribute
     return _LEAVES.sub(absolute, markdown)
 
