@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -34,16 +34,6 @@ from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace
 from kvview_lmcache.exported_counters import export
-
-if TYPE_CHECKING:
-
-    class _Adapter:  # replaces LMCache's class, which mypy does not see
-        def __init__(self, max_capacity_bytes: int = 0) -> None: ...
-        def _notify_keys_stored(self, keys: list[Any], sizes: list[int]) -> None: ...
-        def _notify_keys_accessed(self, keys: list[Any]) -> None: ...
-        def _notify_keys_deleted(self, keys: list[Any], sizes: list[int]) -> None: ...
-else:
-    _Adapter = L2AdapterInterface
 
 _log = logging.getLogger(__name__)
 _LONGEST_SLEEP = 0.05  # seconds, because deadlines pass without a wake-up
@@ -87,7 +77,7 @@ def key_bytes(key: Any) -> bytes:
     return hashlib.blake2b(text, digest_size=32).digest()
 
 
-class KVViewL2Adapter(_Adapter):
+class KVViewL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """An L2 adapter over any :class:`~kvview.tier.TierStore`.
 
     Args:

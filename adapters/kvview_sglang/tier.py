@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -41,21 +41,13 @@ from kvview.options import parse_options
 from kvview.tier import Namespace
 from kvview_sglang.storage_meter import StorageMeter
 
-if TYPE_CHECKING:
-
-    class _Storage:  # replaces SGLang's class, which mypy does not see
-        mem_pool_host: Any
-        registered_pools: dict[Any, Any]
-else:
-    _Storage = HiCacheStorage
-
 _log = logging.getLogger(__name__)
 _BETWEEN_POLLS = 0.0003  # seconds
 _SHAPE = ("layout", "dtype", "page_size", "layer_num", "head_num", "head_dim", "kv_cache_dim",
           "start_layer", "end_layer", "storage_format_tag")  # fmt: skip
 
 
-class KVViewHiCache(_Storage):
+class KVViewHiCache(HiCacheStorage):  # type: ignore[misc]
     """A storage backend over any :class:`~kvview.tier.TierStore`.
 
     Args:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,21 +51,11 @@ from kvview_vllm.releases.calls import (
 )
 from kvview_vllm.transfer import canonical_kv_caches, check_whole_blocks
 
-if TYPE_CHECKING:
-
-    class _Spec:  # stands in for vLLM's, which mypy does not see
-        extra_config: Any
-
-        def __init__(self, *args: Any) -> None: ...
-
-    class _Worker:
-        pass
-else:
-    _Spec = require_class("OffloadingSpec")
-    # Up to 0.24 a handler has the role of a worker.
-    _Worker = require_class(
-        "OffloadingHandler" if installed().offloading.handlers else "OffloadingWorker"
-    )
+_Spec: Any = require_class("OffloadingSpec")
+# Up to 0.24 a handler has the role of a worker.
+_Worker: Any = require_class(
+    "OffloadingHandler" if installed().offloading.handlers else "OffloadingWorker"
+)
 
 _release = installed().offloading
 _GPUSpec: Any = require_class("GPULoadStoreSpec")
@@ -95,7 +85,7 @@ class KVViewOffloadingOptions(BaseModel):
     media: dict[str, str] = Field(default_factory=dict)
 
 
-class KVViewOffloadingSpec(_Spec):
+class KVViewOffloadingSpec(_Spec):  # type: ignore[misc]
     """The spec of vLLM's OffloadingConnector for a kvview manager and worker.
 
     Args:
@@ -165,7 +155,7 @@ class KVViewOffloadingSpec(_Spec):
         yield PagesSpec, _GPUSpec, worker
 
 
-class WorkerForVLLM(_Worker):
+class WorkerForVLLM(_Worker):  # type: ignore[misc]
     """A kvview transfer worker with the interface of vLLM's.
 
     Args:

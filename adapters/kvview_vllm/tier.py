@@ -27,7 +27,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvview import ConfigError, TierJobError
 from kvview.bridge import TierOptions, open_tier
@@ -57,24 +57,13 @@ from kvview_vllm.transfer import check_whole_blocks
 
 _log = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-
-    class _Tier:  # replaces vLLM's class, which mypy does not see
-        tier_type: str
-
-        def __init__(self, *args: Any, **options: Any) -> None: ...
-
-    class _Spec:
-        def get_manager(self) -> Any: ...
-        def create_worker(self, kv_caches: Any) -> Any: ...
-else:
-    tier_seam()
-    check_keys()
-    _Tier = require_tier_class("SecondaryTierManager")
-    _Spec = require_tier_class("TieringOffloadingSpec")
+tier_seam()
+check_keys()
+_Tier: Any = require_tier_class("SecondaryTierManager")
+_Spec: Any = require_tier_class("TieringOffloadingSpec")
 
 
-class KVViewTier(_Tier):
+class KVViewTier(_Tier):  # type: ignore[misc]
     """The tier to and from which vLLM's tiering manager moves pages.
 
     Args:
@@ -213,7 +202,7 @@ class KVViewTier(_Tier):
             self.guard.put(job.job_id, (), ())  # so that the job is reported
 
 
-class KVViewTieringSpec(_Spec):
+class KVViewTieringSpec(_Spec):  # type: ignore[misc]
     """vLLM's own spec; importing this module registers the type ``kvview``."""
 
     _with_events: Any = None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 from weakref import WeakSet
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -74,32 +74,18 @@ from kvview_vllm.releases.calls import (
     unfinished_statuses,
 )
 
-if TYPE_CHECKING:
-    KVConnectorFactory: Any
-    KVConnectorRole: Any
-    RequestStatus: Any
+# This runs at import, because Python would refuse an instance of a class that lacks an abstract
+# method before any probe could run.
+with reading("connector", "the interface of connectors"):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+    )
+    from vllm.v1.request import RequestStatus
 
-    class KVConnectorBase_V1:  # noqa: D101 - stands in for vLLM's, which mypy does not see
-        def __init__(self, *args: Any) -> None: ...
-        def _get_connector_metadata(self) -> Any: ...
-        def get_transfer_results(self, finished_req_ids: set[str]) -> Any: ...  # noqa: D102
-
-    class SupportsHMA:  # noqa: D101
-        pass
-else:
-    # This runs at import, because Python would refuse an instance of a class that lacks an abstract
-    # method before any probe could run.
-    with reading("connector", "the interface of connectors"):
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.v1 import base
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-            KVConnectorBase_V1,
-            KVConnectorRole,
-        )
-        from vllm.v1.request import RequestStatus
-
-        SupportsHMA = base.SupportsHMA if installed().connector.several_groups else object
-
+    SupportsHMA: Any = base.SupportsHMA if installed().connector.several_groups else object
 
 _logger = logging.getLogger(__name__)
 _NOT_FINISHED_WELL = unfinished_statuses()
@@ -138,7 +124,7 @@ class KVViewOptions(BaseModel):
     handoffs: HandoffOptions | None = None
 
 
-class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):
+class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The half of a kvview connector for one role.
 
     Args:

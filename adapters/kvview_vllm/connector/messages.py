@@ -16,38 +16,25 @@ Source: ``KVConnectorOutput``, vllm/v1/outputs.py; ``KVConnectorWorkerMetadata``
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvview import StepPlan, TransferJob, TransferResult
 from kvview_vllm.metrics import MetricUpdate, as_log_line, merge
 from kvview_vllm.releases import installed, reading
 
-if TYPE_CHECKING:
+with reading("connector", "the messages between the halves of a connector"):
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-    class KVConnectorMetadata:  # noqa: D101 - stands in for vLLM's, which mypy does not see
-        pass
-
-    class KVConnectorWorkerMetadata:  # noqa: D101
-        pass
-
-    @dataclass
-    class KVConnectorStats:  # noqa: D101
-        data: dict[str, Any]
-
-else:
-    with reading("connector", "the messages between the halves of a connector"):
-        from vllm.distributed.kv_transfer.kv_connector.v1 import base
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-
-        _has_metadata = installed().connector.worker_metadata
-        KVConnectorWorkerMetadata = base.KVConnectorWorkerMetadata if _has_metadata else object
+    _has_metadata = installed().connector.worker_metadata
+    KVConnectorWorkerMetadata: Any = base.KVConnectorWorkerMetadata if _has_metadata else object
 
 _REPORTS, _METRICS = "reports", "metrics"
 
 
 @dataclass
-class KVViewMetadata(KVConnectorMetadata):
+class KVViewMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The message of one step for the worker half.
 
     Args:
@@ -81,7 +68,7 @@ class JobReport:
 
 
 @dataclass
-class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
+class KVViewWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The reports of one step from one or several workers."""
 
     reports: list[JobReport]
@@ -92,12 +79,12 @@ class KVViewWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class KVViewStats(KVConnectorStats):
+class KVViewStats(KVConnectorStats):  # type: ignore[misc]
     """Metrics for the front end; up to 0.17 also reports, which the scheduler's side removes."""
 
     def reset(self) -> None:
         """Remove all values."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVViewStats:
         """Add the stats of another worker, of the scheduler's side, or of a later time."""

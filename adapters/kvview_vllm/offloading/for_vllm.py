@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvview import (
     LookupResult,
@@ -29,23 +29,14 @@ from kvview_vllm.offloading.media import Media
 from kvview_vllm.releases import installed, require_class
 from kvview_vllm.releases.calls import make_known
 
-if TYPE_CHECKING:
-
-    class _Manager:  # replaces vLLM's class, which mypy does not see
-        pass
-
-    class _LoadStoreSpec:
-        pass
-else:
-    _Manager = require_class("OffloadingManager")
-    _LoadStoreSpec = require_class("LoadStoreSpec")
-
+_Manager: Any = require_class("OffloadingManager")
+_LoadStoreSpec: Any = require_class("LoadStoreSpec")
 _Output: Any = require_class("PrepareStoreOutput")
 _Event: Any = require_class("OffloadingEvent")
 _release = installed().offloading
 
 
-class PagesSpec(_LoadStoreSpec):
+class PagesSpec(_LoadStoreSpec):  # type: ignore[misc]
     """The message of a kvview manager to its worker, passed through unread.
 
     Args:
@@ -61,7 +52,7 @@ class PagesSpec(_LoadStoreSpec):
         return "kvview"
 
 
-class ManagerForVLLM(_Manager):
+class ManagerForVLLM(_Manager):  # type: ignore[misc]
     """The manager that an OffloadingSpec returns to vLLM.
 
     Args:
