@@ -58,7 +58,11 @@ ALLOWED_AT_IMPORT = {
         "kvview_reference.transfer",
     ),
     "triton": ("kvview.store_connector.cuda_copy_kernel",),
-    "vllm": ("kvview_vllm.scheduler",),  # vLLM itself imports it, by --scheduler-cls
+    "vllm": (  # vLLM itself imports these, by --scheduler-cls and by the name of a connector
+        "kvview_vllm.scheduler",
+        "kvview_vllm.connector.connector",
+        "kvview_vllm.connector.messages",
+    ),
     "hypothesis": ("kvview.testing",),
     "pytest": ("kvview.testing.parametrize",),
     "coverage": ("kvview.testing.connector.code_coverage",),
