@@ -16,8 +16,7 @@ median (``INTERRUPTED``). The scheduler's step is CPU time.
 
 The shares are of engine steps of 10 and 25 ms: for 750 tokens a model of 8 billion parameters needs
 12 TFLOP, 25 ms at half of one H100's bf16 speed; one of 3 billion needs 10 ms. vLLM's own
-OffloadingConnector is measured in the same run. LazyOffloadConnector stores like OffloadConnector
-here, because its tier is smaller than the pool.
+OffloadingConnector is measured in the same run.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
     """Name the connectors to compare."""
     here = f"{__file__}:"
     spec = {"spec_name": "KVViewOffloadingSpec", "spec_module_path": "kvview_vllm.offloading_spec"}
-    names = ("HostCacheConnector", "StoreConnector", "OffloadConnector", "LazyOffloadConnector")
+    names = ("HostCacheConnector", "StoreConnector", "OffloadConnector")
     return {
         "no connector": None,
         "does nothing": lane.connector_config(here + "IdleConnector"),
@@ -96,7 +95,6 @@ TARGETS = {
     "HostCacheConnector": lane.EXAMPLE_CONNECTOR,
     "StoreConnector": "kvview:StoreConnector",
     "OffloadConnector": "kvview_reference.connector:OffloadConnector",
-    "LazyOffloadConnector": "kvview_reference.connector:LazyOffloadConnector",
 }
 # Seconds in the connector's own hooks; a target's module is this file, loaded again.
 own: defaultdict[str, list[float]] = vars(sys.modules["__main__"]).get("own", defaultdict(list))

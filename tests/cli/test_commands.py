@@ -261,11 +261,10 @@ def test_a_reader_may_leave_early(arguments: str) -> None:
 
 def test_the_verdict_is_kept_if_the_reader_leaves(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(
-        "from kvview_reference.connector import LazyOffloadConnector\n"
-        "from kvview_reference.connector.lazy_offload import LazyOffloadScheduler\n"
-        "class S(LazyOffloadScheduler):\n"
+        "from kvview_reference.connector import OffloadConnector, OffloadScheduler\n"
+        "class S(OffloadScheduler):\n"
         "    def match_prefix(self, request, n): return 7\n"
-        "class C(LazyOffloadConnector):\n"
+        "class C(OffloadConnector):\n"
         "    def make_scheduler(self): return S(self.config, self.options)\n"
     )
     command = f'"$0" -m kvview replay --requests 20 --connector {tmp_path}/wrong.py:C'

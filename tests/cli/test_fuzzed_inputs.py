@@ -385,7 +385,7 @@ def connector_options(folder: Path, dice: random.Random) -> Input:
         store = "tier bench kvview_reference.tier:FileStore --pages=1 --rounds=1 --page-bytes=64"
         given = [f"--option=root={folder}/root", f"--option={name}={wrong}"]
         return Input([*store.split(), *given], (0, 1, 2))  # 1: a budget too small for a page
-    kind = dice.choice(("Offload", "LazyOffload", "Multi"))
+    kind = dice.choice(("Offload", "Multi"))
     names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
     args = f"replay --gpu-blocks=40 --connector=kvview_reference.connector:{kind}Connector"
     option = f"--option={dice.choice(names)}={wrong}"

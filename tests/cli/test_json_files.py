@@ -22,15 +22,15 @@ from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 from kvview_vllm.partition.command import PartitionReport, PartitionRow
 
-CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
+CONNECTOR = "kvview_reference.connector:OffloadConnector"
 INTERRUPTED = """
 import itertools
-from kvview_reference.connector import LazyOffloadConnector
+from kvview_reference.connector import OffloadConnector
 
 made = itertools.count(1)
 
 
-class Interrupted(LazyOffloadConnector):
+class Interrupted(OffloadConnector):
     def make_scheduler(self):
         if next(made) == 4:
             raise KeyboardInterrupt

@@ -25,23 +25,22 @@ HERE = Path(__file__).parent
 REPLAY = ("replay", "--requests", "20", "--gpu-blocks", "200", "--connector")
 CHECK = ("check", "--seeds", "2")
 
-# A LazyOffloadConnector with one method replaced.
+# An OffloadConnector with one method replaced.
 SOURCE = """
 import kvview
-from kvview_reference.connector import LazyOffloadConnector, OffloadWorker
-from kvview_reference.connector.lazy_offload import LazyOffloadScheduler
+from kvview_reference.connector import OffloadConnector, OffloadScheduler, OffloadWorker
 
 class Odd(Exception):
     def __str__(self):
         raise ValueError
 
-class Scheduler(LazyOffloadScheduler):
+class Scheduler(OffloadScheduler):
     {scheduler}
 
 class Worker(OffloadWorker):
     {worker}
 
-class Mine(LazyOffloadConnector):
+class Mine(OffloadConnector):
     {connector}
     if "make_scheduler" not in vars():
         def make_scheduler(self):
@@ -123,7 +122,7 @@ def test_a_child_of_several_is_named(tmp_path: Path) -> None:
     child = write(tmp_path, "scheduler", "def plan_step(self, step): return {}['key']")
     option = f'connectors=[{{"connector": "{child}"}}]'
     result = run(*REPLAY, "kvview_reference.connector:MultiConnector", "--option", option)
-    require_one_line(result, ExitCode.CONNECTOR_RAISED, "mine.py:11: plan_step raised KeyError")
+    require_one_line(result, ExitCode.CONNECTOR_RAISED, "mine.py:10: plan_step raised KeyError")
 
 
 # --- errors that are not the connector's ---

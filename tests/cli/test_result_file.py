@@ -13,7 +13,7 @@ from docs import make_results
 from kvview.cli.commands import cli
 from kvview.cli.result_file import ResultFinding, make_profile
 
-CONNECTOR = "kvview_reference.connector:LazyOffloadConnector"
+CONNECTOR = "kvview_reference.connector:OffloadConnector"
 
 
 def result_of(*arguments: str) -> Any:

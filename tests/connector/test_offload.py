@@ -26,8 +26,6 @@ from kvview import (
     StoreConnector,
 )
 from kvview_reference.connector import (
-    LazyOffloadConnector,
-    LazyOffloadScheduler,
     MultiConnector,
     OffloadConnector,
     OffloadScheduler,
@@ -39,7 +37,7 @@ from kvview_reference.replay.workload import generate_trace
 
 BLOCK_SIZE = 512
 GEOMETRY = CacheGeometry.single(4)
-CONNECTORS: list[type[Connector]] = [OffloadConnector, LazyOffloadConnector, HostCacheConnector]
+CONNECTORS: list[type[Connector]] = [OffloadConnector, HostCacheConnector]
 
 
 class Counting:
@@ -110,12 +108,6 @@ def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_bloc
     assert report.is_clean
 
 
-@cache
-def hits_of_the_eager_one(num_gpu: int) -> float:
-    eager, _ = run(OffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
-    return eager.gpu_hit_rate + eager.cpu_hit_rate
-
-
 def test_threads_do_not_change_the_figures() -> None:
     """The copies of a store's threads end before the next step."""
     first, second = (run(StoreConnector, 400, {"cpu_blocks": 100})[0] for _ in range(2))
@@ -135,21 +127,10 @@ def test_several_connectors_are_no_worse_either() -> None:
 def test_victims_gain_most_where_the_tier_is_as_large_as_the_pool() -> None:
     num_gpu = 900
     watched, watch = run(StoreConnector, num_gpu, {"cpu_blocks": num_gpu})
-    gain = watched.gpu_hit_rate + watched.cpu_hit_rate - hits_of_the_eager_one(num_gpu)
+    eager, _ = run(OffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
+    gain = watched.gpu_hit_rate + watched.cpu_hit_rate - eager.gpu_hit_rate - eager.cpu_hit_rate
     assert gain > 0.01
     assert watched.offloaded_blocks <= watch.num_computed
-
-
-def test_the_lazy_one_gains_most_where_the_tier_is_as_large_as_the_pool() -> None:
-    num_gpu = 900
-    watched, watch = run(LazyOffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
-    if not watch.scheduler._is_lazy:
-        pytest.skip("the guard of this engine cannot give back")
-    gain = watched.gpu_hit_rate + watched.cpu_hit_rate - hits_of_the_eager_one(num_gpu)
-    assert gain > 0.01
-    assert watched.offloaded_blocks <= watch.num_computed
-    # The same head is not walked in every step: it was 7 visits a block stored.
-    assert watch.scheduler.num_visited_blocks < 3 * watched.offloaded_blocks
 
 
 def test_no_key_is_stored_more_often_than_it_is_computed() -> None:
@@ -282,16 +263,3 @@ def test_victims_need_a_view_that_gives_back_and_a_quarter_of_the_pool(
 ) -> None:
     bench = Bench(StoreConnector, view=view, cpu_blocks=cpu_blocks)
     assert bench.half._gpu.finds_victims is finds_victims
-
-
-def test_lazy_needs_a_view_that_gives_back_and_a_tier_of_the_pools_size() -> None:
-    for with_give_back in (False, True):
-        for cpu_blocks in (10, 64):
-            half = LazyOffloadConnector(
-                ConnectorConfig(GEOMETRY, {"cpu_blocks": cpu_blocks})
-            ).make_scheduler()
-            assert isinstance(half, LazyOffloadScheduler)
-            view: Any = BlockPool(64).view("test")
-            half.bind_gpu_block_pool_view(view if with_give_back else _Plain(view))
-            half.on_engine_ready(EngineFacts(64, (8,), 4))
-            assert half._is_lazy is (with_give_back and cpu_blocks == 64)

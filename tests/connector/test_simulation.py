@@ -51,7 +51,7 @@ from kvview.testing.connector.memory import TierKeys
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import to_script
 from kvview.testing.connector.shrink import simpler_geometries, simpler_sizes
-from kvview_reference.connector import LazyOffloadConnector, MultiConnector, OffloadConnector
+from kvview_reference.connector import MultiConnector, OffloadConnector
 from kvview_reference.engine import chain_hashes
 from tests.connector.unusual import UNUSUAL
 from tests.mutants.connector import MUTANTS, load_named
@@ -63,11 +63,10 @@ from tests.mutants.connector.walker import Walker
 from tests.mutants.mutant import Mutant
 
 FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
-LAZY = "kvview_reference.connector:LazyOffloadConnector"
 EAGER = "kvview_reference.connector:OffloadConnector"
 CHILDREN = [
     {"connector": EAGER, "options": {"cpu_blocks": 7, "enable_events": True}},
-    {"connector": LAZY, "options": {"cpu_blocks": 40, "enable_events": True}},
+    {"connector": EAGER, "options": {"cpu_blocks": 40, "enable_events": True}},
 ]
 SILENT = {"cpu_blocks": 40}
 
@@ -76,7 +75,7 @@ SILENT = {"cpu_blocks": 40}
 
 
 RIGHT: list[type[Connector]] = [
-    *(OffloadConnector, LazyOffloadConnector, HostCacheConnector, Connector),
+    *(OffloadConnector, HostCacheConnector, Connector),
     *(Walker, EachStep, Late, Two, LeasesForAWhile, LeasesForLong),
     *UNUSUAL,
 ]
@@ -345,7 +344,7 @@ def test_a_next_turn_needs_a_request_that_has_ended() -> None:
         ),
         cpu_blocks=50,
     )
-    result = simulate(LazyOffloadConnector, scenario)
+    result = simulate(OffloadConnector, scenario)
     assert result.failure is None
     assert result.coverage["requests"] >= 3
     assert result.coverage["next turns"] == 2

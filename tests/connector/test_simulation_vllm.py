@@ -15,12 +15,11 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
 
 from examples.host_cache import HostCacheConnector
-from kvview import Connector, ConnectorConfig, UnsupportedEngineError
+from kvview import Connector, ConnectorConfig, StoreConnector, UnsupportedEngineError
 from kvview.targets import target_of
 from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, simulate
 from kvview.testing.connector.coverage import not_exercised
-from kvview_reference.connector import LazyOffloadConnector
 from kvview_vllm.releases.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
@@ -82,7 +81,7 @@ def test_ranks_and_drafts_are_played(engines: VLLMEngines) -> None:
     assert bool(coverage["with draft tokens"]) == preemptions_drop_drafts()
 
 
-@pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong, LazyOffloadConnector])
+@pytest.mark.parametrize("connector", [LeasesForAWhile, LeasesForLong, StoreConnector])
 def test_no_false_alarm(engines: VLLMEngines, connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=8, engines=engines)
     assert not report.failures, report.failures[0].script

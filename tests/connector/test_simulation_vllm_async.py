@@ -22,13 +22,14 @@ from kvview import (
     Connector,
     FullAttention,
     Mamba,
+    StoreConnector,
     WorkerConnector,
 )
 from kvview.testing.connector import Add, Fate, Scenario, Step, generate_scenario, simulate
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.stream import StepStream
-from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+from kvview_reference.connector import OffloadConnector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
@@ -80,7 +81,7 @@ def in_flight(seed: int, steps: int, *, lags: bool = False) -> Scenario:
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("connector", [OffloadConnector, LazyOffloadConnector])
+@pytest.mark.parametrize("connector", [OffloadConnector, StoreConnector])
 def test_no_false_alarm(engines: Engines, connector: type[Connector], steps: int) -> None:
     most = Counter[int]()
     resets = 0

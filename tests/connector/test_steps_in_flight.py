@@ -18,6 +18,7 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
+    StoreConnector,
     WorkerConnector,
 )
 from kvview.testing.connector import (
@@ -32,7 +33,7 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.scenario import Event
 from kvview.testing.connector.stream import StepStream
-from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine, chain_hashes
 from kvview_reference.engine.request import Request, Status
 from tests.mutants.connector import load_named
@@ -111,9 +112,7 @@ def test_a_worker_that_does_not_wait_for_compute_reads_old_bytes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lags", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize(
-    "connector", [HostCacheConnector, OffloadConnector, LazyOffloadConnector, Two]
-)
+@pytest.mark.parametrize("connector", [HostCacheConnector, OffloadConnector, StoreConnector, Two])
 def test_right_connectors_break_no_law_at_any_depth(
     connector: type[Connector], depth: int, lags: bool
 ) -> None:

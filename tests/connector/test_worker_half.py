@@ -37,7 +37,7 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.testing.connector.stuck import where_all_wait
-from kvview_reference.connector import LazyOffloadConnector, OffloadConnector
+from kvview_reference.connector import OffloadConnector
 from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
 from kvview_reference.transfer import worker
 
@@ -102,7 +102,6 @@ def test_a_load_may_still_write_while_blocks_are_compared(
     monkeypatch.setattr(worker, "memmove_each", memmove_slowly)
     lagging = replace(generate_scenario(seed), compute_lags=True, steps_in_flight=2)
     played = replace(lagging, worker_half="whole_plans")
-    assert simulate(LazyOffloadConnector, played).failure is None
     assert simulate(OffloadConnector, played).failure is None
 
 

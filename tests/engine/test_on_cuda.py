@@ -30,7 +30,6 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "folder": ("folder_store.py:FolderConnector", {"root": "", "store_blocks": 200}),
     "two levels": ("two_levels.py:TwoLevelConnector", {"root": "", "cpu_blocks": 30}),
     "offload": (f"{REFERENCE}:OffloadConnector", {"cpu_blocks": 200}),
-    "lazy": (f"{REFERENCE}:LazyOffloadConnector", {"cpu_blocks": 200}),
 }
 
 

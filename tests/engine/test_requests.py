@@ -25,7 +25,7 @@ from kvview import (
     StepPlan,
     full_blocks,
 )
-from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
+from kvview_reference.connector import OffloadConnector, OffloadScheduler
 from kvview_reference.engine import Engine, Request, Status, chain_hashes
 
 SIZE = 4
@@ -47,7 +47,7 @@ def make(
 # --- counts ---
 
 
-class WatchingScheduler(LazyOffloadScheduler):
+class WatchingScheduler(OffloadScheduler):
     """Checks the request of every call against the engine's bytes."""
 
     engine: Engine
@@ -106,7 +106,7 @@ class WatchingScheduler(LazyOffloadScheduler):
             assert request.num_computed_tokens == request.num_tokens - has_output
 
 
-class Watching(LazyOffloadConnector):
+class Watching(OffloadConnector):
     def make_scheduler(self) -> WatchingScheduler:
         half = WatchingScheduler(self.config, self.options)
         half.calls, half.contents, half.num_prompt_tokens = set(), {}, {}

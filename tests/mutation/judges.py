@@ -13,7 +13,7 @@ SEEDS = 40  # of each connector; `kvview check` runs 200 by default
 STEADY = 109  # of the 200, the first steady run without resets
 FEW, SLICE = 6, 20  # seeds of one step: first a few, then up to each multiple
 _MULTI = "kvview_reference.connector:MultiConnector"
-_LAZY = "kvview_reference.connector:LazyOffloadConnector"
+_STORE = "kvview:StoreConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
 _FEW_PAGES = {"cpu_blocks": 40}
 
@@ -74,13 +74,12 @@ SUBJECTS = [
         {"root": "{tmp}", "cpu_blocks": "{blocks}/4", "store_blocks": "{blocks}"},
     ),
     Subject(_OFFLOAD),
-    Subject(_LAZY),
     Subject(
         _MULTI,
         {
             "connectors": [
                 {"connector": _OFFLOAD, "options": {"enable_events": True}},
-                {"connector": _LAZY, "options": {"enable_events": True}},
+                {"connector": _STORE, "options": {"enable_events": True}},
             ]
         },
     ),
@@ -101,7 +100,7 @@ TIER_SUBJECTS = [
 ]
 VLLM_SUBJECTS = [
     Subject("tests.vllm.test_conformance:VLLMPool", examples=(10, 40)),
-    Subject(_LAZY, engine="vllm"),
+    Subject(_STORE, engine="vllm"),
 ]
 
 

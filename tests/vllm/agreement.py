@@ -98,7 +98,6 @@ def cases() -> list[Case]:
         "Late": (late, "The example, with late copies"),
         "Flaky": (flaky, "The example, with a medium that fails every third time"),
         "Offload": (f"{reference}:OffloadConnector", "The default connector"),
-        "Lazy": (f"{reference}:LazyOffloadConnector", "The lazy connector"),
     }
     wrong = [
         Case(

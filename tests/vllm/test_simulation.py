@@ -28,7 +28,7 @@ from kvview.testing.connector import (
     simulate,
 )
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_reference.connector import LazyOffloadConnector
+from kvview_reference.connector import OffloadConnector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
@@ -43,7 +43,7 @@ SEEDS = 10
 
 @pytest.fixture(scope="module")
 def coverage(engines: VLLMEngines) -> Mapping[str, int]:
-    report = check_connector(LazyOffloadConnector, seeds=SEEDS, engines=engines)
+    report = check_connector(StoreConnector, seeds=SEEDS, engines=engines)
     assert not report.failures, report.failures[0].script
     return report.coverage
 
@@ -108,7 +108,7 @@ def test_blocks_that_a_sibling_loads_within_a_step_are_not_computed_before_it(
 
 def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines) -> None:
     """SCHED-5: up to 0.17 this seed read blocks that were never loaded."""
-    result = simulate(LazyOffloadConnector, generate_scenario(47), engines=engines)
+    result = simulate(OffloadConnector, generate_scenario(47), engines=engines)
     assert result.failure is None
 
 
@@ -164,9 +164,9 @@ def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
     others = VLLMEngines()
     for seed in range(2):
         scenario = generate_scenario(seed)
-        first = simulate(LazyOffloadConnector, scenario, engines=engines)
-        assert first == simulate(LazyOffloadConnector, scenario, engines=others)
-        as_in_a_script = simulate(LazyOffloadConnector, first.scenario, engines=engines)
+        first = simulate(OffloadConnector, scenario, engines=engines)
+        assert first == simulate(OffloadConnector, scenario, engines=others)
+        as_in_a_script = simulate(OffloadConnector, first.scenario, engines=engines)
         assert as_in_a_script.timeline == first.timeline
         for snapshot in first.timeline:
             blocks = snapshot.free + snapshot.engine + snapshot.held

@@ -1,6 +1,5 @@
 """Complete connectors: offloading to host memory, and a connector that runs several others."""
 
-from kvview_reference.connector.lazy_offload import LazyOffloadConnector, LazyOffloadScheduler
 from kvview_reference.connector.multi import (
     MultiConnector,
     MultiOptions,
@@ -15,8 +14,6 @@ from kvview_reference.connector.offload import (
 )
 
 __all__ = [
-    "LazyOffloadConnector",
-    "LazyOffloadScheduler",
     "MultiConnector",
     "MultiOptions",
     "MultiScheduler",

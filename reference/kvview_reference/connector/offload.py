@@ -68,10 +68,9 @@ class OffloadOptions(BaseModel):
         cpu_blocks: Number of blocks of the host tier; with 0, no block is offloaded.
         policy: Name of the tier's cache policy.
         store_threshold: Number of times that a block must be computed before it is stored.
-        lookahead_blocks: Number of free blocks below which no block is held (and, for the lazy
-            connector, the number of next victims that it examines). None stands for
-            ``LOOKAHEAD_STEPS`` times the blocks that a step may allocate, but at most an eighth of
-            the pool.
+        lookahead_blocks: Number of free blocks below which no block is held. None stands for
+            ``LOOKAHEAD_STEPS`` times the blocks that a step may allocate, but at most a sixteenth
+            of the pool.
         enable_events: Whether offloading events are recorded.
     """
 
@@ -174,7 +173,7 @@ class OffloadScheduler(SchedulerConnector):
         self._num_free_blocks: Callable[[], int] | None = None
         self._num_pinnable_blocks: Callable[[], int] | None = None
         self._null_block_id = 0
-        self._lookahead = self._reserve = options.lookahead_blocks or 0
+        self._reserve = options.lookahead_blocks or 0
         self._job_ids = count()
         self._planned_loads: list[TransferJob] = []
         self._planned_stores: list[TransferJob] = []
@@ -201,8 +200,8 @@ class OffloadScheduler(SchedulerConnector):
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
         if self._options.lookahead_blocks is None:
-            self._lookahead = LOOKAHEAD_STEPS * facts.max_blocks_per_step
-            self._reserve = min(self._lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
+            lookahead = LOOKAHEAD_STEPS * facts.max_blocks_per_step
+            self._reserve = min(lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)
 
     @override
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
