@@ -84,7 +84,7 @@ RIGHT: list[type[Connector]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("connector", RIGHT)
 def test_right_connectors_break_no_law(connector: type[Connector]) -> None:
-    report = check_connector(connector, seeds=24)
+    report = check_connector(connector, seeds=16)
     assert not report.failures, report.failures[0].script
 
 

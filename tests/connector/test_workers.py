@@ -130,7 +130,7 @@ def test_the_number_of_processes_changes_nothing(
 ) -> None:
     one, other = (
         check_connector(
-            connector, seeds=7, processes=processes, keep_going=keep_going, max_shrink_runs=40
+            connector, seeds=7, processes=processes, keep_going=keep_going, max_shrink_runs=10
         )
         for processes in (0, 3)
     )

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 CONNECTORS = [m for m in mutants.MUTANTS if is_connector(m.factory)]
 MUTANTS = [m for m in mutants.MUTANTS if m not in CONNECTORS]
-DRAWN = random.Random(9).sample(MUTANTS, 28)
+DRAWN = random.Random(9).sample(MUTANTS, 14)
 ROOT = Path(__file__).parents[2]
 RUNNER = """
 import json, os, sys
@@ -83,7 +83,7 @@ def test_scripts_fail_on_the_faulty_code_and_pass_on_the_right_one() -> None:
     right = {m.name: on_the_right_one(m, scripts[m.name]) for m in DRAWN}
     passed = run_scripts({name: script for name, script in right.items() if script})
     assert [name for name, error in passed.items() if error is not None] == []
-    assert len(passed) >= 12
+    assert len(passed) >= 6
 
 
 @pytest.mark.parametrize("mutant", [DRAWN[0], CONNECTORS[3]], ids=lambda mutant: mutant.name)
