@@ -19,5 +19,8 @@ WRONG = load_with_options()
 def test_a_wrong_connector_is_not_green(variant: Variant) -> None:
     texts = [text.partition("=") for text in variant.notes["options"].split()]
     options = {name: value for name, _, value in texts}
-    report = check_connector(variant.load(), seeds=SEEDS, options=options, max_shrink_runs=0)
+    gap = variant.notes.get("gap")  # of a store whose mistakes make every load fail
+    seeds = 4 if gap else SEEDS
+    report = check_connector(variant.load(), seeds=seeds, options=options, max_shrink_runs=0)
     assert report.failures or report.gaps
+    assert not gap or gap in [found.name for found in report.gaps]

@@ -20,8 +20,6 @@ _EXAMPLE = Path(__file__).parents[2] / "examples" / "host_cache.py"
 _HostCache: Any = load_connector(f"{_EXAMPLE}:HostCacheConnector")
 _HostCacheWorker: Any = vars(sys.modules[_HostCache.__module__])["HostCacheWorker"]
 
-SLOW_POLLS = 5
-
 HalfT = TypeVar("HalfT", SchedulerConnector, WorkerConnector)
 
 
@@ -55,34 +53,6 @@ class FailingAtLastConnector(FailingConnector):
 
         object.__setattr__(half, "on_request_finished", on_request_finished)
         return half
-
-
-class SlowConnector(_HostCache):  # type: ignore[misc]
-    """Reports its jobs some steps late."""
-
-    def make_worker(self) -> WorkerConnector:
-        worker: WorkerConnector = _SlowWorker(self.cpu_blocks)
-        return worker
-
-
-class _SlowWorker(_HostCacheWorker):  # type: ignore[misc]
-    def __init__(self, cpu_blocks: int) -> None:
-        super().__init__(cpu_blocks)
-        self.late: list[tuple[int, TransferResult]] = []
-        self.polls = 0
-
-    def get_finished(self) -> list[TransferResult]:
-        self.polls += 1
-        self.late += [(self.polls + SLOW_POLLS, result) for result in super().get_finished()]
-        due = [result for poll, result in self.late if poll <= self.polls]
-        self.late = [(poll, result) for poll, result in self.late if poll > self.polls]
-        return due
-
-    def wait(self, job_ids: Any) -> None:
-        self.late = [(0 if r.job_id in job_ids else poll, r) for poll, r in self.late]
-        for result in [r for r in self.finished if r.job_id in job_ids]:
-            self.finished.remove(result)
-            self.late.append((0, result))
 
 
 class BrokenConnector(_HostCache):  # type: ignore[misc]

@@ -112,7 +112,7 @@ def test_every_series_starts_before_its_first_event(serve: Any) -> None:
 def test_series_of_vllms_multi_connector_start_at_the_first_step(serve: Any) -> None:
     # METRIC-3: up to 0.21 with the front end; later releases pass it one child of a class
     needs_prometheus()
-    other = f"{FAULTY}:SlowConnector"
+    other = f"{FAULTY}:FailingConnector"
     children = (lane.connector_config(cpu_blocks=64), lane.connector_config(other, cpu_blocks=64))
     engine, front = serve(lane.multi_config(*children))
     assert {front.value(name) for name in (*GAUGES, *COUNTERS)} == {0}
