@@ -94,22 +94,13 @@ def examples() -> Mapping[str, Example]:
 
 
 def faults() -> Iterator[tuple[str, Example]]:
-    """Yield each fault with its law: an edit of a right text, or a class with a decorator."""
+    """Yield each fault with its law."""
     for path in sorted(_FAULTS.rglob("*.txt")):
         folder = path.parent if path.parent.name == "connector" else path.with_suffix("")
         module = ".".join(folder.relative_to(ROOT).parts)
         for variant in read_variants(path, _NO_BASE):
             if variant.name and variant.law:
                 yield variant.law, Example(variant.name, module, _diff(variant))
-    for path in sorted(_FAULTS.glob("*.py")):
-        text = path.read_text("utf-8")
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef):
-                source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
-                block = f"```python\n{source}\n```"
-                for decorator in node.decorator_list:
-                    module = f"tests.mutants.{path.stem}"
-                    yield _first_argument(decorator), Example(node.name, module, block)
 
 
 def _diff(variant: Variant) -> str:
@@ -117,11 +108,3 @@ def _diff(variant: Variant) -> str:
     for old, new in variant.edits:
         lines += [line for line in ndiff(old.splitlines(), new.splitlines()) if line[0] != "?"]
     return "\n".join(["```diff", *lines, "```"])
-
-
-def _first_argument(decorator: ast.expr) -> str:
-    """Return the first argument of a decorator, empty unless it is a string."""
-    match decorator:
-        case ast.Call(args=[ast.Constant(value=str(text)), *_]):
-            return text
-    return ""

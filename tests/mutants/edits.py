@@ -142,17 +142,25 @@ def _variants(base: Base, text: str) -> Iterator[Variant]:
             yield Variant(base, family.strip(), name, what, tuple(edits), notes)
 
 
-def inject(file: Path, base: Base, make_harness: Callable[[Any, Variant], Any]) -> list[Mutant]:
-    """Return the injected faults of a file.
+def inject(
+    module: dict[str, Any], base: Base, make_harness: Callable[[Any, Variant], Any]
+) -> list[Mutant]:
+    """Return the injected faults of the text file beside a module, and name each in the module.
+
+    A name stands for the harness class, or for the wrong class if the harness has a factory.
+    Printed scripts import the names.
 
     Args:
-        file: The file.
+        module: The globals of the module.
         base: The right implementation.
         make_harness: Makes a harness class or factory of a wrong class.
     """
     mutants = []
-    for variant in read_variants(file, base):
-        harness = make_harness(variant.load(), variant)
+    for variant in read_variants(Path(module["__file__"]).with_suffix(".txt"), base):
+        wrong = variant.load()
+        harness = make_harness(wrong, variant)
         harness.__name__ = harness.__qualname__ = variant.name
+        harness.__module__ = module["__name__"]
+        module[variant.name] = harness if isinstance(harness, type) else wrong
         mutants.append(Mutant(harness, variant.law, f"{variant.what}.", variant.incident))
     return mutants

@@ -9,7 +9,6 @@ from kvview.guard import view
 from kvview_reference.harness import GuardedReferencePool
 
 from .edits import Base, Variant, inject
-from .mutant import Mutant
 
 BASE = Base("GuardedView", (Path(view.__file__),))
 
@@ -20,9 +19,7 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
     class Wrong(GuardedReferencePool):
         Guard = wrong
 
-    Wrong.__module__ = __name__
     return Wrong
 
 
-MUTANTS: list[Mutant] = inject(Path(__file__).with_suffix(".txt"), BASE, make_harness)
-globals().update({mutant.name: mutant.factory for mutant in MUTANTS})  # scripts import them
+MUTANTS = inject(globals(), BASE, make_harness)

@@ -9,7 +9,6 @@ from kvview_reference.harness import ReferenceManager
 from kvview_reference.offloading import manager
 
 from .edits import Base, Variant, inject
-from .mutant import Mutant
 
 BASE = Base("CPUOffloadingManager", (Path(manager.__file__),))
 
@@ -26,9 +25,7 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
         ) -> None:
             super().__init__(cache_policy, capacity, store_threshold)
 
-    Wrong.__module__ = __name__
     return Wrong
 
 
-MUTANTS: list[Mutant] = inject(Path(__file__).with_suffix(".txt"), BASE, make_harness)
-globals().update({mutant.name: mutant.factory for mutant in MUTANTS})  # scripts import them
+MUTANTS = inject(globals(), BASE, make_harness)

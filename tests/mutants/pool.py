@@ -10,7 +10,6 @@ from kvview_reference import pool
 from kvview_reference.harness import ReferencePool
 
 from .edits import Base, Variant, inject
-from .mutant import Mutant
 
 BASE = Base("BlockPool", (Path(pool.__file__),))
 
@@ -27,9 +26,7 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
         def telling(self) -> ReferencePool:
             return type(self)(self.num_blocks, enable_events=True)
 
-    Wrong.__module__ = __name__
     return Wrong
 
 
-MUTANTS: list[Mutant] = inject(Path(__file__).with_suffix(".txt"), BASE, make_harness)
-globals().update({mutant.name: mutant.factory for mutant in MUTANTS})  # scripts import them
+MUTANTS = inject(globals(), BASE, make_harness)

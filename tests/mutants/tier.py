@@ -8,8 +8,7 @@ from typing import Any
 from kvview.testing import StoreHarness
 from kvview_reference.tier import file_store
 
-from .edits import Base, Variant, inject, read_variants
-from .mutant import Mutant
+from .edits import Base, Variant, inject
 
 BASE = Base("FileStore", (Path(file_store.__file__),))
 
@@ -25,6 +24,4 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
     return lambda: WrongStore(wrong, {"root": "{tmp}"})
 
 
-_FILE = Path(__file__).with_suffix(".txt")
-MUTANTS: list[Mutant] = inject(_FILE, BASE, make_harness)
-globals().update({variant.name: variant.load() for variant in read_variants(_FILE, BASE)})
+MUTANTS = inject(globals(), BASE, make_harness)

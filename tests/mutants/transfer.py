@@ -9,7 +9,6 @@ from kvview_reference.harness import ReferenceTransfer
 from kvview_reference.transfer import worker
 
 from .edits import Base, Variant, inject
-from .mutant import Mutant
 
 BASE = Base("CPUGPUTransferWorker", (Path(worker.__file__),))
 
@@ -23,9 +22,7 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
                 self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
             )
 
-    Wrong.__module__ = __name__
     return Wrong
 
 
-MUTANTS: list[Mutant] = inject(Path(__file__).with_suffix(".txt"), BASE, make_harness)
-globals().update({mutant.name: mutant.factory for mutant in MUTANTS})  # scripts import them
+MUTANTS = inject(globals(), BASE, make_harness)
