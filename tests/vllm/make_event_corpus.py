@@ -2,17 +2,14 @@
 
     python tests/vllm/make_event_corpus.py FOLDER [RELEASE ...]
 
-writes ``FOLDER/RELEASE.jsonl``: for each case its name, its meaning, and the bytes in base64. It
-also compares the digests with ``event_corpus.json``, which is committed while the corpus is not
-(``--update`` writes it). Each release runs in a process of its own, on the sources of
-``tests/vllm/sources.py``.
+writes ``FOLDER/RELEASE.jsonl``: for each case its name, its meaning, and the bytes in base64. Each
+release runs in a process of its own, on the sources of ``tests/vllm/sources.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import hashlib
 import json
 import os
 import subprocess
@@ -22,7 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-MANIFEST = Path(__file__).with_name("event_corpus.json")
 _TIME = 1_700_000_000.25
 _STORED: dict[str, Any] = {
     "block_hashes": [2**64 - 1, 1],
@@ -123,68 +119,38 @@ def rows() -> Iterator[dict[str, Any]]:
         yield {"case": case, "meaning": meaning, "payload": pack(batch)}
 
 
-def digests(corpus: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the digest of each case."""
-    return {row["case"]: hashlib.sha256(row["payload"]).hexdigest()[:32] for row in corpus}
-
-
-def manifest_of(release: str) -> dict[str, str]:
-    """Return the digests of a release in the manifest, empty for an unknown release."""
-    manifest = json.loads(MANIFEST.read_text())
-    found: dict[str, str] = manifest["digests"].get(manifest["releases"].get(release), {})
-    return found
-
-
 def _plain(value: object) -> object:
     return {"bytes": value.hex()} if isinstance(value, bytes) else str(value)
 
 
 def _write_one(path: Path) -> None:
-    corpus = list(rows())
     with path.open("w") as file:
-        for row in corpus:
+        for row in rows():
             payload = base64.b64encode(row["payload"]).decode()
             file.write(json.dumps(row | {"payload": payload}, default=_plain) + "\n")
-    print(json.dumps(digests(corpus)))
 
 
 def main() -> None:
-    """Write the corpus of each release, and compare or update the manifest."""
+    """Write the corpus of each release."""
     from tests.vllm.sources import RELEASES, sources
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("releases", nargs="*", default=[*RELEASES])
-    parser.add_argument("--update", action="store_true", help="write the manifest")
     options = parser.parse_args()
     if options.releases == ["installed"]:
         _write_one(options.folder)
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, str]] = {}
     for release in options.releases:
         path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(sources(release))])
-        done = subprocess.run(
-            [sys.executable, __file__, str(options.folder / f"{release}.jsonl"), "installed"],
+        file = options.folder / f"{release}.jsonl"
+        subprocess.run(
+            [sys.executable, __file__, str(file), "installed"],
             env=os.environ | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR"},
-            stdout=subprocess.PIPE,
-            text=True,
             check=True,
         )
-        found[release] = json.loads(done.stdout.splitlines()[-1])
-        is_same = found[release] == manifest_of(release)
-        state = "as in the manifest" if is_same else "not as in the manifest"
-        print(f"{release}: {len(found[release])} cases, {state}", flush=True)
-    if options.update:
-        first: dict[str, str] = {}  # the first release with these bytes
-        named = {
-            release: first.setdefault(json.dumps(cases), release)
-            for release, cases in found.items()
-        }
-        by_first = {name: found[name] for name in first.values()}
-        MANIFEST.write_text(json.dumps({"releases": named, "digests": by_first}, indent=1) + "\n")
-    elif any(cases != manifest_of(release) for release, cases in found.items()):
-        sys.exit(1)
+        print(file, flush=True)
 
 
 if __name__ == "__main__":
