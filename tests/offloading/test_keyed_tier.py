@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,16 +30,6 @@ class KeyedTransfer(ReferenceTransfer):
 
     def tier_spec(self, pages: Sequence[int]) -> LoadStoreSpec:
         return KeySpec([b"page %d" % page for page in pages])
-
-    def pause(self) -> None:
-        self._gate = threading.Event()
-        self.worker.lane.submit(self._gate.wait)  # type: ignore[attr-defined]
-
-    def fail_next(self) -> None:
-        self.worker.fails = lambda number: True  # type: ignore[attr-defined]
-
-    def fail_block(self, number: int) -> None:
-        self.worker.fails = lambda at: at == number  # type: ignore[attr-defined]
 
 
 class KeyedManagerHarness(ReferenceManager):
