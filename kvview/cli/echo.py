@@ -2,7 +2,7 @@
 
 A text may come from a file, a socket or an exception, and a terminal executes control characters in
 the text. :func:`echo` and :class:`~kvview.cli.console.Console` write these characters as escapes;
-``tests/house`` refuses other ways to print. Reports are data, so
+ruff refuses other ways to print (``pyproject.toml``). Reports are data, so
 :func:`~kvview.cli.output.write_json` writes them unchanged.
 """
 

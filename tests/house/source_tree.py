@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,42 +39,6 @@ class Module:
     @property
     def tree(self) -> ast.Module:
         return parse(self.path)
-
-    @property
-    def package(self) -> str:
-        """The package of relative imports."""
-        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
-
-    def imports(self) -> Sequence[tuple[str, int, bool]]:
-        """Its imports as ``(module, line, whether at its own import)``."""
-        return imports_of(self)
-
-    def _imports(self) -> Iterator[tuple[str, int, bool]]:
-        for node, is_late in _with_lateness(self.tree, False):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield alias.name, node.lineno, not is_late
-            elif isinstance(node, ast.ImportFrom):
-                base = node.module or ""
-                if node.level:
-                    parts = self.package.split(".")
-                    base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
-                for alias in node.names:
-                    longer = f"{base}.{alias.name}"
-                    yield (longer if longer in module_names() else base), node.lineno, not is_late
-
-
-def _with_lateness(node: ast.AST, is_late: bool) -> Iterator[tuple[ast.AST, bool]]:
-    for child in ast.iter_child_nodes(node):
-        late = is_late or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-        late = late or (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING")
-        yield child, late
-        yield from _with_lateness(child, late)
-
-
-@cache
-def imports_of(module: Module) -> Sequence[tuple[str, int, bool]]:
-    return tuple(module._imports())
 
 
 @cache

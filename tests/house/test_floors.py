@@ -1,107 +1,28 @@
-"""The layers: the same contracts in each, imports in one direction, modules of limited size."""
+"""The layers: the same contracts in each, no cycles, modules of limited size.
+
+The direction of imports is checked by ruff and import-linter (``pyproject.toml``).
+"""
 
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 
+import grimp
 import pytest
 
 from tests.house.source_tree import FLOORS, ROOMS, ROOT, files_of_tests, module_names, modules
 
-# The modules of kvview; each may import only those before it.
-CONTRACT_ORDER = (
-    "urls",
-    "laws",
-    "errors",
-    "input_files",
-    "version",
-    "keys",
-    "prefix_search",
-    "geometry",
-    "events",
-    "transfer",
-    "offloading",
-    "pool",
-    "connector",
-    "handoff",
-    "guard",
-    "tier",
-    "options",
-    "targets",
-    "store_connector",
-    "bridge",
-    "config",
-    "cli",
-)
-
-# The modules that may import a heavy package at their own import.
-ALLOWED_AT_IMPORT = {
-    "torch": (
-        "kvview.store_connector.cuda_copies",
-        "kvview.store_connector.cuda_copy_kernel",
-        "kvview.store_connector.cuda_rows",
-        "kvview.testing.connector",
-        "kvview_reference.transfer",
-        "kvview_reference.connector",
-        "kvview_reference.handoff",
-        "kvview_vllm.transfer",
-        "kvview_vllm.simulation.raw",
-        "kvview_lmcache.l2_adapter_store",
-        "kvview_sglang",
-    ),
-    "numpy": (
-        "kvview.store_connector.cuda_copies",
-        "kvview.store_connector.cuda_copy_kernel",
-        "kvview.store_connector.cuda_rows",
-        "kvview.testing.connector.kv_bytes",
-        "kvview_reference.transfer",
-    ),
-    "triton": ("kvview.store_connector.cuda_copy_kernel",),
-    "vllm": (  # vLLM itself imports these, by --scheduler-cls and by the name of a connector
-        "kvview_vllm.scheduler",
-        "kvview_vllm.connector.connector",
-        "kvview_vllm.connector.messages",
-    ),
-    "hypothesis": ("kvview.testing",),
-    "pytest": ("kvview.testing.parametrize",),
-    "coverage": ("kvview.testing.connector.code_coverage",),
-    "lmcache": ("kvview_lmcache",),
-    "sglang": ("kvview_sglang",),
-    "pydantic": (
-        "kvview.bridge",
-        "kvview.store_connector",
-        "kvview.options",
-        "kvview.testing.schema",
-        "kvview_reference",
-        "kvview_vllm",
-    ),
-    "pydantic_core": ("kvview_reference",),
-    "click": ("kvview.cli", "*.command"),
-    "rich": ("*.command", "kvview.cli.console", "kvview.testing.terminal"),
-    "typing_extensions": ("kvview", "kvview_reference", "kvview_vllm"),
-    "msgspec": (
-        "kvview.events.batches",
-        "kvview.events.recording",
-        "kvview.events.wire",
-        "kvview_reference.handoff",
-    ),
-    "zmq": ("kvview.events.channel", "kvview.events.link", "kvview_reference.handoff"),
-    "xxhash": (),
-    "obstore": (),
-    "transformers": (),
-    "tokenizers": (),
+ADAPTERS = ("kvview_vllm", "kvview_lmcache", "kvview_sglang")
+ABOVE = {
+    "kvview": {"kvview_reference", *ADAPTERS},
+    "kvview_reference": {*ADAPTERS},
+    **{name: {"kvview_reference", *ADAPTERS} - {name} for name in ADAPTERS},
 }
-# The modules that may import it later, inside a function, because only some callers need it.
-ALLOWED_LATER = {
-    **dict.fromkeys(("hypothesis", "pytest"), (*FLOORS,)),
-    "torch": ("kvview.store_connector", "kvview.testing", "kvview_reference", "kvview_vllm"),
-    "numpy": ("kvview.testing", "kvview_reference", "kvview_vllm"),
-    "vllm": ("kvview_vllm",),
-    **dict.fromkeys(("transformers", "tokenizers"), ("kvview_vllm.inference",)),
-    "xxhash": ("kvview.tier.checksum",),
-    "obstore": ("kvview_reference.tier.object_store",),
-}
+_RUFF = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["ruff"]["lint"]
+HEAVY = _RUFF["flake8-tidy-imports"]["banned-module-level-imports"]
 
 NAMES_ABOVE = {
     # Defaults of the user's settings `manager` and `worker`, which are targets.
@@ -125,15 +46,10 @@ LONG_CONTRACT_MODULES = {
 }
 
 
-def _is_in(name: str, places: tuple[str, ...]) -> bool:
-    return any(
-        name.endswith(place[1:]) if place.startswith("*") else f"{name}.".startswith(f"{place}.")
-        for place in places
-    )
-
-
-def _floor(name: str) -> str:
-    return "kvview.testing" if _is_in(name, ("kvview.testing",)) else name.partition(".")[0]
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    """The imports of all modules, also those inside functions and for types."""
+    return grimp.build_graph(*FLOORS, include_external_packages=True, cache_dir=None)
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -150,62 +66,24 @@ def test_every_contract_has_its_tests_and_its_planted_faults(room: str) -> None:
     assert [*(ROOT / "tests/mutants").glob(f"{room}.py"), *(ROOT / "tests/mutants").glob(room)]
 
 
-def test_contract_modules_import_only_those_before_them() -> None:
-    wrong = []
-    for module in modules():
-        room = module.name.split(".")[1] if "." in module.name else None
-        if _floor(module.name) != "kvview" or room in (None, "__main__"):
-            continue
-        assert room in CONTRACT_ORDER, f"{module.path}: a new room needs its place in the order"
-        for name, line, _ in module.imports():
-            if name == "kvview":
-                wrong.append(f"{module.path}:{line} imports the package that imports it")
-            elif _floor(name) == "kvview":
-                other = name.split(".")[1]
-                if CONTRACT_ORDER.index(other) > CONTRACT_ORDER.index(room):
-                    wrong.append(f"{module.path}:{line} imports {name}, which is below {room}")
-    assert not wrong, "\n".join(wrong)
-
-
-ADAPTERS = ("kvview_vllm", "kvview_lmcache", "kvview_sglang")
-FORBIDDEN = {
-    "kvview": ("kvview.testing", "kvview_reference", *ADAPTERS),
-    "kvview.testing": ("kvview_reference", *ADAPTERS),
-    "kvview_reference": ADAPTERS,
-    **{
-        adapter: ("kvview_reference", *(other for other in ADAPTERS if other != adapter))
-        for adapter in ADAPTERS
-    },
-}
-
-
-def test_no_layer_imports_a_higher_one() -> None:
-    wrong = [
-        f"{module.path}:{line} imports {name}"
-        for module in modules()
-        for name, line, _ in module.imports()
-        if _is_in(name, FORBIDDEN[_floor(module.name)])
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_no_modules_import_each_other_in_a_cycle() -> None:
-    # Imports inside functions and for types count too, because a reader needs both modules.
-    imported = {
-        module.name: {name for name, _, _ in module.imports() if name in module_names()}
-        for module in modules()
-    }
+def test_no_modules_import_each_other_in_a_cycle(graph: grimp.ImportGraph) -> None:
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     try:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
         pytest.fail(" is imported by ".join(error.args[1]))
 
 
+def test_every_package_imported_is_a_known_one(graph: grimp.ImportGraph) -> None:
+    packages = {name for name in graph.modules if "." not in name}
+    assert packages <= {*sys.stdlib_module_names, *FLOORS, *HEAVY, "typing_extensions"}
+
+
 def test_no_layer_names_a_higher_one_in_a_string() -> None:
     # Engines and commands of other layers are found among the entry points.
     wrong = []
     for module in modules():
-        above = {name.partition(".")[0] for name in FORBIDDEN[_floor(module.name)]} - {"kvview"}
+        above = ABOVE[module.name.partition(".")[0]]
         # Docstrings may name any module; they are expressions.
         prose = {id(n.value) for n in ast.walk(module.tree) if isinstance(n, ast.Expr)}
         for node in ast.walk(module.tree):
@@ -214,45 +92,6 @@ def test_no_layer_names_a_higher_one_in_a_string() -> None:
                 named -= NAMES_ABOVE.get(module.path, set())
                 if named and id(node) not in prose:
                     wrong.append(f"{module.path}:{node.lineno} names {', '.join(named)}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_only_commands_import_the_command_line() -> None:
-    wrong = [
-        f"{module.path}:{line}"
-        for module in modules()
-        for name, line, _ in module.imports()
-        if _is_in(name, ("kvview.cli",))
-        and not _is_in(module.name, ("kvview.cli", "kvview.__main__", "*.command"))
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_heavy_packages_are_imported_only_where_they_are_needed() -> None:
-    wrong = []
-    for module in modules():
-        for name, line, at_import in module.imports():
-            package = name.partition(".")[0]
-            if package not in ALLOWED_AT_IMPORT:
-                continue
-            places = ALLOWED_AT_IMPORT[package]
-            if not at_import:
-                places = (*places, *ALLOWED_LATER.get(package, ()))
-            if not _is_in(module.name, places):
-                wrong.append(f"{module.path}:{line} imports {package}")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_every_package_imported_is_a_known_one() -> None:
-    import sys
-
-    known = {*sys.stdlib_module_names, *FLOORS, *ALLOWED_AT_IMPORT}
-    wrong = [
-        f"{module.path}:{line} imports {name}"
-        for module in modules()
-        for name, line, _ in module.imports()
-        if name.partition(".")[0] not in known
-    ]
     assert not wrong, "\n".join(wrong)
 
 
