@@ -123,33 +123,6 @@ def test_the_readme_has_the_exit_codes() -> None:
         assert f"| {code:d} | {code.meaning.removesuffix(' or of a command')}" in text
 
 
-ENGINES = {"torch", "vllm"}
-HEAVY = {"numpy", "hypothesis", "pydantic", "rich", "msgspec", "zmq", *ENGINES}
-HEAVY |= {"kvview.testing", "kvview_reference", "kvview_vllm"}
-
-
-@pytest.mark.parametrize(
-    ("command", "heavy"),
-    [
-        ("--help", HEAVY),
-        ("new mine.py", HEAVY),
-        ("check kvview_reference.harness:pool --select check_pool_1_growth_of_holds", ENGINES),
-    ],
-)
-def test_a_light_command_imports_no_heavy_package(
-    command: str, heavy: set[str], tmp_path: Path
-) -> None:
-    args = [str(tmp_path / word) if word == "mine.py" else word for word in command.split()]
-    code = (
-        f"import sys; sys.argv[1:] = {args!r}\nfrom kvview.cli import main\n"
-        "try: main()\nexcept SystemExit as end: print(end.code, *sys.modules)"
-    )
-    exit_code, *loaded = python("-c", code).stdout.splitlines()[-1].split()
-    assert exit_code == "0"
-    assert "kvview.cli.commands" in loaded
-    assert not heavy.intersection(loaded)
-
-
 # --- entry points ---
 
 

@@ -84,7 +84,7 @@ def test_a_right_connector_is_clean_and_has_loaded(runs: ConnectorRuns) -> None:
     if ended_requests_take_no_output():
         assert runs.coverage["with steps in flight"]
     assert runs.coverage["loads"] > 50
-    assert runs.coverage["loads beside a GPU hit"] > 10
+    assert runs.coverage["loads next to a GPU hit"] > 10
 
 
 @pytest.mark.skipif(not TAKES_CONFIG, reason="the template needs the KVCacheConfig of 0.11.1")

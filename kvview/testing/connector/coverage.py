@@ -25,7 +25,7 @@ FEWEST_SEEDS = 15
 """Minimum number of seeds with a kind of geometry for its cells to be required."""
 
 EVENTS_WANTED = "seeds that ask for events"
-OF_THEIR_OWN_SIZE = "with a tier of its own size"
+OF_THEIR_OWN_SIZE = "with the default size of its tier"
 WITH_A_FULL_TIER = "with a tier that was full"
 """The event that blocks were stored again without a failed load, so they had been evicted."""
 LOADS_LEFT_ALONE = "loads without an injected failure"

@@ -155,7 +155,7 @@ class Run:
         self.coverage = Counter(f"left out: {part}" for part in (*left_out, _KEYS))
         if self.scenario.worker_half == "in_a_process" and not can_fork():
             self.scenario = replace(self.scenario, worker_half="job_by_job")
-            self.coverage["left out: a worker half in a process of its own, without fork"] += 1
+            self.coverage["left out: a worker half in a separate process, without fork"] += 1
         self.coverage.update(_features(self.scenario))
         self.coverage.update(seeds_of(self.scenario))
         self.stage = Stage(self.coverage)

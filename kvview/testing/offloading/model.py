@@ -137,7 +137,7 @@ class ManagerModel:
             yield "OFF-8", "no page of a late transfer is reused", used.isdisjoint(pages)
             used = set(self.pages.values())
             is_own = len(set(pages)) == len(pages) == len(new) and used.isdisjoint(pages)
-            yield "OFF-3", "each new key has a page of its own", is_own
+            yield "OFF-3", "no two new keys share a page", is_own
             self.pages |= dict(zip(new, pages, strict=True))
         self.storing |= set(new)
         self.offers.update(set(offered))

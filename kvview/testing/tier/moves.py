@@ -171,7 +171,7 @@ class TierMoves(Player):
             known = self.model.jobs.get(job)
             self.learn_evictions()
             self.judge(self.model.report(job, list(flags)), flags)
-            assert known is not None, "the model has judged it"
+            assert known is not None, "the model knows the outcome"
             keys, pages = self.pages.pop(job)
             for key, page, flag in zip(keys, pages, flags, strict=True):
                 if flag or not known.is_get:

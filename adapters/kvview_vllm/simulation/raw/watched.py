@@ -113,7 +113,7 @@ class Watch:
         self.to_load[request_id] = start, start + num_tokens
         self.coverage["tokens to load"] += num_tokens
         self.coverage["loads between steps" if is_async else "loads within a step"] += 1
-        self.coverage["loads beside a GPU hit"] += start > 0
+        self.coverage["loads next to a GPU hit"] += start > 0
 
     # --- the pool ---
 
