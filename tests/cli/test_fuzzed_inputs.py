@@ -26,7 +26,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -50,6 +49,10 @@ from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
+from tests.cli.test_wrong_inputs import TABLE, values
+from tests.events.cases import STORED
+from tests.replay.test_traces import BAILIAN, MOONCAKE, cc_request, cc_session, cc_subagent
+from tests.tier.test_store_folder import KINDS
 
 ROOT = Path(__file__).parents[2]
 MEMORY = 3 << 30  # bytes of an input, besides the imported packages
@@ -167,44 +170,18 @@ def put(path: Path, content: bytes, dice: random.Random) -> Path:
         path.write_bytes(content)
     else:
         with contextlib.suppress(OSError):
-            dice.choice(SPECIAL_FILES)(path)
+            dice.choice(SPECIAL_FILES)(path, path.parent)
     return path
 
 
-def bind_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
-        bound.bind(path.name)  # a socket's name may have 107 bytes
-
-
-LINKED = ["/dev/zero", "/dev/full", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/self/fd"]
-LINKED += ["/proc/self/pagemap", "/proc/self/maps", "/proc/self/environ"]
-SPECIAL_FILES: list[Callable[[Path], object]] = [
-    Path.mkdir,
-    os.mkfifo,
-    bind_socket,
-    lambda path: path.symlink_to(random.choice(LINKED)),
-    lambda path: path.symlink_to(path.name),
-    lambda path: os.truncate(path.touch() or path, 1 << 31),  # type: ignore[func-returns-value]
-    lambda path: None,
-]
-
 # --- the kinds of inputs ---
 
-MOONCAKE: dict[str, Any] = {"timestamp": 1500, "input_length": 600, "output_length": 3}
-MOONCAKE["hash_ids"] = [0, 7]
-BAILIAN: dict[str, Any] = {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.1}
-BAILIAN |= {"input_length": 33, "output_length": 13, "type": "text", "turn": 2}
-BAILIAN["hash_ids"] = [1089, 1090, 6326]
-CC = {"t": 0.5, "type": "n", "in": 133, "out": 9, "hash_ids": [1, 2]}
-SESSION = {
-    "id": "trace_1",
-    "block_size": 64,
-    "hash_id_scope": "local",
-    "requests": [CC, {"t": 1.0, "type": "subagent", "agent_id": "a", "requests": [CC]}, CC],
-}
+SPECIAL_FILES = [make for kind, make in KINDS.items() if kind != "large file"]
+SHORT = {**BAILIAN, "output_length": 13}
+SESSION = cc_session(cc_request(0.5, [1, 2]), cc_subagent(1.0, cc_request(0.5, [1, 2])))
 TRACES: list[list[dict[str, Any]]] = [
     [{**MOONCAKE, "timestamp": 100 * n, "hash_ids": [0, n]} for n in range(8)],
-    [{**BAILIAN, "chat_id": n, "parent_chat_id": n - 1} for n in range(8)],
+    [{**SHORT, "chat_id": n, "parent_chat_id": n - 1} for n in range(8)],
     [{**SESSION, "id": f"trace_{n}"} for n in range(3)],
 ]
 
@@ -230,19 +207,14 @@ def trace(folder: Path, dice: random.Random) -> Input:
     return reporting(folder, command + " --strict" * (dice.random() < 0.2), path)
 
 
-FIELDS: dict[str, Any] = {
-    "block_hashes": [1, b"h" * 32],
-    "parent_block_hash": 2,
-    "token_ids": [*range(32)],
-    "block_size": 16,
-    "lora_name": "a",
-    "extra_keys": [["s"], None],
-    "group_idx": 1,
-    "kv_cache_spec_kind": "sliding_window",
-    "locality": "LOCAL",
-}
+FIELDS = STORED | {"lora_name": "a", "extra_keys": [["s"], None], "locality": "LOCAL"}
+MEDIA = ({"medium": "CPU"}, {"medium": "GPU"})
 BATCHES = [
-    encode(Batch(1.0, [codec(form).make(tag, **FIELDS, medium=m) for m in ("CPU", "GPU")], 0, form))
+    encode(
+        Batch(
+            1.0, [codec(form).make(tag, **FIELDS | {"medium": m}) for m in ("CPU", "GPU")], 0, form
+        )
+    )
     for form in WIRE_FORMATS
     for tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 ]
@@ -267,41 +239,6 @@ def recording(folder: Path, dice: random.Random) -> Input:
     if (command := dice.choice(commands)).startswith("events replay"):
         return Input([*command.split(), "--", str(path), "tcp://127.0.0.1:*"], (0, 2, 4))
     return reporting(folder, command, path, codes=(0, 1, 2, 4))
-
-
-LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8}
-LLAMA |= {"num_key_value_heads": 2, "hidden_size": 512, "torch_dtype": "bfloat16"}
-GEMMA = {**LLAMA, "head_dim": 256, "sliding_window": 1024}
-GEMMA["layer_types"] = ["sliding_attention"] * 3 + ["full_attention"]
-FULL_LAYERS = {"kind": "full", "layers": 4, "kv_heads": 2, "head_size": 64}
-STATES = {"kind": "state", "layers": 4, "state_bytes": 4096}
-MODELS: list[dict[str, Any]] = [
-    {"groups": [FULL_LAYERS, STATES], "dtype": "fp8", "tp": 2, "name": "m"},
-    LLAMA,
-    {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    {"model_type": "gemma3", "text_config": GEMMA},
-    {**LLAMA, "model_type": "qwen3_next", "full_attention_interval": 4, "head_dim": 64},
-]
-
-
-def model(folder: Path, dice: random.Random) -> Input:
-    path = put(folder / "config.json", wrong_json(dice.choice(MODELS), dice), dice)
-    (folder / "t.jsonl").write_bytes(to_lines([MOONCAKE] * 3))
-    command = "size --sizes 1GiB" if dice.random() < 0.7 else "replay --gpu-blocks 40"
-    made = reporting(folder, command, folder / "t.jsonl")
-    return Input(
-        [*command.split(), "--model", str(path), *made.args[len(command.split()) :]],
-        (0, 2),
-        made.report,
-    )
-
-
-def expectations(folder: Path, dice: random.Random) -> Input:
-    name = "check_pool_1_growth_of_holds"
-    lines = [f"{name}: a reason {HOSTILE[:3]}", "# why", "", f"{name}:x", "coverage: x: y", "a: b"]
-    text = "\n".join([lines[0], *dice.sample(lines[1:], dice.choice((0, 1, 2))), ""]).encode()
-    path = put(folder / "expected", damaged(text, dice) if dice.random() < 0.5 else text, dice)
-    return Input([*POOL_CHECK.split(), "--expected-failures", str(path)])
 
 
 TIERS: list[dict[str, Any]] = [
@@ -335,17 +272,8 @@ def tier_folder(folder: Path, dice: random.Random) -> Input:
     return reporting(folder, "tier fsck", root, codes=(0, 1, 2))
 
 
-NUMBERS = [
-    *("", " ", "x", "-1", "0", "1", "2", "1.5", "1e3", "0x10", "nan", "inf", "-inf", "1e308"),
-    *("2147483648", "9223372036854775807", "9223372036854775808", "1" + "0" * 30, "9" * 5000),
-    *("1_000", "\u0663", "\ud800", "\x1b[31m", "1\n2"),
-]
-TEXTS = [
-    *("full@0", "window:" + "9" * 30, "window:2147483648", "full@9223372036854775808", "mamba@3"),
-    *("1PiB", "99999999TiB", "1e9%", "50%,", ",", "lru,lru", "arc", "kvview:", "json:loads"),
-    *("a=1", "cpu_blocks=1e400", "cpu_blocks=" + "9" * 400, "cpu_blocks=[]", "policy={}"),
-    *("cpu_blocks=NaN", "enable_events=2", "tcp://[", "ipc://", "reference", "0.33.0", "POOL-1"),
-]
+ODD = ["2147483648", "9223372036854775808", "1" + "0" * 30, "1_000", "\u0663", "1e308", "a=1"]
+ODD += [value for names in TABLE["values"].values() for value in values(names)]
 COMMANDS = ("replay --gpu-blocks=40", "size", POOL_CHECK, "events validate")
 OPTIONS = {
     path.removeprefix("kvview "): [
@@ -365,10 +293,7 @@ def options(folder: Path, dice: random.Random) -> Input:
         written.write(Message(0, BATCHES[0]))
     command = dice.choice(COMMANDS)
     (known,) = (names for name, names in OPTIONS.items() if command.startswith(name))
-    given = [
-        f"{name}={dice.choice(TEXTS if dice.random() < 0.4 else NUMBERS)}"
-        for name in dice.sample(known, dice.choice((1, 1, 2, 3)))
-    ]
+    given = [f"{name}={dice.choice(ODD)}" for name in dice.sample(known, dice.choice((1, 1, 2, 3)))]
     files = {"check": [], "events": ["recording.jsonl"]}.get(command.split()[0], ["t.jsonl"])
     report = folder / "report.json"
     tail = ["--", *files] if files else []
@@ -414,9 +339,7 @@ LARGE: list[tuple[str, Callable[[], bytes]]] = [
     ),
     (
         "replay --gpu-blocks=100",
-        lambda: to_lines(
-            [{**BAILIAN, "chat_id": n, "parent_chat_id": n - 1} for n in range(20_000)]
-        ),
+        lambda: to_lines([{**SHORT, "chat_id": n, "parent_chat_id": n - 1} for n in range(20_000)]),
     ),
 ]
 
@@ -428,10 +351,10 @@ def large(folder: Path, dice: random.Random) -> Input:
     return reporting(folder, command, folder / "large.jsonl", codes=(0, 1, 2, 4))
 
 
-KINDS: dict[str, Callable[[Path, random.Random], Input]] = {
+MAKERS: dict[str, Callable[[Path, random.Random], Input]] = {
     make.__name__: make
     for make in (
-        *(trace, recording, model, expectations, tier_text, tier_folder, options),
+        *(trace, recording, tier_text, tier_folder, options),
         *(connector_options, large),
     )
 }
@@ -498,9 +421,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("number", type=int)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first input")
-    parser.add_argument("--kind", choices=[*KINDS], action="append")
+    parser.add_argument("--kind", choices=[*MAKERS], action="append")
     given = parser.parse_args()
-    kinds = given.kind or [*KINDS]
+    kinds = given.kind or [*MAKERS]
     if "tier_text" in kinds:
         with contextlib.suppress(ImportError):
             importlib.import_module("lmcache.v1")  # its first import prints in colours
@@ -518,7 +441,7 @@ def main() -> int:
             ) as folder,
             contextlib.chdir(folder),
         ):
-            made = KINDS[kind](Path(folder), random.Random(seed))
+            made = MAKERS[kind](Path(folder), random.Random(seed))
             code, problem = problem_with(made)
         codes[f"{kind}: {code}"] += 1
         if problem:

@@ -96,30 +96,3 @@ def test_no_file_is_written_through_a_dangling_link(tmp_path: Path, existing: st
     link.parent.mkdir(parents=True)
     link.symlink_to(tmp_path / "elsewhere")
     assert "nothing was written" in refusal(tmp_path, str(tmp_path / "project" / "mine.py"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("my-connector.py", "is not a valid name for a Python module"),
-        ("class.py", "is not a valid name for a Python module"),
-        ("connector.txt", "is not a valid name for a Python module"),
-        ("mine.py --name a-b", "cannot be a part of a class name"),
-        ("mine.py --name=", "cannot be a part of a class name"),
-        ("connector.py", "cannot be a part of a class name"),  # the class would be Connector
-        ("worker.py --hooks", "cannot be a part of a class name"),
-        ("store.py", "cannot be a part of a class name"),
-        ("mine.py --hooks --raw", "select different kinds of connector"),
-        ("kvview.py", "kvview.py has the name of the module at "),
-        ("torch.py", "torch.py has the name of the module at "),
-        ("json.py", "json.py has the name of a module of Python"),
-        ("sub/queue.py", "queue.py has the name of a module of Python"),
-        ("conftest.py", "conftest.py has the name of a file that pytest reads"),
-        ("__init__.py", "__init__.py has the name of a file that Python reads"),
-    ],
-)
-def test_wrong_names(
-    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in refusal(tmp_path, *arguments.split())

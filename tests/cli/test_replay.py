@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kvview import CPULoadStoreSpec
 from kvview.cli.commands import cli
+from kvview_reference.connector import OffloadScheduler
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
@@ -140,97 +143,54 @@ def test_a_request_that_cannot_fit_is_skipped(tmp_path: Path) -> None:
         assert (report["requests"], report["requests_too_large"], report["blocks"]) == (2, 1, 3)
 
 
-WRONG = f"""
-from dataclasses import replace
-from kvview import CPULoadStoreSpec, StepPlan
-from kvview.targets import load_connector
-from kvview_reference.connector import OffloadConnector, OffloadScheduler, OffloadWorker
+def leak(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have a connector keep a hold at each release."""
+    free = OffloadScheduler._free
+    monkeypatch.setattr(OffloadScheduler, "_free", lambda half, blocks: free(half, blocks[1:]))
+    return "kvview_reference.connector:OffloadConnector"
 
-class LeakyScheduler(OffloadScheduler):
-    def _free(self, block_ids):
-        super()._free(block_ids[1:])
 
-class Leaky(OffloadConnector):
-    def make_scheduler(self):
-        return LeakyScheduler(self.config, self.options)
-
-class CorruptWorker(OffloadWorker):
-    def register_kv_caches(self, kv_caches):
-        super().register_kv_caches(kv_caches)
-        self.gpu = kv_caches.tensors[0].tensor
-
-    def start_plan(self, plan):
-        super().start_plan(plan)
-        for job in plan.loads:
-            self.wait([job.job_id])
-            self.gpu[job.dst.block_ids[0], 3] += 1
-
-class Corrupt(OffloadConnector):
-    def make_worker(self):
-        return CorruptWorker(self.options)
-
-class Disk(CPULoadStoreSpec):
-    medium = "DISK"
-
-class FailingDisk(load_connector({EXAMPLE!r})):
-    def make_scheduler(self):
-        half = super().make_scheduler()
-        plan_step = half.plan_step
-        def on_disk(step):
-            plan = plan_step(step)
-            return StepPlan(
-                [replace(job, src=Disk(job.src.block_ids)) for job in plan.loads],
-                [replace(job, dst=Disk(job.dst.block_ids)) for job in plan.stores],
-            )
-        half.plan_step = on_disk
-        return half
-
-    def make_worker(self):
-        half = super().make_worker()
-        start_plan, get_finished, loads = half.start_plan, half.get_finished, set()
-        def start(plan):
-            loads.update(job.job_id for job in plan.loads)
-            start_plan(plan)
-        def finished():
-            return [
-                replace(result, success=False, error="row 3 is gone")
-                if result.job_id in loads else result
-                for result in get_finished()
-            ]
-        half.start_plan, half.get_finished = start, finished
-        return half
-"""
+def corrupt(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have a connector load pages into the wrong blocks."""
+    Path("wrong.py").write_text(
+        'from tests.mutants.connector import load_named\nWrong = load_named("LoadsBackwards")\n'
+    )
+    return "wrong.py:Wrong"
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "right"),
-    [("Leaky", "holds_at_end", "mismatches"), ("Corrupt", "mismatches", "holds_at_end")],
+    ("make", "blocks", "wrong", "right"),  # a leak needs room, or it stops the run before its end
+    [(leak, 3000, "holds_at_end", "mismatches"), (corrupt, 500, "mismatches", "holds_at_end")],
 )
 def test_a_wrong_connector_has_exit_code_1(
-    tmp_path: Path, name: str, wrong: str, right: str
+    make: Callable[[pytest.MonkeyPatch], str],
+    blocks: int,
+    wrong: str,
+    right: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG)
-    # Enough room that a leak does not stop the run before its end.
-    result = run(
-        *("--requests", "300", "--gpu-blocks", "3000", "--json", tmp_path / "r.json"),
-        *("--connector", f"{tmp_path / 'wrong.py'}:{name}"),
-    )
+    monkeypatch.chdir(tmp_path)
+    size = ("--requests", "300", "--gpu-blocks", str(blocks))
+    result = run(*size, "--connector", make(monkeypatch), "--json", "r.json")
     assert result.exit_code == 1, result.output
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = json.loads(Path("r.json").read_text())
     assert report[wrong] > 0
     assert report[right] == 0
 
 
-def test_media_and_failures_are_the_connectors_own(tmp_path: Path) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG)
+def test_media_and_failures_are_the_connectors_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPULoadStoreSpec, "medium", "DISK")
     rows: list[object] = [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
     result = run(
         *(write_trace(tmp_path / "t.jsonl", rows), "--closed-loop", "1", "--gpu-blocks", "24"),
-        *("--connector", f"{tmp_path / 'wrong.py'}:FailingDisk", "--json", tmp_path / "r.json"),
+        *("--connector", "tests.testing.two_levels:CannotLoad", "--json", tmp_path / "r.json"),
     )
     assert result.exit_code == 0  # a reported failure costs time and breaks no law
     assert "hit on the DISK tier" in result.stdout
     assert "1 transfers failed" in result.stdout
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["media"], report["failed_transfers"]) == (["DISK"], 1)
-    assert report["first_failure"].endswith("row 3 is gone")
+    assert report["first_failure"].endswith("No such file or directory: '/nonexistent/page'")

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -25,81 +26,11 @@ HERE = Path(__file__).parent
 MODELS = HERE.parent / "replay" / "model_configs.json"
 POINTS = EntryPointGroup()._points()
 COMMANDS = {path.removeprefix("kvview "): command for path, command in leaves()}
-POOL = ["kvview_reference.harness:pool", "--select", "POOL-1"]
-ARGUMENTS = {
-    "check": POOL,
-    "doctor": [],
-    "events record": ["tcp://127.0.0.1:5999", "fine.jsonl", "--seconds", "0"],
-    "events replay": ["recording.jsonl", "tcp://127.0.0.1:*", "--wait", "0"],
-    "events tail": ["recording.jsonl"],
-    "events validate": ["recording.jsonl"],
-    "new": ["fine.py"],
-    "partition": ["kvview_reference.connector:OffloadConnector"],
-    "replay": ["--requests", "20"],
-    "size": ["--requests", "20"],
-    "tier bench": [
-        *("kvview_reference.tier:FileStore", "--option", "root={tmp}"),
-        *("--page-bytes", "4096", "--pages", "1", "--rounds", "1"),
-    ],
-    "tier fsck": ["folder"],
-}
-"""Arguments with which each command succeeds, where its engine is installed."""
+TABLE = json.loads((HERE / "wrong_values.json").read_text("utf-8"))
+"""Arguments with which each command succeeds, where its engine is installed; arguments without
+which an option is not read; wrong values of each option, and lists of them."""
+ARGUMENTS = {command: args.split() for command, args in TABLE["succeeds"].items()}
 CONNECTOR = ["kvview_reference.connector:OffloadConnector", "--seeds", "1"]
-BESIDES = {
-    "--publish-replay": ["--publish", "tcp://127.0.0.1:*"],
-    "--publish-wait": ["--publish", "tcp://127.0.0.1:*"],
-    "--linger": ["--replay-to", "tcp://127.0.0.1:*"],
-    "--dtype": ["--model", "model.json"],
-    "--tp": ["--model", "model.json"],
-}
-"""Arguments without which an option is not read."""
-
-LONG = "x" * 300
-OUTPUTS = ["", "missing/report", "folder", "file/below", LONG, "loop"]
-FILES = [
-    "",
-    "missing",
-    "folder",
-    "empty",
-    "binary",
-    "loop",
-    "file/below",
-    LONG,
-    "deep.json",
-    "pipe",
-]
-FILES += ["/dev/zero"]
-if Path("/proc/self").exists():
-    OUTPUTS += ["/proc/report"]
-    FILES += ["/proc/self/mem"]
-WHOLE = ["", " ", "x", "-", "1.5", "1e3", "0x10", "nan", "inf", "1 2", "\udce9", "9" * 5000]
-NUMBERS = ["", " ", "x", "-", "nan", "-inf", "-1", "1,5", "0x10", "1 2", "\udce9"]
-NAMES = ["", " ", "no such", "\udce9", "../x:y", LONG]
-TARGETS = [*NAMES, ":", "x:", ":x", "kvview:__all__", "kvview:Nothing", "folder:X"]
-ENDPOINTS = ["", "x", "tcp://", "tcp://x:99999", "inproc://a", "ftp://x:1", "\udce9"]
-SIZES = ["", "x", "-1", "nan%", "inf%", "1.5", "1 parsec", "64GiB"]
-GROUPS = ["", "x", "full,,", "window", "window:0", "window:-1", "window:x", "mamba@0", "full:1"]
-TEXTS = {
-    **dict.fromkeys(("target", "store", "--connector"), TARGETS),
-    **dict.fromkeys(("--engine", "--policy", "--dtype", "--only"), NAMES),
-    **dict.fromkeys(("--consumer", "--format"), NAMES),
-    **dict.fromkeys(("--replay-from", "--replay-to", "--publish", "--publish-replay"), ENDPOINTS),
-    "--option": ["", " ", "x", "=", "=1", "no_such_option=1"],
-    "--select": [*NAMES, "check_nothing_*"],
-    "--vllm": [*NAMES, "0.9", "-1", "all,all"],
-    "--kv-transfer-config": ["", "x", "[", "[]", "null", "{}"],
-    "--tier": ["x", "[", "[]", "null", "{}", *FILES],
-    "--expected-failures": [*(file for file in FILES if file != "empty"), "file"],
-    "--policies": [*NAMES, ",", "lru,no such"],
-    "--model": FILES,
-    "--groups": GROUPS,
-    "--sizes": [*SIZES, "5,", "5,x"],
-    "--gpu-blocks": SIZES,
-    "--name": ["", " ", "a b", "1a", "\udce9", "a-b", "Connector"],
-    "trace": FILES,
-    "root": FILES,
-    "source": [file for file in FILES if file != "empty"],  # a recording may be empty
-}
 FREE = {"endpoint", "file", "--topic"}
 """Any text is a topic; paths to write and endpoints have tests of their own."""
 
@@ -136,7 +67,7 @@ def test_unknown_options_and_outputs_that_are_not_writable(command: str) -> None
     given = ARGUMENTS[command]
     assert_refused(run(command, *given, "--no-such-option"))
     assert_refused(run(command, *given, *"abcd"))
-    for param, path in itertools.product(COMMANDS[command].params, OUTPUTS):
+    for param, path in itertools.product(COMMANDS[command].params, values(["@outputs"])):
         if isinstance(param.type, OutputFile):
             option = param.opts[0]
             args = [given[0], path, *given[2:]] if option == "file" else [*given, option, path]
@@ -155,6 +86,15 @@ def test_a_refused_run_leaves_its_files_unchanged() -> None:
     assert not Path("nowhere.json").exists()
 
 
+def values(names: Sequence[str]) -> Iterator[str]:
+    """Yield values, with those of a list for ``@list``."""
+    for name in names:
+        if name.startswith("@"):
+            yield from values(TABLE["lists"][name[1:]])
+        else:
+            yield name.replace("{long}", "x" * 300).replace("{digits}", "9" * 5000)
+
+
 def wrong_values(param: click.Parameter) -> list[str]:
     """Values that an option or argument cannot have, some of them drawn."""
     name, kind = param.opts[0], param.type
@@ -163,10 +103,10 @@ def wrong_values(param: click.Parameter) -> list[str]:
     dice, letters = random.Random(name), "zqä漢 \t%$?*[{(\\'\"\u202e\x1b"
     drawn = ["z" + "".join(dice.choices(letters, k=dice.randint(1, 12))) for _ in range(4)]
     if isinstance(kind, click.types.IntParamType):
-        return [*WHOLE, *([] if name == "--seed" else ["-1"]), *drawn]
+        return [*values(["@integers"]), *([] if name == "--seed" else ["-1"]), *drawn]
     if isinstance(kind, click.types.FloatParamType):
-        return [*NUMBERS, *drawn]
-    return [*TEXTS[name], *drawn]
+        return [*values(["@numbers"]), *drawn]
+    return [*values(TABLE["values"][name]), *drawn]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +124,9 @@ def test_wrong_values_of_every_option(command: str, name: str) -> None:
                 options = [part for part in others if part not in end]
                 result = run(command, *options, "--", value, *end)
             else:
-                result = run(command, *given, *BESIDES.get(name, ()), f"{name}={value}")
+                result = run(
+                    command, *given, *TABLE["needs"].get(name, "").split(), f"{name}={value}"
+                )
             assert_refused(result, command, name, value, given)
 
 
@@ -197,11 +139,13 @@ def test_a_refused_command_names_the_reason(section: str, given: str, part: str)
         base = json.loads(MODELS.read_text())[name.strip()] if name else {}
         value = json.loads(fields)
         Path("file.json").write_text(json.dumps(base | value if name else value))
+    before = sorted(Path().rglob("*"))
     for command in commands.split(","):
         result = run(command, *shlex.split(f"{common} {args}"))
         assert_refused(result, command, given)
         assert part in result.stderr
         assert len(result.stderr) < 400
+        assert sorted(Path().rglob("*")) == before
 
 
 @pytest.mark.parametrize(

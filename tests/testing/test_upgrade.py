@@ -143,21 +143,6 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(cli, ["check", *args])
 
 
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        ((EXAMPLE, "--vllm", "0.1"), "vllm 0.1 is not a known release"),
-        ((EXAMPLE, "--vllm", "0.30", "--report-json", "a"), "--report-json is about one release"),
-        ((EXAMPLE, "--vllm", "0.30", "--engine", "reference"), "not 'reference'"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_line(args: tuple[str, ...], told: str) -> None:
-    result = run(*args)
-    assert result.exit_code == ExitCode.COULD_NOT_RUN
-    assert told in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_release_that_could_not_run_is_told_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
