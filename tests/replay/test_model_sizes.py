@@ -35,23 +35,6 @@ CPU_BLOCKS = (128, 32)
 """Tokens of a block of vLLM on a CPU, and of the blocks of its kernels."""
 LATENT_BLOCKS = (16, 16)
 
-TOKEN_BYTES = {
-    "Llama 3.1 8B": 131_072,
-    "Llama 3.1 70B": 327_680,
-    "DeepSeek V3": 61 * 576 * 2,
-    "Gemma 3 27B": 81_920,
-    "Gemma 3 4B": 20_480,
-    "Qwen3-Next 80B": 24_576,
-    "Jamba v0.1": 16_384,
-    "gpt-oss-20b": 24_576,
-    "Llama 4 Scout": 49_152,
-    "Mistral 7B v0.1": 0,
-    "Falcon-H1 7B": 45_056,
-    "Nemotron-H 8B": 16_384,
-    "Llama 3.1 8B FP8 (modelopt)": 65_536,
-}
-"""Bytes that every token adds, computed by hand."""
-
 
 def _read(name: str) -> ModelShape:
     name, _, tp = name.partition(", tp ")
@@ -67,11 +50,15 @@ def test_every_config_is_pinned() -> None:
 
 @pytest.mark.parametrize("name", PINNED)
 def test_layers_are_those_of_vllm(name: str) -> None:
+    model = _read(name)
     found = [
         [layers.count, layers.kind, layers.tokens, layers.token_bytes or layers.state_bytes]
-        for layers in _read(name).layers
+        for layers in model.layers
     ]
-    assert sorted(found, key=str) == sorted(PINNED[name]["layers"], key=str)
+    layers = PINNED[name]["layers"]
+    assert sorted(found, key=str) == sorted(layers, key=str)
+    num_bytes = sum(count * size for count, kind, _, size in layers if kind == "full")
+    assert model.tp > 1 or model.token_bytes == num_bytes
 
 
 @pytest.mark.parametrize("name", PINNED)
@@ -81,11 +68,6 @@ def test_groups_are_those_of_vllm(name: str) -> None:
     found = Counter((group.count, group.block_size, group.page_bytes) for group in plan.groups)
     assert found == Counter(map(tuple, pinned["groups"]))
     assert (plan.block_size, plan.block_bytes) == (pinned["block_size"], pinned["block_bytes"])
-
-
-@pytest.mark.parametrize(("name", "token_bytes"), TOKEN_BYTES.items())
-def test_bytes_that_every_token_adds(name: str, token_bytes: int) -> None:
-    assert _read(name).token_bytes == token_bytes
 
 
 ALSO: dict[str, dict[str, Any]] = json.loads((HERE / "model_fields.json").read_text())
@@ -289,13 +271,3 @@ def test_a_quantised_cache(tmp_path: Path) -> None:
     whole = read_model(str(_file(tmp_path, JAMBA)))
     packed = read_model(str(_file(tmp_path, JAMBA)), "fp8")
     assert packed.state_bytes == whole.state_bytes
-
-
-@pytest.mark.parametrize("path", ["folder", "large.json"])
-def test_a_path_that_is_not_a_file(path: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "large.json").write_bytes(b" " * (2**24 + 1))
-    result = run("size", "--requests=5", "--model", tmp_path / path)
-    assert result.exit_code == 2
-    assert result.output.count("\n") == 1
-    assert any(text in result.output for text in ("regular file", "a folder", "longer than"))

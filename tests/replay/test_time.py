@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from typing_extensions import override
 
 from kvview import (
-    BlockIds,
     ConfigError,
     Connector,
     ConnectorError,
-    FinishReason,
     RequestInfo,
     SchedulerConnector,
     StepPlan,
@@ -40,11 +38,10 @@ def play(
     gpu_blocks: int,
     host_blocks: int,
     model: TimeModel,
-    connector: type[Connector] = OffloadConnector,
 ) -> ReplayReport:
     options = {"cpu_blocks": host_blocks}
     config = ReplayConfig(gpu_blocks, 8, None, options=options, time=model)
-    report = replay(rows, block_size, connector, config)
+    report = replay(rows, block_size, OffloadConnector, config)
     assert report.is_clean
     return report
 
@@ -179,60 +176,47 @@ def test_speed_changes_arrivals_only() -> None:
     assert hurried.max_wait_s == pytest.approx(16, abs=1)
 
 
-class Watching(OffloadConnector):
-    """Logs the starts and ends of requests."""
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The starts and ends of requests."""
+    lines: list[str] = []
+    for sign, name in (("+", "on_blocks_allocated"), ("-", "on_request_finished")):
+        hook = getattr(OffloadScheduler, name)
 
-    log: ClassVar[list[str]] = []
+        def logged(
+            half: Any, request: RequestInfo, *args: Any, sign: str = sign, hook: Any = hook
+        ) -> None:
+            lines.append(sign + request.request_id.split("#")[0])
+            hook(half, request, *args)
 
-    @override
-    def make_scheduler(self) -> SchedulerConnector:
-        return _Watching(self.config, self.options)
-
-
-class _Watching(OffloadScheduler):
-    @override
-    def on_blocks_allocated(
-        self,
-        request: RequestInfo,
-        block_ids: BlockIds,
-        num_computed_tokens: int,
-        num_external_tokens: int,
-    ) -> None:
-        Watching.log.append("+" + request.request_id.split("#")[0])
-        super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
-
-    @override
-    def on_request_finished(
-        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-    ) -> None:
-        Watching.log.append("-" + request.request_id.split("#")[0])
-        super().on_request_finished(request, block_ids, reason)
+        monkeypatch.setattr(OffloadScheduler, name, logged)
+    return lines
 
 
 @pytest.mark.parametrize("closed_loop", [None, 16], ids=["time", "closed loop"])
-def test_a_turn_never_starts_before_the_previous_turn_has_ended(closed_loop: int | None) -> None:
+def test_a_turn_never_starts_before_the_previous_turn_has_ended(
+    closed_loop: int | None, log: list[str]
+) -> None:
     rows = list(by_arrival(sessions(5, 20)))
-    Watching.log = []
     model = TimeModel(speed=20.0)
     config = ReplayConfig(3000, 8, closed_loop, options={"cpu_blocks": 100}, time=model)
-    replay(rows, 64, Watching, config)
-    assert len(Watching.log) == 2 * len(rows)
-    started = [name for name in Watching.log if name[0] == "+"]
+    replay(rows, 64, OffloadConnector, config)
+    assert len(log) == 2 * len(rows)
+    started = [name for name in log if name[0] == "+"]
     assert started != [f"+{one.request_id}" for one in rows], (
         "no turn had to wait, so the test proves nothing"
     )
     for one in rows:
         if one.continues is not None:
-            ended = Watching.log.index(f"-{one.continues}")
-            assert ended < Watching.log.index(f"+{one.request_id}")
+            ended = log.index(f"-{one.continues}")
+            assert ended < log.index(f"+{one.request_id}")
 
 
-def test_a_late_turn_waits_behind_the_requests_that_arrived_meanwhile() -> None:
+def test_a_late_turn_waits_behind_the_requests_that_arrived_meanwhile(log: list[str]) -> None:
     rows = [row("a", 0, range(4), 20), row("b", 1, (0, 1, 2, 3, 4, 5, 6), 1, "a")]
     rows += [row(str(n), 2 + n, range(10 * n, 10 * n + 4)) for n in range(1, 9)]
-    Watching.log = []
-    play(rows, 10, 100, 100, SECOND, Watching)
-    started = [name[1:] for name in Watching.log if name[0] == "+"]
+    play(rows, 10, 100, 100, SECOND)
+    started = [name[1:] for name in log if name[0] == "+"]
     assert started.index("b") == 5  # at 6 s, when 4 had arrived
     assert [name for name in started if name != "b"] == ["a", *map(str, range(1, 9))]
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from click.testing import CliRunner, Result
 
 from kvview import BlockNotHeldError, ConfigError
 from kvview.cli.commands import cli
-from kvview.cli.exit_codes import ExitCode
-from kvview.laws import laws as kvview_laws
 from kvview.testing import (
     CHECKS,
     BoundCheck,
@@ -77,14 +74,6 @@ QUICK_CHECK = "check_pool_1_growth_of_holds"  # no search: the searches take sec
 
 
 # --- the list of checks ---
-
-
-def test_every_law_of_a_contract_has_a_check() -> None:
-    import_module("kvview.testing.handoff")  # registers the checks of handoffs
-    laws = {check.law for check in CHECKS}
-    keys = {law.number for law in kvview_laws().values() if law.family == "KEY"}  # plain functions
-    of_the_engine = {"CONN-7", "CONN-9"}  # tests/engine checks them
-    assert set(kvview_laws()) - laws == keys | of_the_engine
 
 
 def test_a_search_compares_every_law_that_it_has_a_label_for() -> None:
@@ -365,18 +354,6 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
     result = run(target, "--select", WRONG_CHECK, "--seeds=5", "--expected-failures", expected)
     assert result.exit_code == 0
     assert "1 expected failure" in result.output
-
-
-def test_ctrl_c_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupts(ReferencePool):
-        def sized(self, num_blocks: int) -> ReferencePool:
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(vars(harness), "interrupts", Interrupts)
-    result = run("kvview_reference.harness:interrupts", "--select", "POOL-6", "--seed", "9")
-    assert result.exit_code == ExitCode.INTERRUPTED
-    assert "100 seeds from 9" in result.output
-    assert "interrupted after" in result.output
 
 
 class NeverComesBack(ReferenceTransfer):

@@ -20,10 +20,7 @@ if find_spec("moto") is None or find_spec("flask_cors") is None:
 pytest.importorskip("obstore")
 pytest.importorskip("xxhash")
 
-import obstore
-
 from kvview_reference.tier import ObjectStore
-from tests.tier.jobs import HERE, moved_pages
 
 
 @pytest.fixture(scope="module")
@@ -69,37 +66,3 @@ def test_the_kit_on_a_server(server: str) -> None:
     report = run_checks(ObjectStore, options=options, select=chosen)
     assert report.is_clean, report.summary()
     assert report.counts["passed"] > 5
-
-
-def test_machines_share_a_bucket(server: str) -> None:
-    one, other = (
-        ObjectStore(HERE, url="s3://tier/shared", endpoint=server, region="us-east-1")
-        for _ in range(2)
-    )
-    keys = [f"key {number}".encode() for number in range(40)]
-    pages = [memoryview(bytes([number]) * 100_000) for number in range(40)]
-    assert all(moved_pages(one, "put", keys, pages))
-    back = [memoryview(bytearray(100_000)) for _ in keys]
-    assert all(moved_pages(other, "get", keys, back))
-    assert back == pages
-    path = f"{HERE.digest.hex()}/{keys[3].hex()}"
-    content = bytearray(obstore.get(one._client, path).bytes())
-    content[-1] ^= 1
-    obstore.put(one._client, path, bytes(content))
-    flags = moved_pages(other, "get", keys[:5], back[:5])
-    assert flags == [True, True, True, False, True]
-    assert moved_pages(one, "put", keys[3:4], pages[3:4]) == [True]
-    back = [memoryview(bytearray(100_000))]
-    assert moved_pages(one, "get", keys[3:4], back) == [True]
-    assert back == pages[3:4]
-    for store in (one, other):
-        store.close()
-
-
-def test_a_bucket_that_is_gone_is_a_miss(server: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = ObjectStore(HERE, url="s3://none-such/x", endpoint=server, region="us-east-1")
-    page = memoryview(bytearray(100))
-    assert moved_pages(store, "put", [b"a"], [page]) == [False]
-    assert moved_pages(store, "get", [b"a"], [page]) == [False]
-    store.close()
-    assert "put fails: " in caplog.text
