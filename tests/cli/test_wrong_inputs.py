@@ -46,6 +46,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "model.json").write_text('{"groups":[{"layers":2,"kv_heads":1,"head_size":8}]}')
+    (tmp_path / "large.json").touch()
+    os.truncate(tmp_path / "large.json", (1 << 24) + 1)
     os.mkfifo(tmp_path / "pipe")
     with Recording("recording.jsonl") as recording:
         recording.write(Message(0, b""))

@@ -40,7 +40,6 @@ sys.path.insert(0, str(ROOT / "tests/vllm"))
 from front_end import FrontEnd  # type: ignore[import-not-found]
 
 import engine as lane  # type: ignore[import-not-found]
-from kvview_vllm.metrics import PREFIX
 from kvview_vllm.tier_metrics import TierReporter
 
 CONNECTOR = f"{ROOT / 'tests/vllm/faulty_connectors.py'}:FailingAtLastConnector"
@@ -79,14 +78,12 @@ def alerts() -> dict[str, str]:
     return {each: text for each, text in questions().items() if re.search(" (>|==) ", text)}
 
 
-def promtool(folder: Path, **test: Any) -> None:
-    """Run a unit test of the alerts; JSON is YAML."""
+def promtool(folder: Path, tests: str) -> None:
+    """Run unit tests of the alerts; JSON is YAML."""
     rules = [{"alert": name, "expr": text} for name, text in alerts().items()]
     groups = {"groups": [{"name": "kvview", "rules": rules}]}
     (folder / "alerts.yml").write_text(json.dumps(groups), "utf-8")
-    interval = test["interval"]
-    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": interval, "tests": [test]}
-    (folder / "test.yml").write_text(json.dumps(tests), "utf-8")
+    (folder / "test.yml").write_text(tests, "utf-8")
     command = ["promtool", "test", "rules", str(folder / "test.yml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -244,33 +241,11 @@ def test_every_panel_question_and_alert_has_a_result(
     for alert in alerts().keys() - SLOW:
         labels = f'alertname="{alert}", alertstate="firing"'
         expect(f"last_over_time(ALERTS{{{labels}}}[14m])", LAST)
-    promtool(tmp_path, interval="15s", input_series=given, promql_expr_test=expected)
+    test = {"interval": "15s", "input_series": given, "promql_expr_test": expected}
+    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": "15s", "tests": [test]}
+    promtool(tmp_path, json.dumps(tests))
 
 
 def test_alerts_over_time(tmp_path: Path) -> None:
     """An old hold, the first load stuck, and damage whose first sample is one."""
-    series = {
-        f"{PREFIX}oldest_hold_timestamp_seconds": "0 60x200",
-        f"{PREFIX}loads_in_flight": "0x9 1x200",
-        f"{PREFIX}loads_total": "0x200",
-        f"{PREFIX}stores_in_flight": "1x200",
-        f"{PREFIX}stores_total": "0+1x200",
-        'vllm:kvview_tier_damaged_total{store="late"}': "_x9 1x200",
-        'vllm:kvview_tier_damaged_total{store="zero"}': "0x9 1x200",
-    }
-    both: list[dict[str, str]] = [{"store": "late"}, {"store": "zero"}]
-    none: list[dict[str, str]] = []
-    moments: list[tuple[int, str, list[dict[str, str]]]]
-    moments = [(5, LEAK, none), (7, LEAK, [{}]), (9, STUCK, none), (20, STUCK, [{}])]
-    moments += [(8, DAMAGE, none), (20, DAMAGE, both), (120, DAMAGE, none)]
-    moments += [(20, "Are stores stuck?", none)]
-    expected = [
-        {
-            "eval_time": f"{minutes}m",
-            "alertname": alert,
-            "exp_alerts": [{"exp_labels": labels} for labels in firing],
-        }
-        for minutes, alert, firing in moments
-    ]
-    given = [{"series": name, "values": values} for name, values in series.items()]
-    promtool(tmp_path, interval="1m", input_series=given, alert_rule_test=expected)
+    promtool(tmp_path, Path(__file__).with_name("alerts_over_time.yml").read_text("utf-8"))

@@ -215,18 +215,7 @@ def test_an_empty_file(path: Path, content: bytes) -> None:
         open_trace(path)
 
 
-def test_unreadable_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    wrong: dict[str | Path, str] = {
-        tmp_path / "none.jsonl": "No such file or directory",
-        tmp_path: "no file in this folder ends in",
-        "a\0b": "null",
-        tmp_path / "pipe": "not a regular file",
-        "/dev/zero": "not a regular file",
-    }
-    for path, message in wrong.items():
-        with pytest.raises(ConfigError, match=message):
-            open_trace(path)
+def test_a_path_that_becomes_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = open_trace(write(tmp_path / "gone", [MOONCAKE]))
     (tmp_path / "gone").unlink()
     with pytest.raises(ConfigError, match="No such file"):
