@@ -94,13 +94,13 @@ def test_the_oracle_agrees_about_sessions(speed: float) -> None:
 
 
 def test_the_oracle_agrees_about_a_real_trace() -> None:
-    rows = list(open_trace(trace_file(MOONCAKE).path))[:800]
+    rows = list(open_trace(trace_file(MOONCAKE)))[:800]
     compare(rows, 512, 2049, 5000)
 
 
 @pytest.mark.slow
 def test_the_oracle_agrees_about_real_sessions() -> None:
-    rows = [row for row in open_trace(trace_file(CC).path) if row.line in (1, 2, 6, 8, 11, 14)]
+    rows = [row for row in open_trace(trace_file(CC)) if row.line in (1, 2, 6, 8, 11, 14)]
     # With 4,096 blocks some are preempted, which the oracle does not model.
     compare(list(by_arrival(rows)), 64, 6000, 8000)
 
