@@ -15,6 +15,7 @@ import pytest
 
 from kvview import ConfigError
 from kvview.targets import load_connector, load_target, target_of
+from tests.cases import read_cases
 
 SOURCE = """
 import dataclasses, kvview
@@ -211,21 +212,7 @@ def function(config): ...
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("NeedsMore", "one argument, the ConnectorConfig"),
-        ("TakesNone", "one argument"),
-        ("Abstract", "abstract: it lacks _tier"),
-        ("Half", "one half of a connector"),
-        ("made", "an object of Good"),
-        ("number", "a int, not a subclass of Connector"),
-        ("function", "a function, not a subclass of Connector"),
-        ("kvview", "a module, not"),
-        ("Nothing", "has no 'Nothing'; it has: Good, NeedsMore"),
-        ("Good.Inner", "has no 'Good.Inner'"),
-        ("kvview.Connector", "is the base class"),
-        ("", "expected 'path/to/file.py:Name'"),
-    ],
+    ("_", "name", "shown"), read_cases(Path(__file__).with_name("targets.txt"))
 )
-def test_a_target_that_is_not_a_connector(tmp_path: Path, name: str, shown: str) -> None:
+def test_a_target_that_is_not_a_connector(tmp_path: Path, _: str, name: str, shown: str) -> None:
     assert shown in error_of(f"{write(tmp_path / 'wrong.py', WRONG)}:{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import runpy
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvview.testing.connector.code_that_ran import CodeThatRan
 from kvview.testing.connector.load_errors import first_load_error
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.placeholders import in_size
+from tests.cases import read_cases
 from tests.testing import two_levels
 from tests.testing.two_levels import (
     CannotLoad,
@@ -218,33 +220,13 @@ def test_more_seeds_are_not_advised_after_200() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("{bytes}/4", 1024),
-        ("{blocks}*2", 8),
-        ("({blocks} + 2) * 3 - 1.5", 16),
-        ("{bytes}", 4096),
-        ("{tmp}/{blocks}", "{tmp}/{blocks}"),
-    ],
+    ("kind", "text", "expected"), read_cases(Path(__file__).with_name("sizes.txt"))
 )
-def test_sizes_are_expressions(text: str, size: object) -> None:
-    assert in_size({"a": [text]}, 4, 1024) == {"a": [size]}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{bytes}/0",
-        "{bytes}**9",
-        "{blocks}/x",
-        "{blocks} 2",
-        "-{blocks}",
-        "f({blocks})",
-        "1-{blocks}",
-    ],
-)
-def test_wrong_expressions_are_one_line(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"size '.*") as caught:
+def test_sizes_are_expressions(kind: str, text: str, expected: str) -> None:
+    if kind == "right":
+        assert in_size({"a": [text]}, 4, 1024) == {"a": [json.loads(expected)]}
+        return
+    with pytest.raises(ConfigError, match=expected) as caught:
         in_size({"a": text}, 4, 1024)
     assert "\n" not in str(caught.value)
 
