@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing.geometry.model import blocks_read
+from tests.cases import read_cases
 
 KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
     "full": lambda block_size, span: FullAttention(block_size),
@@ -64,34 +67,13 @@ def test_groups_given_as_a_list_become_a_tuple() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            (8, 4, (FullAttention(6),)),
-            "the block size of group 0 (6) must be a multiple of hash_block_size (4); 6 % 4 == 2",
-        ),
-        (
-            (16, 4, (FullAttention(16), Mamba(12))),
-            "scheduler_block_size (16) must be a multiple of the block size of group 1 (12); "
-            "16 % 12 == 4",
-        ),
-        (
-            (3, 4, (FullAttention(4),)),
-            "scheduler_block_size (3) must be a multiple of the block size of group 0 (4); "
-            "3 % 4 == 3",
-        ),
-        ((4, 4, ()), "groups is empty: a cache needs at least one KV-cache group"),
-        ((0, 4, (Mamba(4),)), "scheduler_block_size must be a positive int (tokens), got 0"),
-        ((4.0, 4, (Mamba(4),)), "scheduler_block_size must be a positive int (tokens), got 4.0"),
-        ((4, -4, (Mamba(4),)), "hash_block_size must be a positive int (tokens), got -4"),
-        ((4, True, (Mamba(4),)), "hash_block_size must be a positive int (tokens), got True"),
-    ],
+    ("_", "sizes", "message"), read_cases(Path(__file__).with_name("geo_2.txt"))
 )
-def test_geo_2_an_error_names_the_numbers(
-    sizes: tuple[int, int, tuple[CacheGroup, ...]], message: str
-) -> None:
+def test_geo_2_an_error_names_the_numbers(_: str, sizes: str, message: str) -> None:
+    scheduler_size, hash_size, named = json.loads(sizes)
+    groups = tuple(KINDS[kind](size, 1) for kind, size in named)
     with pytest.raises(GeometryError) as caught:
-        CacheGeometry(*sizes)
+        CacheGeometry(scheduler_size, hash_size, groups)
     assert str(caught.value) == f"GEO-2: {message}"
     assert isinstance(caught.value, ValueError)
 
