@@ -126,9 +126,11 @@ class Capability(StrEnum):
     """The view has ``held_blocks()``."""
     VIEWS = "views", "pool", "harness.another_view(0)"
     """``another_view()`` makes another view of the same pool."""
+    SHARE = "share", "pool", "harness.share(1)"
+    """``share(block_ids)``: the engine takes one more reference on each block, free or in use."""
     ENGINE_REFUSES = "engine_refuses", "pool", "harness.share(1)"
-    """``release``, ``cache`` and ``evict`` raise for impossible blocks, as a view does. So does
-    ``share(block_ids)``, which takes one more reference on each block, free or in use."""
+    """``release``, ``cache``, ``evict`` and ``share`` raise for impossible blocks, as a view does.
+    """
     GPU_EVENTS = "gpu_events", "pool", "harness.telling(0)"
     """``telling()`` makes a harness whose engine emits events of its prefix cache.
 

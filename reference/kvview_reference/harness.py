@@ -66,6 +66,7 @@ class ReferencePool:
             Capability.REUSE_NOTICE,
             Capability.HOLDS,
             Capability.VIEWS,
+            Capability.SHARE,
             Capability.ENGINE_REFUSES,
             Capability.GPU_EVENTS,
         }

@@ -235,7 +235,6 @@ class BlockPool(FreeQueue):
     def move_to_head(self, block_ids: Iterable[int]) -> None:
         """Make those of these blocks that are free the next victims, in the given order."""
         state = self._state
-        self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
             position = state[block_id]
             if is_position(position):

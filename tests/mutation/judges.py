@@ -10,11 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 SEEDS = 40  # of each connector; `kvview check` runs 200 by default
-STEADY = 109  # of the 200, the first steady run without resets
+RARE = (83, 109)  # of the 200: the first run with caps of clients and a small tier; a steady run
 FEW, SLICE = 6, 20  # seeds of one step: first a few, then up to each multiple
 _MULTI = "kvview_reference.connector:MultiConnector"
 _STORE = "kvview:StoreConnector"
 _OFFLOAD = "kvview_reference.connector:OffloadConnector"
+_RAW = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector"
 _FEW_PAGES = {"cpu_blocks": 40}
 
 
@@ -24,7 +25,7 @@ class Subject:
 
     Args:
         target: Its name there.
-        options: Of a connector.
+        options: Of a connector or of a tier store.
         engine: That runs a connector.
         is_pd: Whether the connector passes handoffs between two engines.
         examples: Random sequences of calls of a harness, in slices.
@@ -39,7 +40,9 @@ class Subject:
     def __str__(self) -> str:
         children = self.options.get("connectors", ())
         names = [child["connector"].rpartition(":")[2] for child in children]
+        given = [f"{name}={value}" for name, value in self.options.items() if not names]
         name = f"{self.target} of {', '.join(names)}" if names else self.target
+        name = " with ".join((name, ", ".join(given))) if given else name
         return name if self.engine == "reference" else f"{name} in {self.engine}"
 
     def load(self) -> Any:
@@ -49,7 +52,7 @@ class Subject:
 
         module, _, name = self.target.partition(":")
         found = getattr(importlib.import_module(module), name)
-        return pd_factory(found) if self.is_pd else as_factory(found)
+        return pd_factory(found, self.engine) if self.is_pd else as_factory(found)
 
 
 SUBJECTS = [
@@ -73,6 +76,21 @@ SUBJECTS = [
         "examples.two_levels:TwoLevelConnector",
         {"root": "{tmp}", "cpu_blocks": "{blocks}/4", "store_blocks": "{blocks}"},
     ),
+    Subject(
+        _STORE,
+        {"cpu_bytes": "{bytes}", "mode": "exclusive", "enable_events": True},
+    ),
+    Subject(
+        "examples.two_levels:TwoLevelConnector",
+        {
+            "store": "examples.folder_store:FolderStore",
+            "root": "{tmp}",
+            "cpu_blocks": "{blocks}/8",
+            "weights": "1",
+            "mode": "eager",
+        },
+    ),
+    Subject("kvview.connector:Connector"),
     Subject(_OFFLOAD),
     Subject(
         _MULTI,
@@ -96,11 +114,30 @@ SUBJECTS = [
 ]
 
 TIER_SUBJECTS = [
-    Subject(f"kvview_reference.harness:{name}", examples=(25,)) for name in ("tier", "guarded_tier")
+    *(
+        Subject(f"kvview_reference.harness:{name}", examples=(25,))
+        for name in ("tier", "guarded_tier")
+    ),
+    Subject("kvview_reference.tier:ObjectStore", {"url": "file://{tmp}"}, examples=(10,)),
+    Subject("examples.folder_store:FolderStore", {"root": "{tmp}"}, examples=(10,)),
+    Subject("tests.tier.test_async_store:SlowDictionary", examples=(10,)),
 ]
 VLLM_SUBJECTS = [
     Subject("tests.vllm.test_conformance:VLLMPool", examples=(10, 40)),
+    Subject(
+        "kvview_reference.handoff.pull:PullConnector", engine="vllm", is_pd=True, examples=(20,)
+    ),
     Subject(_STORE, engine="vllm"),
+    Subject(_OFFLOAD, {"enable_events": True}, engine="vllm"),
+    Subject(
+        _RAW,
+        {
+            "spec_name": "KVViewOffloadingSpec",
+            "spec_module_path": "kvview_vllm.offloading_spec",
+            "kvview": {"num_blocks": 40},
+        },
+        engine="vllm",
+    ),
 ]
 
 
@@ -125,18 +162,19 @@ class Step:
         Args:
             coverage: The events of the runs are added to it.
         """
-        from kvview.targets import is_connector
-
         target = self.subject.load()
-        return self._simulate(target, coverage) if is_connector(target) else self._check(target)
+        return self._simulate(target, coverage) if _is_run(target) else self._check(target)
 
     def _check(self, factory: Any) -> str | None:
         from kvview.testing.effort import Effort
         from kvview.testing.runner import plan_checks, run_planned
 
         # Only the verdict counts, so no script is made.
-        effort = Effort(is_brief=True, seed=self.seeds.start, seeds=len(self.seeds))
-        for planned in plan_checks(factory, Effort())[1]:
+        options = self.subject.options
+        effort = Effort(
+            is_brief=True, seed=self.seeds.start, seeds=len(self.seeds), options=options
+        )
+        for planned in plan_checks(factory, Effort(options=options))[1]:
             failure = run_planned(factory, planned, effort).failure
             if failure is not None:
                 return f"{failure.law} {planned.check.name}"
@@ -165,17 +203,23 @@ def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
         subject: The target.
         num_seeds: Of a connector, in slices.
     """
-    from kvview.targets import is_connector
-
-    if not is_connector(subject.load()):
+    if not _is_run(subject.load()):
         for first, end in pairwise([0, *subject.examples]):
             yield Step(subject, range(first, end))
         return
     ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
     for first, end in pairwise([0, *ends, num_seeds]):
         yield Step(subject, range(first, end))
-    if FEW < num_seeds <= STEADY:
-        yield Step(subject, range(STEADY, STEADY + 1))
+    for rare in RARE:
+        if FEW < num_seeds <= rare:
+            yield Step(subject, range(rare, rare + 1))
+
+
+def _is_run(target: Any) -> bool:
+    """Return whether a target is a connector, which runs in an engine."""
+    from kvview.targets import is_connector, is_engine_connector
+
+    return is_connector(target) or is_engine_connector(target)
 
 
 def not_checked(coverage: Counter[str]) -> str | None:

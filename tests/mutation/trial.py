@@ -31,6 +31,19 @@ NEVER_WRONG = {
     "kvview_reference.simulation": "the engine of the kit",
     "kvview_reference.harness": "harnesses of the kit",
     "kvview_vllm.simulation": "the engine of the kit",
+    "kvview.connector.hook_errors": "the kit itself: texts about hooks that raise",
+    **dict.fromkeys(
+        (
+            "kvview_vllm.pool_canary",
+            "kvview_vllm.connector.canary_half",
+            "kvview_vllm.connector.connector_canary",
+            "kvview_vllm.connector.scheduler_canary",
+            "kvview_vllm.offloading.offloading_canary",
+        ),
+        "checks of vLLM when a connector starts, which edits of vLLM test",
+    ),
+    "kvview_vllm.metrics": "log lines and metrics for people",
+    "kvview_vllm.tier_metrics": "log lines and metrics for people",
     "kvview_vllm.releases": "finds and reads the sources of a release",
     **dict.fromkeys(
         (

@@ -13,13 +13,15 @@ from typing_extensions import override
 from kvview.tier import AsyncStore, Namespace
 from kvview.tier.trial import try_store
 
+MODEL = Namespace("m", weights="1")
+
 
 class SlowDictionary(AsyncStore):
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, namespace: Namespace = MODEL, seconds: float = 0.0) -> None:
         self.pages: dict[bytes, bytes] = {}
         self.seconds = seconds
         self.is_connected = True
-        super().__init__(Namespace("m", weights="1"))
+        super().__init__(namespace)
 
     @override
     async def find(self, key: bytes, /) -> bool:

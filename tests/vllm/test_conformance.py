@@ -57,6 +57,7 @@ class VLLMPool:
             *(Capability.POOL_SIZE, Capability.FREE_COUNT, Capability.IS_FREE),
             *(Capability.BLOCK_KEYS, Capability.FIND_CACHED, Capability.FREE_ORDER),
             *(Capability.HOLDS, Capability.RESUMABLE_WALK, Capability.VIEWS),
+            Capability.SHARE,
         }
         if isinstance(self.view, SupportsGiveBack):
             has.add(Capability.GIVE_BACK)
@@ -73,6 +74,10 @@ class VLLMPool:
 
     def release(self, block_ids: Sequence[int]) -> None:
         self.pool.free_blocks([self.pool.blocks[block_id] for block_id in block_ids])
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch((blocks,) if self.plain_view.release.touch_nested else blocks)
 
     def cache(
         self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_idx: int

@@ -29,10 +29,6 @@ class Engine(VLLMPool):  # type: ignore[misc]
     def cache_all(self, block_ids: list[int]) -> None:
         self.cache(block_ids, [b"%032d" % block_id for block_id in block_ids], 0)
 
-    def hit(self, block_ids: list[int]) -> None:
-        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
-        self.pool.touch((blocks,) if self.plain_view.release.touch_nested else blocks)
-
     def walk(self) -> Any:
         return (block_id for block_id, _ in self.view.iter_free_block_ids_with_hash())
 
@@ -75,7 +71,7 @@ def test_pool_7_a_walk_continues_behind_blocks_that_the_engine_took() -> None:
     walk = engine.walk()
     assert list(islice(walk, 16)) == order[:16]
     assert engine.allocate(30) == order[:30]
-    engine.hit([order[50], order[-1]])
+    engine.share([order[50], order[-1]])
     assert list(walk) == [*order[30:50], *order[51:-1]]
 
 
@@ -85,7 +81,7 @@ def test_pool_7_a_walk_misses_no_block_when_the_engine_moves_its_neighbours() ->
     walk = engine.walk()
     walked = [next(walk)]
     moved = [order[15], order[16], order[39]]  # read last, read next, and the end of the walk
-    engine.hit(moved)
+    engine.share(moved)
     engine.release(moved)
     walked += walk
     assert len(walked) == len(set(walked))
@@ -96,7 +92,7 @@ def test_pool_13_a_run_that_the_engine_moved_as_a_whole_is_found_again() -> None
     engine = Engine(40, 20)
     walk = engine.view.walk_free_blocks()
     found = taken(walk, 5)
-    engine.hit(engine.order[2:8])  # both sides of the place
+    engine.share(engine.order[2:8])  # both sides of the place
     engine.release(engine.order[2:8])
     for _ in range(12):  # until as many blocks were read as are free
         found += taken(walk, 8)
@@ -111,7 +107,7 @@ def test_pool_13_blocks_that_stayed_come_once_when_the_engine_took_the_place() -
     order = engine.order
     walk = engine.view.walk_free_blocks()
     assert taken(walk, 5) == order[:5]
-    engine.hit(order[3:6])
+    engine.share(order[3:6])
     assert taken(walk, 3) == order[6:9]
     assert taken(walk, 99) == order[9:]
 
@@ -121,7 +117,7 @@ def test_pool_13_no_block_is_skipped_when_the_place_returns_at_the_tail() -> Non
     order = engine.order
     walk = engine.view.walk_free_blocks()
     assert taken(walk, 5) == order[:5]
-    engine.hit([order[4]])
+    engine.share([order[4]])
     engine.release([order[4]])
     assert taken(walk, 15) == order[5:]
 

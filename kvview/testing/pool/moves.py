@@ -169,7 +169,7 @@ class PoolMoves(Player):
         self.call(self.harness, "release", blocks)
         self.model.give(blocks, self.model.engine)
 
-    @operation("POOL-2", C.ENGINE_REFUSES)
+    @operation("POOL-2", C.SHARE)
     def share(self) -> None:
         """Let another request use some blocks, which are free or in use."""
         blocks = self.some(self.model.blocks, repeat=True)
