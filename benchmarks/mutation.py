@@ -54,6 +54,7 @@ among them the vLLM adapter and its canaries. Before two repairs of the models a
 mutator, its rate was 42 of 66 (63.6%). Most of its mutants ran with 6 seeds of each connector.
 """
 
+_SAME = ("equivalent", "performance")  # kinds of survivors with the results of the right code
 Draws = Mapping[int, Sequence[trial.Verdict]]
 """The verdicts of each draw, by seed; checks were added for the first draw."""
 
@@ -101,6 +102,13 @@ def describe(
     played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
     if played:
         lines.append(f"Survivors by the number of seeds of each connector: {'; '.join(played)}.\n")
+    same = [one for one, entry in account.explained if entry.shown and entry.kind in _SAME]
+    if same:
+        killed, others = sum(one.is_killed for one in verdicts), len(verdicts) - len(same)
+        lines.append(
+            f"Without the {len(same)} survivors that are shown to give the same results: {killed} "
+            f"of {others} killed, {killed / others:.1%}.\n"
+        )
     if kinds:
         counted = ", ".join(f"{times} {kind}" for kind, times in kinds.most_common())
         shown = sum(bool(entry.shown) for _, entry in account.explained)
