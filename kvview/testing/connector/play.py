@@ -105,7 +105,7 @@ class SeedPlayer:
 
     def _seed(self, scenario: Scenario, seed: int, is_sample: bool) -> Played:
         try:
-            result = self.simulate(scenario)
+            result = self._simulate(scenario)
         except ConfigError:
             if not self._takes_one_group():
                 raise
@@ -114,7 +114,11 @@ class SeedPlayer:
         differs = None
         is_sample = is_sample and scenario.rounds == 1 and bool(result.coverage.get("loads"))
         if is_sample if failure is None else not failure.is_timeout:
-            differs = repeat.difference(result, self.simulate(scenario))
+            again = self._simulate(scenario)
+            differs = repeat.difference(result, again)
+            if failure and again.failure:  # otherwise chance decides, not the ids
+                result = self._with_reused_ids(result)
+                failure = result.failure
         if differs is None:
             if failure and not failure.is_timeout and not self._is_own:
                 result = self.judge(result)
@@ -153,18 +157,23 @@ class SeedPlayer:
         runs = own_runs(self._engines, self._connector_class)
         return runs.judge_own(self._connector_class, result, self._options)
 
-    def simulate(self, scenario: Scenario) -> SimulationResult:
-        """Run a scenario, and determine whether reused request ids cause a failure (CONN-5)."""
-        run = partial(simulate, self._connector_class, options=self._options, engines=self._engines)
-        result = run(scenario)
+    def _simulate(self, scenario: Scenario, *, unique_ids: bool = False) -> SimulationResult:
+        return simulate(
+            self._connector_class,
+            scenario,
+            self._options,
+            unique_ids=unique_ids,
+            engines=self._engines,
+        )
+
+    def _with_reused_ids(self, result: SimulationResult) -> SimulationResult:
+        """Return a failing run; its law is CONN-5 if the run is green with unique request ids."""
         failure = result.failure
-        if failure is None or failure.is_timeout or not result.coverage.get("ids again"):
+        if failure is None or not result.coverage.get("ids again"):
             return result
         first_rounds = min(result.scenario.rounds, len(result.loads_of_rounds) + 1)
         scenario = replace(result.scenario, rounds=first_rounds)
-        if run(scenario, unique_ids=True).failure is not None:
-            return result
-        if run(scenario).failure is None:  # then chance decides, not the ids
+        if self._simulate(scenario, unique_ids=True).failure is not None:
             return result
         message = f"only when a request id is used again: {failure.law}: {failure.message}"
         return replace(result, failure=replace(failure, law="CONN-5", message=message, hint=None))
