@@ -157,6 +157,10 @@ class SeedPlayer:
         runs = own_runs(self._engines, self._connector_class)
         return runs.judge_own(self._connector_class, result, self._options)
 
+    def simulate(self, scenario: Scenario) -> SimulationResult:
+        """Run a scenario; a failure that only reused request ids cause breaks CONN-5."""
+        return self._with_reused_ids(self._simulate(scenario))
+
     def _simulate(self, scenario: Scenario, *, unique_ids: bool = False) -> SimulationResult:
         return simulate(
             self._connector_class,
