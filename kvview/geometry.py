@@ -202,25 +202,6 @@ class CacheGeometry:
         groups, blocks = zip(*searches, strict=True)
         return search_common_prefix(groups, max_tokens, blocks, self.scheduler_block_size)
 
-    def longest_prefixes(
-        self, max_tokens: int, is_cached: Callable[[int, int], bool]
-    ) -> tuple[int, ...]:
-        """Return the longest cached prefix of each group alone, in tokens.
-
-        Args:
-            max_tokens: Upper limit in tokens.
-            is_cached: ``is_cached(group_idx, block_number)``; called only for the blocks that a
-                search needs.
-
-        Returns:
-            Tokens per group, each a multiple of the group's block size. The prefix that is a hit
-            for all groups (:meth:`longest_prefix`) may be shorter than any of these.
-        """
-        return tuple(
-            group.longest_prefix(max_tokens, partial(is_cached, index), group.block_size)
-            for index, group in enumerate(self.groups)
-        )
-
     def block_key(
         self, block_hashes: Sequence[BlockHash], group_idx: int, block: int
     ) -> OffloadKey | None:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,9 @@ def test_longest_prefixes(data: st.DataObject, geometry: CacheGeometry, max_toke
     ends = range(0, max_tokens + 1, geometry.scheduler_block_size)
     hits = [end for end in ends if all(is_hit(index, end) for index in indices)]
     assert shared == max(hits, default=0)
-    for index, found in enumerate(geometry.longest_prefixes(max_tokens, is_cached)):
-        ends = range(0, max_tokens + 1, geometry.groups[index].block_size)
+    for index, group in enumerate(geometry.groups):
+        found = group.longest_prefix(max_tokens, partial(is_cached, index), group.block_size)
+        ends = range(0, max_tokens + 1, group.block_size)
         assert found == max((end for end in ends if is_hit(index, end)), default=0)
 
 
