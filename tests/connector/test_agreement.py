@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SEEDS = 200
 WRONG = [*load_variants("late"), *load_variants("field")]
-RIGHT = ("Late", "Flaky", "Offload", "Lazy")
+RIGHT = ("Late", "Flaky", "Offload")
 
 
 def table() -> dict[str, str]:
