@@ -173,7 +173,7 @@ class SeedPlayer:
     def _with_reused_ids(self, result: SimulationResult) -> SimulationResult:
         """Return a failing run; its law is CONN-5 if the run is green with unique request ids."""
         failure = result.failure
-        if failure is None or not result.coverage.get("ids again"):
+        if failure is None or failure.is_timeout or not result.coverage.get("ids again"):
             return result
         first_rounds = min(result.scenario.rounds, len(result.loads_of_rounds) + 1)
         scenario = replace(result.scenario, rounds=first_rounds)
