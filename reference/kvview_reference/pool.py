@@ -91,17 +91,13 @@ class BlockPool(FreeQueue):
 
     def ref_cnt(self, block_id: int) -> int:
         """Return the number of references of the engine and of all views to a block."""
-        self.check_block_ids((block_id,))
-        state = self._state[block_id] if block_id != NULL_BLOCK_ID else 0
-        return 0 if is_position(state) else state // _REFERENCE
+        return self.ref_counts((block_id,))[0]
 
-    def ref_counts(self) -> dict[int, int]:
-        """Return the same number for each block but the null block."""
-        return {
-            block_id: state // _REFERENCE if 0 < state < FIRST_BACK else 0
-            for block_id, state in enumerate(self._state)
-            if block_id != NULL_BLOCK_ID
-        }
+    def ref_counts(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the same number for each block."""
+        self.check_block_ids(block_ids)
+        states = (self._state[one] if one != NULL_BLOCK_ID else 0 for one in block_ids)
+        return [state // _REFERENCE if 0 < state < FIRST_BACK else 0 for state in states]
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take one reference on each of the next victims, in order; their hashes are evicted.
@@ -235,6 +231,7 @@ class BlockPool(FreeQueue):
     def move_to_head(self, block_ids: Iterable[int]) -> None:
         """Make those of these blocks that are free the next victims, in the given order."""
         state = self._state
+        self._stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
             position = state[block_id]
             if is_position(position):

@@ -142,6 +142,16 @@ def test_pool_3_the_ledger_is_unchanged_if_the_engine_has_freed_the_hold() -> No
     assert [pool.ref_cnt(block) for block in (1, 2)] == [1, 0]
 
 
+def test_a_walk_reads_no_block_twice_if_its_last_one_moves_to_the_head() -> None:
+    pool = make_pool()
+    walk = pool.iter_free_block_ids()
+    seen = [next(walk) for _ in range(3)]
+    pool.move_to_head(seen[-1:])
+    pool.allocate_blocks(1)  # the walk reads the queue again
+    rest = [*walk]
+    assert sorted([*seen, *rest]) == [*range(1, 9)]
+
+
 @pytest.mark.parametrize(
     ("block_hashes", "group_idx", "error"),
     [

@@ -406,7 +406,9 @@ class VLLMConnectorHarness:
             self._scheduler.shutdown()
             for worker in self._workers:
                 worker.shutdown()
-        return dict(Counter(self.ref_counts()) - self.engine_refs())
+        blocks = range(1, self.num_blocks)
+        refs = Counter(dict(zip(blocks, self.ref_counts(blocks), strict=True)))
+        return dict(refs - self.engine_refs())
 
     # --- queries ---
 
@@ -455,9 +457,9 @@ class VLLMConnectorHarness:
         """Return the number of blocks of the pool, the null block included."""
         return len(self._pool.blocks)
 
-    def ref_counts(self) -> dict[int, int]:
-        """Return the number of references to each block but the null block, as vLLM counts them."""
-        return {block.block_id: block.ref_cnt for block in self._pool.blocks[1:]}
+    def ref_counts(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the number of references to each block, as vLLM counts them."""
+        return [self._pool.blocks[block_id].ref_cnt for block_id in block_ids]
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Return the keys that each block holds once every launched step has run.

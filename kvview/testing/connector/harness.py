@@ -127,8 +127,8 @@ class ConnectorHarness(Protocol):
     def num_blocks(self) -> int:
         """Number of blocks of the pool, including the null block."""
 
-    def ref_counts(self) -> dict[int, int]:
-        """Return the number of references of all owners to each block but the null block."""
+    def ref_counts(self, block_ids: Sequence[int]) -> list[int]:
+        """Return the number of references of all owners to each block."""
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Return the keys of the KV in each block."""

@@ -63,7 +63,7 @@ def check_store(job: PlannedJob, engine: ConnectorHarness) -> None:
             completely computed (CONN-8).
     """
     blocks = job.gpu_blocks
-    if free := _free_blocks(job, engine.ref_counts()):
+    if free := _free_blocks(job, engine):
         raise InvariantBroken(
             "CONN-6",
             f"store job {job.job_id} reads blocks {free}, which are free, so they may be "
@@ -99,9 +99,8 @@ def check_held(
     Raises:
         InvariantBroken: CONN-6 is broken, because a source block is free.
     """
-    refs = engine.ref_counts()
     for job in stores:
-        if free := _free_blocks(job, refs):
+        if free := _free_blocks(job, engine):
             raise InvariantBroken(
                 "CONN-6",
                 f"blocks {free} are free although store job {job.job_id}, which reads them, is "
@@ -116,5 +115,6 @@ def _released(block: int, freed_at: Mapping[int, Sequence[str]]) -> str:
     return f"; the connector released block {block}{place}" if place else ""
 
 
-def _free_blocks(job: PlannedJob, refs: Mapping[int, int]) -> list[int]:
-    return [block for block in job.gpu_blocks if not refs[block]]
+def _free_blocks(job: PlannedJob, engine: ConnectorHarness) -> list[int]:
+    refs = engine.ref_counts(job.gpu_blocks)
+    return [block for block, count in zip(job.gpu_blocks, refs, strict=True) if not count]

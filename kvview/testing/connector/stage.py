@@ -117,7 +117,8 @@ class Stage:
     def _check_blocks(self, *, is_step: bool) -> None:
         engine = self.engine
         held = engine.held_blocks()  # comes first, because the call may end leases that are due
-        refs = engine.ref_counts()
+        blocks = range(1, engine.num_blocks)
+        refs = dict(zip(blocks, engine.ref_counts(blocks), strict=True))
         owned = engine.engine_refs()
         free = engine.free_block_ids()
         if is_step:

@@ -217,7 +217,8 @@ class HandoffPlayer(Player):
     def references(self) -> None:
         """Check that every reference of the pool belongs to an owner."""
         for name, engine in self.engines.items():
-            refs = engine.ref_counts()
+            blocks = range(1, engine.num_blocks)
+            refs = dict(zip(blocks, engine.ref_counts(blocks), strict=True))
             try:
                 check_free_list(engine.free_block_ids(), refs)
                 check_conservation(refs, engine.engine_refs(), engine.held_blocks())
