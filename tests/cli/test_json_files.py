@@ -124,12 +124,12 @@ def test_the_page_and_the_schemas_are_up_to_date() -> None:
 
 def test_the_report_of_an_interrupted_run_is_not_clean(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    file, told = tmp_path / "target.py", tmp_path / "report.json"
+    file, report_file = tmp_path / "target.py", tmp_path / "report.json"
     file.write_text(INTERRUPTED)
-    arguments = ["check", f"{file}:Interrupted", "--seeds", "9", "--json", str(told)]
+    arguments = ["check", f"{file}:Interrupted", "--seeds", "9", "--json", str(report_file)]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == ExitCode.INTERRUPTED, result.output
-    report = json.loads(told.read_text())
+    report = json.loads(report_file.read_text())
     assert (report["is_clean"], report["is_interrupted"]) == (False, True)
     assert (report["runs"]["num_asked"], report["checks"]) == (9, [])
     num_seeds = report["runs"]["num_seeds"]

@@ -145,7 +145,7 @@ def _variants(base: Base, text: str) -> Iterator[Variant]:
 def inject(
     module: dict[str, Any], base: Base, make_harness: Callable[[Any, Variant], Any]
 ) -> list[Mutant]:
-    """Return the injected faults of the text file beside a module, and name each in the module.
+    """Return the injected faults of a module's text file, as attributes of the module.
 
     A name stands for the harness class, or for the wrong class if the harness has a factory.
     Printed scripts import the names.

@@ -9,11 +9,12 @@ model adopts the choice of the pool, and only checks the promised part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
 from kvview.keys import OffloadKey
+from kvview.testing.search import Promises
 
 Walk = list[tuple[int, int]]
 """The blocks that are ahead of a walk, each with the time at which it became free."""
@@ -128,7 +129,7 @@ class PoolModel:
 
     # --- the engine ---
 
-    def allocated(self, blocks: Sequence[int]) -> Iterator[tuple[str, str, bool]]:
+    def allocated(self, blocks: Sequence[int]) -> Promises:
         """Take the blocks of an allocation; yields a law, a promise, and whether it was kept."""
         order = self.order()
         victims = [block for block in blocks if block in self.keys]

@@ -9,14 +9,14 @@ result of the store decides.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from kvview.testing.search import Promises
+
 OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""
-
-Promises = Iterator[tuple[str, str, bool]]
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvview.testing.search import Promises
 from kvview.transfer import TransferResult
 
 _PIECE = 1 << 14
@@ -262,7 +263,7 @@ class TransferModel:
 
     # --- results ---
 
-    def reported(self, result: TransferResult) -> Iterator[tuple[str, str, bool]]:
+    def reported(self, result: TransferResult) -> Promises:
         """End a job that succeeded; yields a law, a promise, and whether the promise was kept."""
         yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         job = self.jobs.get(result.job_id)
@@ -284,7 +285,7 @@ class TransferModel:
 
     def failed(
         self, result: TransferResult, lost: Sequence[int], actual: Sequence[memoryview]
-    ) -> Iterator[tuple[str, str, bool]]:
+    ) -> Promises:
         """End a failed job; ``lost`` has the indices of the GPU blocks that could not be moved.
 
         A failed load may have left any bytes in its GPU pages, and a failed store in its slots
