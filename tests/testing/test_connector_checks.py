@@ -73,7 +73,7 @@ class Draws(Offload):
     class scheduler(OffloadScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> Any:
             answer = super().match_prefix(request, num_computed_tokens)
-            return answer if random.random() < 0.5 else 0
+            return answer if random.random() < 0.5 else None  # several draws for each request
 
 
 class SometimesLeaks(Offload):
