@@ -215,6 +215,7 @@ def test_the_file_of_survivors_is_about_the_sources_as_they_are() -> None:
 SHOWN = {name: one for name, one in survivors.read_survivors().items() if one.shown}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_reason_holds_when_it_is_executed(name: str) -> None:
