@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +61,9 @@ def check_connector(
 
     1. The seeds that detect the most wrong connectors in the least time run first. The report does
        not depend on the number of processes.
-    2. A failing seed is run again, and the message contains any difference between the two runs.
-    3. The first failure of each law is shrunk.
+    2. The first failure of each law is shrunk.
+    3. A failing run is repeated, and the message contains any difference between the two runs. If
+       the first failure ends the check, its smallest run is repeated, not the run of the seed.
     4. A hook that does not return ends its run; after the second such hook, the check ends.
     5. If a process dies, the seed that it ran counts as failed.
 
@@ -93,6 +95,7 @@ def check_connector(
     """
     check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
     check.goes_on = keep_going if callable(keep_going) else lambda law: bool(keep_going)
+    check.settles_later = not keep_going and max_shrink_runs > 0
     in_size(dict(options or {}), 1, 1)  # so that a wrong expression is refused before anything runs
     check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     number = processes
@@ -138,6 +141,7 @@ class _Check:
 
     workers: Workers
     goes_on: GoesOn
+    settles_later: bool
 
     def __init__(
         self,
@@ -165,7 +169,13 @@ class _Check:
     def play(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> None:
         """Run the seeds, in order, until a failure ends the check."""
         questions = (
-            ("seed", seed, place % repeat.EVERY == _SAMPLE, self.code.measures(place))
+            (
+                "seed",
+                seed,
+                place % repeat.EVERY == _SAMPLE,
+                self.code.measures(place),
+                self.settles_later,
+            )
             for place, seed in enumerate(seeds)
         )
         with closing(self.workers.map(questions)) as answers:
@@ -228,23 +238,55 @@ class _Check:
     def shrink(self) -> None:
         """Shrink the first failure of each law."""
         for place in self._to_shrink:
-            before = self.failures[place]
-            assert before.result is not None, "simulated runs have results"
-            most = min(self.max_shrink_runs, self.shrink_runs_left)
-            shrinker = Shrinker(before.result, self._play_all, most)
-            try:
-                shrinker.shrink()
-            finally:  # so that the smallest run so far is reported after Ctrl-C
-                self.shrink_runs_left -= most - shrinker.runs_left
-                if shrinker.best is not before.result:
-                    self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
-            if shrinker.best is before.result:
+            found = self.failures[place]
+            if found.law != "CONN-5" and self._shrinks(place, "simulate"):
                 continue
-            judged = next(self.workers.map([("judge", shrinker.best)]))
-            if isinstance(judged, Died) or judged.failure.law != before.law:
-                self.failures[place] = before
-            else:
-                self.failures[place] = self._to_failure(before.seed, judged, True)
+            if self.settles_later:
+                assert found.result is not None, "simulated runs have results"
+                played = self._settle(found.seed, found.result)
+                self._put(place, played)
+                if not played.may_shrink:
+                    continue
+            self._shrinks(place, "simulate_both")
+
+    def _shrinks(self, place: int, question: str) -> bool:
+        """Shrink a failure, unless its smallest run breaks another law, or breaks it by chance.
+
+        Args:
+            place: Index of the failure.
+            question: The method of the player that plays the candidates.
+
+        Returns:
+            Whether the smallest run breaks the same law in each repetition.
+        """
+        before = self.failures[place]
+        assert before.result is not None, "simulated runs have results"
+        most = min(self.max_shrink_runs, self.shrink_runs_left)
+        shrinker = Shrinker(before.result, partial(self._play_all, question), most)
+        try:
+            shrinker.shrink()
+        finally:  # so that the smallest run so far is reported after Ctrl-C
+            self.shrink_runs_left -= most - shrinker.runs_left
+            if shrinker.best is not before.result:
+                self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
+        if shrinker.best is before.result and not self.settles_later:
+            return True
+        played = self._settle(before.seed, shrinker.best)
+        is_same = played.law == before.law and played.is_repeatable
+        if is_same:
+            self._put(place, played)
+        else:
+            self.failures[place] = before
+        return is_same
+
+    def _settle(self, seed: int, result: SimulationResult) -> Played:
+        answer = next(self.workers.map([("settle", seed, result)]))
+        return Played(_death(result.scenario, answer)) if isinstance(answer, Died) else answer
+
+    def _put(self, place: int, played: Played) -> None:
+        assert played.result is not None, "only failures are settled"
+        seed = self.failures[place].seed
+        self.failures[place] = self._to_failure(seed, played.result, played.is_repeatable)
 
     def explain(self) -> None:
         """Add the exception that may be the cause to the first CONN-3 failure."""
@@ -256,13 +298,15 @@ class _Check:
                     self.failures[place] = replace(failure, message=message, result=explained)
                 return
 
-    def _play_all(self, scenarios: Iterable[Scenario]) -> Generator[SimulationResult, None, None]:
+    def _play_all(
+        self, question: str, scenarios: Iterable[Scenario]
+    ) -> Generator[SimulationResult, None, None]:
         asked: list[Scenario] = []
 
         def questions() -> Iterator[tuple[str, Scenario]]:
             for scenario in scenarios:
                 asked.append(scenario)
-                yield "simulate", scenario
+                yield question, scenario
 
         with closing(self.workers.map(questions())) as answers:
             for number, answer in enumerate(answers):

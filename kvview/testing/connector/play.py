@@ -45,6 +45,12 @@ class Played:
     branches: Branches = field(default_factory=dict)
 
     @property
+    def law(self) -> str:
+        """The broken law, or empty."""
+        failure = None if self.result is None else self.result.failure
+        return "" if failure is None else failure.law
+
+    @property
     def may_shrink(self) -> bool:
         """Whether the failure can be shrunk, because it is repeatable and is not a timeout."""
         failure = None if self.result is None else self.result.failure
@@ -86,7 +92,9 @@ class SeedPlayer:
         """Make the scenario of a seed."""
         return generate_scenario(seed, self._steps)
 
-    def seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> Played:
+    def seed(
+        self, seed: int, is_sample: bool, is_measured: bool = False, is_first: bool = False
+    ) -> Played:
         """Play a seed.
 
         Args:
@@ -94,42 +102,64 @@ class SeedPlayer:
             is_sample: Whether to run the seed twice if its run is green, is short, and loads a
                 block.
             is_measured: Whether to measure which branches of the author's code run.
+            is_first: Whether the caller shrinks the first failure and then settles it; otherwise
+                this call settles each failure.
         """
         scenario = self.scenario(seed)
         # Runs in which threads yield at each line have their own tracer.
         if not is_measured or scenario.threads_yield_often:
-            return self._seed(scenario, seed, is_sample)
+            return self._seed(scenario, seed, is_sample, is_first)
         with self._tracer.measuring():
-            played = self._seed(scenario, seed, is_sample)
+            played = self._seed(scenario, seed, is_sample, is_first)
         return replace(played, branches=self._tracer.take())
 
-    def _seed(self, scenario: Scenario, seed: int, is_sample: bool) -> Played:
+    def _seed(self, scenario: Scenario, seed: int, is_sample: bool, is_first: bool) -> Played:
         try:
-            result = self._simulate(scenario)
+            result = self.simulate(scenario)
         except ConfigError:
             if not self._takes_one_group():
                 raise
             return Played(None)
-        failure = result.failure
-        differs = None
-        is_sample = is_sample and scenario.rounds == 1 and bool(result.coverage.get("loads"))
-        if is_sample if failure is None else not failure.is_timeout:
-            again = self._simulate(scenario)
-            differs = repeat.difference(result, again)
-            if failure and again.failure:  # otherwise chance decides, not the ids
+        if result.failure is not None:
+            if is_first and self._is_own:
+                return Played(self._with_events_wanted(result))
+            return self.settle(seed, result)
+        note = ""
+        if is_sample and scenario.rounds == 1 and result.coverage.get("loads"):
+            note = self._chance(seed, result, self.simulate(scenario))
+        result = self._with_events_wanted(result)
+        if not note:
+            return Played(result)
+        note = f"{note}. A seed of this connector replays nothing exactly"
+        return Played(result, is_repeatable=False, note=note)
+
+    def settle(self, seed: int, result: SimulationResult) -> Played:
+        """Repeat a failing run, and name chance, reused request ids or the engine as its cause.
+
+        Args:
+            seed: The seed of the run.
+            result: The run.
+        """
+        failure, chance = result.failure, ""
+        assert failure is not None, "only failures are settled"
+        if not failure.is_timeout:
+            again = self.simulate(result.scenario)
+            chance = self._chance(seed, result, again)
+            if again.failure:  # otherwise chance decides, not the ids
                 result = self._with_reused_ids(result)
+                assert result.failure is not None, "the law changes, not the failure"
                 failure = result.failure
-        if differs is None:
-            if failure and not failure.is_timeout and not self._is_own:
+            if not chance:
                 result = self.judge(result)
-            return Played(self._with_events_wanted(result))
-        told = f"not deterministic: seed {seed} was run twice: {differs}"
-        if failure is None:
-            note = f"{told}. A seed of this connector replays nothing exactly"
-            return Played(self._with_events_wanted(result), is_repeatable=False, note=note)
-        failure = replace(failure, message=f"{failure.message}. This is {told}")
-        result = self._with_events_wanted(replace(result, failure=failure))
-        return Played(result, is_repeatable=False)
+        if chance:
+            failure = replace(failure, message=f"{failure.message}. This is {chance}")
+            result = replace(result, failure=failure)
+        return Played(self._with_events_wanted(result), is_repeatable=not chance)
+
+    @staticmethod
+    def _chance(seed: int, result: SimulationResult, again: SimulationResult) -> str:
+        differs = repeat.difference(result, again)
+        return f"not deterministic: seed {seed} was run twice: {differs}" if differs else ""
 
     def first_load_error(self, scenario: Scenario) -> str:
         """Return the exception behind the first load that fails in a run, as one line."""
@@ -157,11 +187,12 @@ class SeedPlayer:
         runs = own_runs(self._engines, self._connector_class)
         return runs.judge_own(self._connector_class, result, self._options)
 
-    def simulate(self, scenario: Scenario) -> SimulationResult:
+    def simulate_both(self, scenario: Scenario) -> SimulationResult:
         """Run a scenario; a failure that only reused request ids cause breaks CONN-5."""
-        return self._with_reused_ids(self._simulate(scenario))
+        return self._with_reused_ids(self.simulate(scenario))
 
-    def _simulate(self, scenario: Scenario, *, unique_ids: bool = False) -> SimulationResult:
+    def simulate(self, scenario: Scenario, *, unique_ids: bool = False) -> SimulationResult:
+        """Run a scenario once."""
         return simulate(
             self._connector_class,
             scenario,
@@ -177,7 +208,7 @@ class SeedPlayer:
             return result
         first_rounds = min(result.scenario.rounds, len(result.loads_of_rounds) + 1)
         scenario = replace(result.scenario, rounds=first_rounds)
-        if self._simulate(scenario, unique_ids=True).failure is not None:
+        if self.simulate(scenario, unique_ids=True).failure is not None:
             return result
         message = f"only when a request id is used again: {failure.law}: {failure.message}"
         return replace(result, failure=replace(failure, law="CONN-5", message=message, hint=None))
