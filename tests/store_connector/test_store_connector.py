@@ -16,7 +16,16 @@ from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
 from kvview.bridge import TierOptions, open_tier
 from kvview.targets import load_connector
 from kvview.testing.command import check
-from kvview.testing.connector import generate_scenario, simulate
+from kvview.testing.connector import (
+    Add,
+    Fate,
+    Scenario,
+    Squeeze,
+    Step,
+    generate_scenario,
+    simulate,
+)
+from kvview.testing.connector.scenario import Outcome, WorkerHalf
 from kvview.tier import AsyncStore, Namespace
 from kvview_reference.replay.command import replay
 
@@ -59,6 +68,23 @@ def test_clocks_that_jump_end_no_timeout_of_a_coroutine() -> None:
     assert not any(result.failure for result in results)
     assert sum(result.coverage.get("loads", 0) for result in results) > 0
     assert not any(result.load_error for result in results)
+
+
+@pytest.mark.parametrize("outcome", ["none", "half"])
+@pytest.mark.parametrize("worker_half", ["job_by_job", "whole_plans", "in_a_process"])
+def test_a_failed_store_puts_no_wrong_bytes_under_a_key(
+    worker_half: WorkerHalf, outcome: Outcome, tmp_path: Path
+) -> None:
+    evict = (Step(8), Squeeze(8), Squeeze(0), Step(4))
+    requests = (Add("fails", 1, 9, 1), *evict, Add("stores", 1, 9, 1), *evict, Add("loads", 1, 9))
+    fates = (Fate(outcome=outcome),)
+    run = Scenario(CacheGeometry.single(4), 9, requests, fates, worker_half=worker_half)
+    keeps_the_first_page = {"store": "kvview_reference.tier:FileStore", "root": str(tmp_path)}
+    given = {**keeps_the_first_page, "weights": "1", "mode": "eager", "cpu_blocks": 0}
+    result = simulate(StoreConnector, run, given)
+    assert result.failure is None
+    assert (result.coverage["failed stores"], result.coverage["stores"]) == (1, 1)
+    assert result.coverage["loads"] > 0
 
 
 def options(given: Sequence[str]) -> list[str]:

@@ -98,6 +98,11 @@ class PlannedJob:
         return self.is_computed and self.age >= self.fate.move_after
 
     @property
+    def keeps_by_key(self) -> bool:
+        """Whether a store keeps its pages by key, because its medium has no numbered pages."""
+        return not self.is_load and _numbers_of(self.transfer.dst) is None
+
+    @property
     def failing_blocks(self) -> list[int]:
         """Blocks that are not copied because of the job's fate."""
         moved = {"ok": len(self.gpu_blocks), "half": len(self.gpu_blocks) // 2, "none": 0}
@@ -160,8 +165,13 @@ def blocks_of_loads(jobs: Iterable[PlannedJob]) -> set[int]:
     return {block for job in jobs if job.is_load for block in job.gpu_blocks}
 
 
+def _numbers_of(spec: LoadStoreSpec) -> Sequence[int] | None:
+    numbers: Sequence[int] | None = getattr(spec, "block_ids", None)
+    return numbers
+
+
 def _pages(spec: LoadStoreSpec) -> set[_Page]:
-    ids = getattr(spec, "block_ids", None)
+    ids = _numbers_of(spec)
     return {(spec.medium, number) for number in ids} if ids is not None else {(spec.medium, None)}
 
 

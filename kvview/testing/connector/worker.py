@@ -75,7 +75,8 @@ class WorkerHarness(WorkerConnector):
        (XFER-6), and after earlier jobs on one of its pages. All due jobs are started in the order
        of their plans before the harness waits for one of them. So the worker half must keep the
        order of jobs that share a page (XFER-3). A job with a simulated failure runs alone, and the
-       harness corrupts its bytes.
+       harness corrupts its bytes. But a store by key receives the right bytes, because a key
+       determines its bytes (KEY-2): the medium may keep them and refuse the bytes of a later store.
     2. With ``whole_plans`` a plan is started in its step, and the copies of the worker half's
        threads wait at a gate (:mod:`~kvview.testing.connector.held_copies`) until a job is due. In
        this mode a simulated failure is a copy that raises an exception.
@@ -272,7 +273,7 @@ class WorkerHarness(WorkerConnector):
         jobs = [job for start in starts for job in start.jobs]
         with (
             self._pages.only_loads_write(jobs, lambda: blocks_of_loads(jobs)),
-            self._pages.corrupted(self._failing_blocks(jobs)),
+            self._pages.corrupted(self._blocks_to_corrupt(jobs)),
         ):
             for start in starts:
                 for job in start.jobs:
@@ -286,8 +287,11 @@ class WorkerHarness(WorkerConnector):
             if job.is_load:
                 self._pages.corrupt(job.failing_blocks)
 
-    def _failing_blocks(self, jobs: Sequence[PlannedJob]) -> set[int]:
-        """Return the source blocks of stores that must fail, unless another store needs them."""
+    def _blocks_to_corrupt(self, jobs: Sequence[PlannedJob]) -> set[int]:
+        """Return the source blocks of stores that must fail, unless another store needs them.
+
+        This also counts the blocks of each store that arrive nevertheless.
+        """
         stores = [job for job in jobs if not job.is_load]
         failing = {block for job in stores for block in job.failing_blocks}
         for job in stores:
@@ -296,7 +300,7 @@ class WorkerHarness(WorkerConnector):
                 failing.difference_update(job.gpu_blocks)
         for job in stores:
             job.num_moved = len(list(takewhile(lambda block: block not in failing, job.gpu_blocks)))
-        return failing
+        return failing - {b for job in stores if job.keeps_by_key for b in job.gpu_blocks}
 
     # --- whole plans, with copies behind a gate ---
 
