@@ -125,15 +125,16 @@ class TierModel:
         self.failed.discard(key)
         self.gone.discard(key)
         self._forget(key)
-        self.held[key], self.used[key] = size, self.now
+        self.held[key] = size
+        self._use(key)
         if self.is_faulty or key in job.crossed or key in self.damaged:
             self._doubt([key])
         self._make_room()
 
     def _loaded(self, job: KeyJob, key: bytes, flag: bool) -> Promises:
-        size, is_sure = self.held.get(key), key not in job.crossed and not self.is_closed
+        is_sure = self._is_sure(job, key)
         if not flag:
-            may_fail = size != job.sizes[key] or self.is_faulty or not is_sure
+            may_fail = not self._must_load(job, key)
             yield "TIER-7", f"key {key!r}, which is held, is loaded", may_fail
             if is_sure:
                 self._forget(key)
@@ -150,7 +151,27 @@ class TierModel:
         yield "TIER-7", f"key {key!r}, which was not stored, is not loaded", is_there
         if is_sure:
             self.damaged.discard(key)
+            self._use(key)
+
+    def _use(self, key: bytes) -> None:
+        """Use a key, unless a put in flight may have evicted it without a notice so far."""
+        if all(job.is_get for job in self.jobs.values()):
             self.used[key] = self.now
+
+    def _must_load(self, job: KeyJob, key: bytes) -> bool:
+        is_held = self.held.get(key) == job.sizes[key] and not self.is_faulty
+        return is_held and self._is_sure(job, key)
+
+    def _is_sure(self, job: KeyJob, key: bytes) -> bool:
+        return key not in job.crossed and not self.is_closed
+
+    def lacks(self, number: int, flags: Sequence[bool]) -> bool:
+        """Whether a report lacks a key that must be loaded, unless the key has been evicted."""
+        job = self.jobs.get(number)
+        if job is None or not job.is_get:
+            return False
+        failed = [key for key, flag in zip(job.sizes, flags, strict=False) if not flag]
+        return any(self._must_load(job, key) for key in failed)
 
     def has_room(self, size: int) -> bool:
         """Return whether a page fits in addition to all other pages in flight."""
@@ -208,8 +229,12 @@ class TierModel:
     # --- the medium ---
 
     def damage(self) -> None:
-        """Damage every entry; a get then returns the right bytes or fails (TIER-1)."""
+        """Damage every entry; a get then returns the right bytes or fails (TIER-1).
+
+        A damaged entry of a deleted key may stay, if the store removes the entry during the damage.
+        """
         self.damaged |= {*self.held, *self.either}
+        self.damaged |= {*self.sizes} if self.has_deleted else set()
         self._doubt([*self.held])
 
     def share(self) -> None:

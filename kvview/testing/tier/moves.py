@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -169,7 +170,7 @@ class TierMoves(Player):
         self.model.now += 1
         for job, flags in list(self.ask("poll")):
             known = self.model.jobs.get(job)
-            self.learn_evictions()
+            self.await_evictions(partial(self.model.lacks, job, list(flags)))
             self.judge(self.model.report(job, list(flags)), flags)
             assert known is not None, "the model knows the outcome"
             keys, pages = self.pages.pop(job)
@@ -191,6 +192,18 @@ class TierMoves(Player):
             evicted += self.subject.take_evicted()
         if self.model.max_bytes is not None:
             self.judge(self.model.evicted(evicted), evicted)
+
+    def await_evictions(self, is_needed: Callable[[], bool]) -> None:
+        """Take the evicted keys, including those that the store reports a moment later.
+
+        Args:
+            is_needed: Whether a result is wrong unless another key was evicted.
+        """
+        self.learn_evictions()
+        end = time.monotonic() + self.patience / 4
+        while self.model.names_evicted and is_needed() and time.monotonic() < end:
+            time.sleep(0.0005)
+            self.learn_evictions()
 
     def occupies_at_most(self, most: int, what: str, reason: str) -> None:
         """Break the law if the files of the store are larger than a limit.
@@ -264,14 +277,11 @@ class TierMoves(Player):
                 if None not in flags:
                     break
                 wait(flags)
-        end = time.monotonic() + self.patience / 4
         for key, flag in zip(keys, flags, strict=True):
-            self.learn_evictions()
-            while self.model.names_evicted and not flag and self.model.must_be_found(key):
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.0005)  # the store may report the eviction a moment later
+            if flag:
                 self.learn_evictions()
+            else:
+                self.await_evictions(partial(self.model.must_be_found, key))
             self.judge(self.model.answer(key, bool(flag)), flag)
         return [bool(flag) for flag in flags]
 

@@ -1,0 +1,131 @@
+"""Right stores whose threads are late: the check of a tier must not blame them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from kvview.testing.search import Plan
+from kvview.testing.tier.player import TierPlayer
+from kvview.testing.tier.store_harness import StoreHarness
+from kvview_reference.tier import FileStore
+
+pytest.importorskip("xxhash")
+
+MOMENT = 0.02  # seconds
+BUDGET, PAGE = 100_000, 4096
+OLD = {b"old %d" % number: PAGE for number in range(22)}
+NEW = {b"new %d" % number: PAGE for number in range(4)}
+
+
+class LateNotices(FileStore):
+    """Reports an eviction a moment after it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.has_evicted = threading.Event()
+        super().__init__(*args, **options)
+
+    @override
+    def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
+        def report(keys: Sequence[bytes]) -> None:
+            self.has_evicted.set()
+            time.sleep(MOMENT)
+            evicted(keys)
+
+        super().on_evicted(report)
+
+
+class EvictsDuringALoad(LateNotices):
+    """Evicts the first key after its page was read, and before the load is reported."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.is_loading = False
+        self.has_read = threading.Event()
+        make_head = self._format.head
+
+        def head(key: bytes, page: memoryview) -> bytes:
+            if self.is_loading and key in OLD:
+                self.has_read.set()
+                self.has_evicted.wait()
+            return make_head(key, page)
+
+        self._format.head = head  # type: ignore[method-assign]
+
+    @override
+    def store(self, key: bytes, page: memoryview, *, is_replaced: bool) -> bool:
+        if self.is_loading:
+            self.has_read.wait()
+        return super().store(key, page, is_replaced=is_replaced)
+
+
+@contextmanager
+def playing(store: type[FileStore]) -> Iterator[TierPlayer]:
+    player = TierPlayer(partial(StoreHarness, store, {"root": "{tmp}"}), Plan(0, is_small=True))
+    try:
+        yield player
+    finally:
+        player.end()
+
+
+def test_a_load_may_miss_a_key_whose_eviction_is_reported_a_moment_later() -> None:
+    with playing(LateNotices) as player:
+        player.set_budget(BUDGET)
+        for key, size in OLD.items():
+            player.move("put", {key: size})
+        player.submit("put", NEW)
+        player.subject.has_evicted.wait()
+        for key, size in OLD.items():
+            player.submit("get", {key: size})
+        player.wait()
+        assert not OLD.keys() <= player.model.held.keys()
+
+
+def test_a_load_may_end_well_before_the_eviction_of_its_key_is_reported() -> None:
+    with playing(EvictsDuringALoad) as player:
+        player.set_budget(BUDGET)
+        for key, size in OLD.items():
+            player.move("put", {key: size})
+        player.subject.is_loading = True
+        first = next(iter(OLD))
+        player.submit("get", {first: PAGE})
+        player.submit("put", NEW)
+        player.wait()
+        assert first in player.model.gone
+
+
+def test_a_damaged_file_may_outlive_the_deletion_of_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_damaging = threading.Event()
+    exists = Path.exists
+
+    def exists_until_now(path: Path) -> bool:
+        found = exists(path)
+        is_damaging.set()
+        time.sleep(MOMENT)  # the store removes the file
+        return found
+
+    class RemovesLate(FileStore):
+        @override
+        def remove(self, key: bytes, /) -> None:
+            is_damaging.wait()
+            super().remove(key)
+
+    monkeypatch.setattr(Path, "exists", exists_until_now)
+    with playing(RemovesLate) as player:
+        player.move("put", NEW)
+        player.ask("delete", [*NEW])
+        player.model.delete(NEW)
+        player.harness.damage("flip")
+        player.model.damage()
+        player.move("put", NEW)
+        player.move("get", NEW)
