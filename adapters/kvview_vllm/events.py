@@ -37,13 +37,13 @@ class _Chain:
     Args:
         hashes: Block hashes of the request; vLLM's live list until the request has finished.
         content: Content of the request.
-        extra_keys: For each group, the extra keys of each of its blocks.
+        extra_keys: For each group, the extra keys of each of its blocks; None if none has any.
         num_known: Number of blocks of each group whose keys are in the index.
     """
 
     hashes: Sequence[BlockHash]
     content: RequestContent
-    extra_keys: Sequence[Sequence[Any]]
+    extra_keys: Sequence[Sequence[Any] | None]
     num_known: list[int] = field(default_factory=list)
 
 
@@ -81,10 +81,11 @@ class BlockDescriptions:
         chain = self._living.pop(request.request_id, None) or self._chain(request, content)
         sizes = (group.block_size for group in self.geometry.groups)
         counts = [len(chain.hashes) * self.geometry.hash_block_size // size for size in sizes]
-        chain.extra_keys = [
-            _kept([keys[number] for number in range(count)])
-            for keys, count in zip(chain.extra_keys, counts, strict=True)
+        computed = [
+            [keys[number] for number in range(count)]
+            for keys, count in zip(self._extra_keys(request), counts, strict=True)
         ]
+        chain.extra_keys = [keys if any(keys) else None for keys in computed]
         chain.hashes = tuple(chain.hashes)
         chain.content = RequestContent(
             content.token_ids, content.lora_name, content.lora_id, content.cache_salt
@@ -99,47 +100,42 @@ class BlockDescriptions:
 
     def places(self) -> Mapping[OffloadKey, _Place]:
         """Return the position of each remembered key in its request."""
-        for chain in (*self._unwritten.values(), *self._living.values()):
-            self._learn(chain)
+        for chain in self._unwritten.values():
+            # From its first block, because requests that finish earlier are forgotten earlier.
+            self._learn(chain, [0] * len(chain.num_known))
+        for chain in self._living.values():
+            self._learn(chain, chain.num_known)
         self._unwritten.clear()
         return self._places
 
     def _chain(self, request: Any, content: RequestContent) -> _Chain:
-        groups = self.geometry.groups
-        extra_keys = [extra_keys_of(request, group.block_size) for group in groups]
-        return _Chain(request.block_hashes, content, extra_keys, [0] * len(groups))
+        extra_keys = self._extra_keys(request)
+        return _Chain(request.block_hashes, content, extra_keys, [0] * len(extra_keys))
 
-    def _learn(self, chain: _Chain) -> None:
-        for group_idx, known in enumerate(chain.num_known):
-            number = known
+    def _extra_keys(self, request: Any) -> Sequence[Sequence[Any]]:
+        return [extra_keys_of(request, group.block_size) for group in self.geometry.groups]
+
+    def _learn(self, chain: _Chain, num_known: Sequence[int]) -> None:
+        for group_idx, number in enumerate(num_known):
             while key := self.geometry.block_key(chain.hashes, group_idx, number):
                 self._places[key] = _Place(chain, number)
                 number += 1
             chain.num_known[group_idx] = number
 
     def _forget(self, chain: _Chain) -> None:
+        """Forget the keys of a finished request, except those that an unfinished request has."""
+        first = [*chain.hashes[:1]]
+        heirs = [one for one in self._living.values() if [*one.hashes[:1]] == first]
         for group_idx, known in enumerate(chain.num_known):
             for number in range(known):
                 key = self.geometry.block_key(chain.hashes, group_idx, number)
-                if key is not None and key in self._places and self._places[key].chain is chain:
-                    del self._places[key]
-
-
-def _kept(extra_keys: list[Any]) -> Sequence[Any]:
-    return extra_keys if any(extra_keys) else _Nothing(len(extra_keys))
-
-
-class _Nothing(Sequence[Any]):
-    """A sequence of one None per block that stores only its length."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        return [None] * len(range(self._length)[index]) if isinstance(index, slice) else None
+                if key is None or key not in self._places or self._places[key].chain is not chain:
+                    continue
+                del self._places[key]
+                for one in heirs:
+                    other = self.geometry.block_key(one.hashes, group_idx, number)
+                    if other == key and number < one.num_known[group_idx]:
+                        self._places[key] = _Place(one, number)
 
 
 def to_vllm_events(
@@ -207,11 +203,11 @@ def _described(
     chain, number = first
     size = geometry.groups[group_idx].block_size
     parent = geometry.block_key(chain.hashes, group_idx, number - 1) if number else None
-    numbers = range(number, number + num_blocks)
+    extra_keys = chain.extra_keys[group_idx] or [None] * (number + num_blocks)
     return {
         "parent_block_hash": None if parent is None else get_offload_block_hash(parent),
         "token_ids": list(chain.content.token_ids[number * size : (number + num_blocks) * size]),
         "lora_id": chain.content.lora_id,
         "lora_name": chain.content.lora_name,
-        "extra_keys": event_extra_keys([chain.extra_keys[group_idx][n] for n in numbers]),
+        "extra_keys": event_extra_keys([*extra_keys[number : number + num_blocks]]),
     }

@@ -142,8 +142,8 @@ def test_an_event_has_the_fields_of_the_gpus_event_for_a_block(
         pytest.skip("with a connector this release takes one KV-cache group only")
     engine = make_engine(tmp_path, windows)
     request = engine.add("r", TOKENS, max_tokens=20)
-    request.cache_salt = "tenant"
-    engine.add("s", [*TOKENS[:40], *range(500, 540)])
+    other = engine.add("s", [*TOKENS[:40], *range(500, 540)])
+    request.cache_salt = other.cache_salt = "tenant"
     for _ in range(2):
         engine.step()
     living = by_block(advertise(engine, gpu_stores(engine)))

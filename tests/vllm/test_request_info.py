@@ -14,12 +14,16 @@ import pytest
 
 import engine as lane  # type: ignore[import-not-found]
 from kvview import (
+    CacheGeometry,
     OffloadingEvent,
+    RequestContent,
     TransferResult,
     UnsupportedContractError,
     make_offload_key,
 )
+from kvview_vllm.events import BlockDescriptions
 from kvview_vllm.releases.calls import request_content
+from kvview_vllm.releases.samples import BLOCK_SIZE, make_request
 
 RECORDING = f"{Path(__file__).with_name('recording_connectors.py')}:RecordingConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
@@ -159,3 +163,34 @@ def test_an_event_may_name_any_medium(make_engine: MakeEngine, medium: str) -> N
     batch = kv_events.KVEventBatch(ts=0.0, events=list(engine.scheduler.connector.take_events()))
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=kv_events.KVEventBatch)
     assert [event.medium for event in decoded.events] == [medium] * 2
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_content_of_a_block_is_kept_as_long_as_one_of_its_requests(ends: bool) -> None:
+    """A shorter request with the same blocks finishes, and then others finish."""
+    geometry = CacheGeometry.single(BLOCK_SIZE)
+    descriptions = BlockDescriptions(geometry, num_blocks=2)
+
+    def follow(name: str, first: int) -> tuple[Any, RequestContent]:
+        tokens = range(first, first + BLOCK_SIZE)
+        request = make_request(name, tokens, 1, block_hasher=lambda request: [bytes([first]) * 32])
+        content = request_content(request, BLOCK_SIZE)
+        descriptions.follow(request, content)
+        descriptions.places()
+        return request, content
+
+    longest = follow("longest", 0)
+    descriptions.finish(*follow("shorter", 0))
+    key = make_offload_key(longest[0].block_hashes[0], 0)
+    assert key in descriptions.places()
+    if ends:
+        descriptions.finish(*longest)
+        descriptions.finish(*follow("another", 10))
+    else:
+        for number in range(1, 4):
+            descriptions.finish(*follow(f"another {number}", 10 * number))
+    assert key in descriptions.places()
+    for number in range(4, 7):
+        descriptions.finish(*follow(f"another {number}", 10 * number))
+    assert (key in descriptions.places()) == (not ends)
+    assert len(descriptions.places()) == 2 + (not ends)
