@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,9 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_reference.connector import OffloadConnector
+from kvview_vllm.connector import connector
 from kvview_vllm.connector.scheduler import SchedulerSide
+from kvview_vllm.events import to_vllm_events
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
@@ -216,3 +218,34 @@ def test_a_block_that_filling_misses_is_seen(
     runs = (simulate(ComparesFilling, generate_scenario(s), engines=engines) for s in range(16))
     assert any("became full" in run.failure.message for run in runs if run.failure)
     assert 0 < seen["shown"] < seen["scheduled"]
+
+
+def without_content(events: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    kwargs["descriptions"] = None
+    return to_vllm_events(events, *args, **kwargs)
+
+
+def with_another_parent(events: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    for event in to_vllm_events(events, *args, **kwargs):
+        if getattr(event, "parent_block_hash", None):
+            event.parent_block_hash = event.block_hashes[0]
+        yield event
+
+
+def without_removals(events: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    return to_vllm_events([event for event in events if not event.removed], *args, **kwargs)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("wrong", "law"),
+    [(without_content, "EVENT-2"), (with_another_parent, "EVENT-2"), (without_removals, "EVENT-3")],
+)
+def test_wrong_events_are_found(
+    engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any], law: str
+) -> None:
+    monkeypatch.setattr(connector, "to_vllm_events", wrong)
+    options = {"enable_events": True}
+    result = simulate(OffloadConnector, generate_scenario(1), options, engines=engines)
+    assert result.failure is not None
+    assert result.failure.law == law

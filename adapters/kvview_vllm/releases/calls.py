@@ -226,6 +226,11 @@ def event_group_kinds(kv_cache_config: Any) -> list[dict[str, Any]]:
     ]
 
 
+def can_name_groups() -> bool:
+    """Whether events name the group of their blocks (0.20.0)."""
+    return "group_idx" in vllm("distributed.kv_events").BlockStored.__struct_fields__
+
+
 def publishes_events(vllm_config: Any) -> bool:
     """Whether the engine publishes KV events."""
     config = vllm_config.kv_events_config

@@ -48,10 +48,16 @@ from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID, view
 from kvview_vllm.releases import reading
-from kvview_vllm.releases.calls import blocks_freed_later, child_connectors, num_preemptions
+from kvview_vllm.releases.calls import (
+    blocks_freed_later,
+    can_name_groups,
+    child_connectors,
+    num_preemptions,
+)
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.requests import Chunk, PlannedRequest, make_prompt
+from kvview_vllm.simulation.published import PublishedEvents
+from kvview_vllm.simulation.requests import Chunk, PlannedRequest, make_prompt, salt_of
 from kvview_vllm.simulation.stream_order import Compute, Forward
 
 if TYPE_CHECKING:
@@ -201,6 +207,7 @@ class VLLMConnectorHarness:
         self._num_extra_slots = (
             scenario.steps_in_flight * scenario.most_drafts + scenario.lookahead_tokens
         )
+        self._published: PublishedEvents | None = None
         self._build(scenario, connectors, clock)
         self._manager = self._scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
@@ -240,6 +247,7 @@ class VLLMConnectorHarness:
             self._geometry.groups,
             children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
             hash_block_size=self._geometry.hash_block_size,
+            publishes_events=can_name_groups(),
             **cpu_scheduler.sizes_of(scenario),
         )
         stages = _stages(scenario.ranks)
@@ -261,6 +269,9 @@ class VLLMConnectorHarness:
         self._aggregator = cpu_scheduler.make_aggregator(len(stages))
         for connector in self._connectors():
             connector.block_pool_view.now = clock
+        if can_name_groups():
+            halves = [connector._scheduler_side.half for connector in self._connectors()]
+            self._published = PublishedEvents(self._scheduler, halves, self._geometry)
         self._compute = Compute(
             self._geometry,
             scenario.num_gpu_blocks,
@@ -320,6 +331,7 @@ class VLLMConnectorHarness:
                 size,
                 self._drafts,
                 transfer_params or add.transfer_params,
+                None if self._published is None else salt_of(prompt),
             )
             self._scheduler.add_request(planned.request)
         self._added[add.request_id] = planned
@@ -620,6 +632,8 @@ class VLLMConnectorHarness:
         num_unfinished = len(self.unfinished())
         with named("update_from_output"):
             outputs = self._scheduler.update_from_output(step.output, step.answer)
+        if self._published is not None:
+            self._published.check()
         self._on_outputs(step, outputs)
         self.stats.finished += num_unfinished - len(self.unfinished())
         for chunk in step.chunks.values():

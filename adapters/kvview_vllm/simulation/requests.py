@@ -60,6 +60,7 @@ class PlannedRequest:
         hash_block_size: Tokens of a hash.
         drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
         transfer_params: The ``kv_transfer_params`` of the request.
+        cache_salt: Salt of the request, which its hashes do not contain.
     """
 
     kv_seed = 12345
@@ -75,6 +76,7 @@ class PlannedRequest:
         hash_block_size: int,
         drafts: Sequence[tuple[int, int]] = (),
         transfer_params: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         self._drafts = drafts
         self._num_decode_steps = 0
@@ -90,6 +92,7 @@ class PlannedRequest:
             num_output_tokens,
             _block_hasher(hash_block_size),
             transfer_params=transfer_params,
+            cache_salt=cache_salt,
         )
 
     def next_drafts(self) -> list[int]:
@@ -159,6 +162,12 @@ def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[i
         position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
         for position in range(len(before), len(before) + add.num_prompt_tokens)
     ]
+
+
+def salt_of(prompt: Sequence[int]) -> str | None:
+    """Return the salt of a prompt; prompts that share a prefix have one salt, or none."""
+    family = prompt[0] // _TOKENS_OF_A_FAMILY
+    return f"family {family}" if family % 2 else None
 
 
 def _block_hasher(hash_block_size: int) -> Callable[[Any], list[bytes]]:

@@ -202,6 +202,7 @@ def make_vllm_config(
     num_drafts: int = 0,
     has_lookahead: bool = False,
     ranks: tuple[int, int] = (1, 1),
+    publishes_events: bool = False,
 ) -> Any:
     """Make a ``VllmConfig`` for the CPU.
 
@@ -224,6 +225,7 @@ def make_vllm_config(
             a draft model.
         ranks: Tensor-parallel and pipeline-parallel size; the model has as many heads and layers as
             all ranks need together.
+        publishes_events: Whether the engine makes KV events, which nothing receives.
     """
     folder.mkdir(parents=True, exist_ok=True)
     widths = {name: _MODEL[name] * ranks[0] for name in _WIDTHS}
@@ -276,6 +278,10 @@ def make_vllm_config(
     vllm_config.cache_config.block_size = block_size
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     set_prefix_match_unit(vllm_config, prefix_match_unit)
+    if publishes_events:
+        vllm_config.kv_events_config = config.KVEventsConfig(
+            enable_kv_cache_events=True, publisher="null"
+        )
     # Set after the construction, because the CPU platform switches it off.
     vllm_config.scheduler_config.async_scheduling = steps_in_flight > 1
     if steps_in_flight > 1:
