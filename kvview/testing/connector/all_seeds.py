@@ -63,7 +63,7 @@ def check_connector(
        not depend on the number of processes.
     2. The first failure of each law is shrunk.
     3. A failing run is repeated, and the message contains any difference between the two runs. If
-       the first failure ends the check, its smallest run is repeated, not the run of the seed.
+       the first failure ends the check, a long run is shrunk before it is repeated.
     4. A hook that does not return ends its run; after the second such hook, the check ends.
     5. If a process dies, the seed that it ran counts as failed.
 
@@ -95,7 +95,7 @@ def check_connector(
     """
     check = _Check(connector_class, dict(options or {}), engines or load_engines(), steps)
     check.goes_on = keep_going if callable(keep_going) else lambda law: bool(keep_going)
-    check.settles_later = not keep_going and max_shrink_runs > 0
+    check.ends_at_first = not keep_going and max_shrink_runs > 0
     in_size(dict(options or {}), 1, 1)  # so that a wrong expression is refused before anything runs
     check.max_shrink_runs, check.shrink_runs_left = max_shrink_runs, 2 * max_shrink_runs
     number = processes
@@ -141,7 +141,7 @@ class _Check:
 
     workers: Workers
     goes_on: GoesOn
-    settles_later: bool
+    ends_at_first: bool
 
     def __init__(
         self,
@@ -160,6 +160,7 @@ class _Check:
         self.max_shrink_runs = self.shrink_runs_left = 0
         self._num_timeouts = 0
         self._to_shrink: list[int] = []  # indices in self.failures
+        self._is_settled = True  # unless the failure is the first, which is shrunk before
         self._connector_class = connector_class
         self._options = options
         self.code = CodeThatRan(self.player.code, options)
@@ -174,7 +175,7 @@ class _Check:
                 seed,
                 place % repeat.EVERY == _SAMPLE,
                 self.code.measures(place),
-                self.settles_later,
+                self.ends_at_first,
             )
             for place, seed in enumerate(seeds)
         )
@@ -209,6 +210,7 @@ class _Check:
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
+        self._is_settled = played.is_settled
         failure = self._to_failure(seed, result, played.is_repeatable)
         known = {one.filed_under for one in self.failures}
         if played.may_shrink and failure.filed_under not in known:
@@ -241,10 +243,11 @@ class _Check:
             found = self.failures[place]
             if found.law != "CONN-5" and self._shrinks(place, "simulate"):
                 continue
-            if self.settles_later:
+            if not self._is_settled:
                 assert found.result is not None, "simulated runs have results"
                 played = self._settle(found.seed, found.result)
                 self._put(place, played)
+                self._is_settled = True
                 if not played.may_shrink:
                     continue
             self._shrinks(place, "simulate_both")
@@ -269,7 +272,7 @@ class _Check:
             self.shrink_runs_left -= most - shrinker.runs_left
             if shrinker.best is not before.result:
                 self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
-        if shrinker.best is before.result and not self.settles_later:
+        if shrinker.best is before.result and self._is_settled:
             return True
         played = self._settle(before.seed, shrinker.best)
         is_same = played.law == before.law and played.is_repeatable

@@ -35,6 +35,7 @@ class Played:
         result: The result of the run; None if the connector refuses the geometry.
         is_repeatable: Whether a second run of the seed, if there was one, had the same result.
         note: Note for the report, or empty.
+        is_settled: Whether a failure was repeated, so that its law is final.
         branches: Branches of the author's code that have run so far in the process that played
             the seed; empty if not measured.
     """
@@ -42,6 +43,7 @@ class Played:
     result: SimulationResult | None
     is_repeatable: bool = True
     note: str = ""
+    is_settled: bool = True
     branches: Branches = field(default_factory=dict)
 
     @property
@@ -102,8 +104,8 @@ class SeedPlayer:
             is_sample: Whether to run the seed twice if its run is green, is short, and loads a
                 block.
             is_measured: Whether to measure which branches of the author's code run.
-            is_first: Whether the caller shrinks the first failure and then settles it; otherwise
-                this call settles each failure.
+            is_first: Whether the caller shrinks the first failure and then settles it, if its run
+                is long; otherwise this call settles each failure.
         """
         scenario = self.scenario(seed)
         # Runs in which threads yield at each line have their own tracer.
@@ -121,8 +123,8 @@ class SeedPlayer:
                 raise
             return Played(None)
         if result.failure is not None:
-            if is_first and self._is_own:
-                return Played(self._with_events_wanted(result))
+            if is_first and self._is_own and scenario.rounds > 1:
+                return Played(self._with_events_wanted(result), is_settled=False)
             return self.settle(seed, result)
         note = ""
         if is_sample and scenario.rounds == 1 and result.coverage.get("loads"):
