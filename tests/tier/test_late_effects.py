@@ -127,5 +127,7 @@ def test_a_damaged_file_may_outlive_the_deletion_of_its_key(
         player.model.delete(NEW)
         player.harness.damage("flip")
         player.model.damage()
+        player.reopen()
+        assert any(player.look([*NEW]))
         player.move("put", NEW)
         player.move("get", NEW)
