@@ -172,9 +172,22 @@ class PoolMoves(Player):
     @operation("POOL-2", C.SHARE)
     def share(self) -> None:
         """Let another request use some blocks, which are free or in use."""
-        blocks = self.some(self.model.blocks, repeat=True)
+        self._share(self.some(self.model.blocks, repeat=True))
+
+    def _share(self, blocks: Sequence[int]) -> None:
         self.call(self.harness, "share", blocks)
         self.model.take(blocks, self.model.engine)
+
+    @operation("POOL-2", C.SHARE, C.CACHE)
+    def hit(self) -> None:
+        """Let a request hit neighbours in the queue, and sometimes end, which keeps their order."""
+        order = self.model.order()
+        first, last = sorted(self.rng.choices(range(len(order) + 1), k=2))
+        if blocks := order[first:last]:
+            self._share(blocks)
+            if self.rng.random() < 0.7:
+                self.call(self.harness, "release", blocks)
+                self.model.give(blocks, self.model.engine)
 
     @operation("POOL-8", C.CACHE, weight=5)
     def cache(self) -> None:
