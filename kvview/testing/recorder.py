@@ -309,6 +309,8 @@ class Recorder:
     def _shown(self, value: object) -> str:
         if type(value) is tuple and len(value) > 1:
             return f"({', '.join(map(self._shown, value))})"
+        if type(value) is list:
+            return f"[{', '.join(map(self._shown, value))}]"
         return self._names.get(id(value)) or repr(value)
 
 

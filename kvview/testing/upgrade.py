@@ -20,8 +20,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import entry_points
@@ -210,6 +212,22 @@ def _environment(releases: Releases, folder: Path) -> dict[str, str]:
     return {**releases.environment(), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+@contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Deliver Ctrl-C after the block. A blocked signal would stay blocked in a new process."""
+    if threading.current_thread() is not threading.main_thread():  # has no handlers
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 def _check_one(
     target: str, engine: str, release: str, options: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[ReleaseResult, bool]:
@@ -220,22 +238,23 @@ def _check_one(
         file = Path(scratch, "report.json")
         # -P: the import path is the release, followed by the path of this process.
         command = [sys.executable, "-P", "-m", "kvview", "check", target, f"--json={file}"]
-        with subprocess.Popen(
-            [*command, *options],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # one Ctrl-C ends the process, so that it writes its report
-        ) as process:
-            try:
-                _, errors = process.communicate()
-            except KeyboardInterrupt:
-                is_interrupted = True
-                process.terminate()
-                _, errors = process.communicate()
+        try:
+            with _ctrl_c_afterwards():  # otherwise it may leave a process that runs on
+                process = subprocess.Popen(
+                    [*command, *options],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # one Ctrl-C ends the process; it writes its report
+                )
+            _, errors = process.communicate()
+        except KeyboardInterrupt:
+            is_interrupted = True
+            process.terminate()
+            _, errors = process.communicate()
         text = file.read_text() if file.exists() else ""
     code = process.returncode
     if is_interrupted and code == -signal.SIGTERM:  # before the process could write its report

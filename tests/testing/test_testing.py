@@ -176,7 +176,7 @@ def test_a_failing_run_is_shrunk_to_a_few_lines() -> None:
             if len(block_ids) > 1:
                 self.pool.allocate_blocks(1)
 
-    report = run_checks(LosesEvictedBlocks, select=["POOL-1"], seeds=5)
+    report = run_checks(LosesEvictedBlocks, select=["POOL-1"], seeds=40)
     failure = report.failures[0].failure
     assert failure is not None
     calls = [line for line in failure.script.splitlines() if line.startswith(("h.", "view."))]

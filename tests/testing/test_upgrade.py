@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_ctrl_c_ends_the_processes_in_order(tmp_path: Path) -> None:
     ).results
     assert {result.verdict for result in results} == {Verdict.INTERRUPTED}
     assert len(results) == 6
+
+
+def test_ctrl_c_while_a_process_starts_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    (result,) = check(tmp_path, "reference", options=["--seeds=100000"])
+    assert result.verdict is Verdict.INTERRUPTED
+    assert started[0].returncode is not None
 
 
 def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
