@@ -123,9 +123,9 @@ class SeedPlayer:
                 raise
             return Played(None)
         if result.failure is not None:
-            if is_first and self._is_own and scenario.rounds > 1:
+            if is_first and self._is_own and scenario.rounds > 1 and result.scenario == scenario:
                 return Played(self._with_events_wanted(result), is_settled=False)
-            return self.settle(seed, result)
+            return self.settle(seed, result, scenario)
         note = ""
         if is_sample and scenario.rounds == 1 and result.coverage.get("loads"):
             note = self._chance(seed, result, self.simulate(scenario))
@@ -135,17 +135,20 @@ class SeedPlayer:
         note = f"{note}. A seed of this connector replays nothing exactly"
         return Played(result, is_repeatable=False, note=note)
 
-    def settle(self, seed: int, result: SimulationResult) -> Played:
+    def settle(
+        self, seed: int, result: SimulationResult, scenario: Scenario | None = None
+    ) -> Played:
         """Repeat a failing run, and name chance, reused request ids or the engine as its cause.
 
         Args:
             seed: The seed of the run.
             result: The run.
+            scenario: The scenario to repeat, if the engine could not play all of it.
         """
         failure, chance = result.failure, ""
         assert failure is not None, "only failures are settled"
         if not failure.is_timeout:
-            again = self.simulate(result.scenario)
+            again = self.simulate(scenario or result.scenario)
             chance = self._chance(seed, result, again)
             if again.failure:  # otherwise chance decides, not the ids
                 result = self._with_reused_ids(result)
