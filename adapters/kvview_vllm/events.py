@@ -124,18 +124,21 @@ class BlockDescriptions:
 
     def _forget(self, chain: _Chain) -> None:
         """Forget the keys of a finished request, except those that an unfinished request has."""
-        first = [*chain.hashes[:1]]
-        heirs = [one for one in self._living.values() if [*one.hashes[:1]] == first]
         for group_idx, known in enumerate(chain.num_known):
+            heirs = [*self._living.values()]  # with the same blocks so far
             for number in range(known):
                 key = self.geometry.block_key(chain.hashes, group_idx, number)
                 if key is None or key not in self._places or self._places[key].chain is not chain:
                     continue
                 del self._places[key]
-                for one in heirs:
-                    other = self.geometry.block_key(one.hashes, group_idx, number)
-                    if other == key and number < one.num_known[group_idx]:
-                        self._places[key] = _Place(one, number)
+                heirs = [
+                    one
+                    for one in heirs
+                    if number < one.num_known[group_idx]
+                    and self.geometry.block_key(one.hashes, group_idx, number) == key
+                ]
+                if heirs:
+                    self._places[key] = _Place(heirs[-1], number)
 
 
 def to_vllm_events(
@@ -203,11 +206,12 @@ def _described(
     chain, number = first
     size = geometry.groups[group_idx].block_size
     parent = geometry.block_key(chain.hashes, group_idx, number - 1) if number else None
-    extra_keys = chain.extra_keys[group_idx] or [None] * (number + num_blocks)
+    extra_keys = chain.extra_keys[group_idx]
+    of_blocks = extra_keys[number : number + num_blocks] if extra_keys else [None] * num_blocks
     return {
         "parent_block_hash": None if parent is None else get_offload_block_hash(parent),
         "token_ids": list(chain.content.token_ids[number * size : (number + num_blocks) * size]),
         "lora_id": chain.content.lora_id,
         "lora_name": chain.content.lora_name,
-        "extra_keys": event_extra_keys([*extra_keys[number : number + num_blocks]]),
+        "extra_keys": event_extra_keys([*of_blocks]),
     }

@@ -71,12 +71,9 @@ RAW = [b"1e999", b"1" * 5000, b"[" * 50_000, b'{"a":' * 5000, b"\xff\xfe", b"\x0
 @pytest.mark.slow
 def test_drawn_inputs() -> None:
     # Fixed, so that no change is refused for an older fault; ".ci/run --all" draws more inputs.
-    seed = os.environ.get("KVVIEW_FUZZ_SEED", "")
-    command = [
-        sys.executable,
-        __file__,
-        *(["300", "--seed", seed] if seed else ["150", "--seed", "500000"]),
-    ]
+    drawn = os.environ.get("KVVIEW_FUZZ_SEED")
+    number, seed = ("300", drawn) if drawn else ("150", "500000")
+    command = [sys.executable, __file__, number, "--seed", seed]
     done = subprocess.run(
         command,
         capture_output=True,

@@ -73,12 +73,12 @@ class PublishedEvents:
         self._reported.clear()
         self._published.clear()
         for key in reported | published:
-            told, came = reported.get(key, []), published.get(key, [])
-            if told != came:
+            by_half, by_vllm = reported.get(key, []), published.get(key, [])
+            if by_half != by_vllm:
                 raise InvariantBroken(
                     "EVENT-3",
-                    f"vLLM published {_text(came)} of a block in {key[0]}, but the connector "
-                    f"reported {_text(told)}",
+                    f"vLLM published {_text(by_vllm)} of a block in {key[0]}, but the connector "
+                    f"reported {_text(by_half)}",
                 )
 
     def _take(self, take_events: Callable[[], Iterable[OffloadingEvent]]) -> list[OffloadingEvent]:

@@ -274,7 +274,7 @@ class _Check:
                 self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
         if shrinker.best is before.result and self._is_settled:
             return True
-        played = self._settle(before.seed, shrinker.best, "judge" if self._is_settled else "settle")
+        played = self._settle(before.seed, shrinker.best)
         is_same = played.law == before.law and played.is_repeatable
         if is_same:
             self._put(place, played)
@@ -282,9 +282,10 @@ class _Check:
             self.failures[place] = before
         return is_same
 
-    def _settle(self, seed: int, result: SimulationResult, question: str = "settle") -> Played:
-        rest = (result,) if question == "judge" else (seed, result)
-        answer = next(self.workers.map([(question, *rest)]))
+    def _settle(self, seed: int, result: SimulationResult) -> Played:
+        """Repeat a run; if its seed was repeated, only find whether the engine is the cause."""
+        question = ("judge", result) if self._is_settled else ("settle", seed, result)
+        answer = next(self.workers.map([question]))
         if isinstance(answer, Died):
             answer = _death(result.scenario, answer)
         return answer if isinstance(answer, Played) else Played(answer)

@@ -145,21 +145,20 @@ class SeedPlayer:
             result: The run.
             scenario: The scenario to repeat, if the engine could not play all of it.
         """
-        failure, chance = result.failure, ""
-        assert failure is not None, "only failures are settled"
-        if not failure.is_timeout:
-            again = self.simulate(scenario or result.scenario)
-            chance = self._chance(seed, result, again)
-            if again.failure:  # otherwise chance decides, not the ids
-                result = self._with_reused_ids(result)
-                assert result.failure is not None, "the law changes, not the failure"
-                failure = result.failure
-            if not chance:
-                result = self.judge(result)
-        if chance:
-            failure = replace(failure, message=f"{failure.message}. This is {chance}")
-            result = replace(result, failure=failure)
-        return Played(self._with_events_wanted(result), is_repeatable=not chance)
+        assert result.failure is not None, "only failures are settled"
+        if result.failure.is_timeout:
+            return Played(self._with_events_wanted(result))
+        again = self.simulate(scenario or result.scenario)
+        chance = self._chance(seed, result, again)
+        if again.failure:  # otherwise chance decides, not the ids
+            result = self._with_reused_ids(result)
+        if not chance:
+            return Played(self._with_events_wanted(self.judge(result)))
+        failure = result.failure
+        assert failure is not None, "the law changes, not the failure"
+        failure = replace(failure, message=f"{failure.message}. This is {chance}")
+        result = self._with_events_wanted(replace(result, failure=failure))
+        return Played(result, is_repeatable=False)
 
     @staticmethod
     def _chance(seed: int, result: SimulationResult, again: SimulationResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from kvview.testing.connector.harness import ConnectorHarness
+from kvview.testing.connector.harness import ConnectorHarness, all_ref_counts
 from kvview.testing.connector.invariants import check_bytes, check_conservation, check_free_list
 from kvview.testing.connector.result import Snapshot
 from kvview.testing.connector.run_log import RunLog
@@ -117,8 +117,7 @@ class Stage:
     def _check_blocks(self, *, is_step: bool) -> None:
         engine = self.engine
         held = engine.held_blocks()  # comes first, because the call may end leases that are due
-        blocks = range(1, engine.num_blocks)
-        refs = dict(zip(blocks, engine.ref_counts(blocks), strict=True))
+        refs = all_ref_counts(engine)
         owned = engine.engine_refs()
         free = engine.free_block_ids()
         if is_step:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from kvview import CacheGeometry, ChunkedLocalAttention, FullAttention, SlidingWindow
 from kvview.errors import ConfigError, HandoffError, split_law
 from kvview.handoff import Handoff
+from kvview.testing.connector.harness import all_ref_counts
 from kvview.testing.connector.invariants import (
     InvariantBroken,
     check_conservation,
@@ -217,8 +218,7 @@ class HandoffPlayer(Player):
     def references(self) -> None:
         """Check that every reference of the pool belongs to an owner."""
         for name, engine in self.engines.items():
-            blocks = range(1, engine.num_blocks)
-            refs = dict(zip(blocks, engine.ref_counts(blocks), strict=True))
+            refs = all_ref_counts(engine)
             try:
                 check_free_list(engine.free_block_ids(), refs)
                 check_conservation(refs, engine.engine_refs(), engine.held_blocks())
