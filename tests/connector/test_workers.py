@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -108,6 +109,22 @@ def test_a_process_that_dies_is_an_answer_and_is_replaced() -> None:
         Died("by SIGSEGV"),
     ]
     assert answers.count(0) == 4
+
+
+def test_a_process_whose_answer_is_not_needed_is_ended() -> None:
+    both = multiprocessing.Barrier(2)
+
+    def wait(question: str) -> str:
+        if question == "forever":
+            threading.Event().wait()
+        if question == "for another process":
+            both.wait(60)
+        return question
+
+    with workers(wait, 2) as processes:
+        with closing(processes.map(["a", "forever"])) as answers:
+            assert next(answers) == "a"
+        assert len(list(processes.map(["for another process"] * 2))) == 2
 
 
 def test_no_fork_beside_other_threads() -> None:

@@ -63,7 +63,8 @@ class Workers:
 
     1. Answers are returned in the order of the questions, for any number of processes.
     2. A process that dies is replaced; the answer to its question is :class:`Died`.
-    3. Temporary files of a process are removed at its end.
+    3. If the caller closes ``map`` early, the processes that still work on an answer are ended.
+    4. Temporary files of a process are removed at its end.
 
     Args:
         answer: Function that answers a question in a process; its results are pickled.
@@ -72,11 +73,12 @@ class Workers:
 
     def __init__(self, answer: Answer, number: int) -> None:
         self._answer = answer
+        self._number = number
         self._workers: list[_Worker] = []
+        self._ended: list[_Worker] = []  # received SIGTERM
         self._folder = tempfile.TemporaryDirectory(prefix="kvview-", ignore_cleanup_errors=True)
         try:
-            for _ in range(number):
-                self._workers.append(self._start())
+            self._start_missing()
         except BaseException:
             self.close()
             raise
@@ -87,9 +89,10 @@ class Workers:
         Raises:
             Exception: The first exception that a question raised.
         """
-        if not self._workers:
+        if not self._number:
             yield from map(self._answer, questions)
             return
+        self._start_missing()
         answers: dict[int, tuple[bool, Any]] = {}
         coming = enumerate(questions)
         upcoming = next(coming, None)
@@ -106,13 +109,16 @@ class Workers:
                         raise answer
                     yield answer
                     number += 1
-                elif upcoming is None and all(one.number is None for one in self._workers):
+                elif upcoming is None and all(one.is_free for one in self._workers):
                     return
                 else:
                     answers.update(self._answered())
         finally:
             for worker in self._workers:
-                worker.number = None  # a late answer is dropped
+                if not worker.is_free:
+                    worker.process.terminate()
+                    self._ended.append(worker)
+            self._workers = [one for one in self._workers if one.is_free]
 
     def _answered(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
         """Yield answers as they arrive, with the numbers of their questions."""
@@ -121,24 +127,29 @@ class Workers:
         for pipe, worker in busy.items():
             if pipe not in ready and worker.process.exitcode is None:
                 continue
-            number, answer = worker.number, worker.take()
+            answer = worker.take()
             if isinstance(answer[1], Died):
                 worker.end()
                 self._workers[self._workers.index(worker)] = self._start()
-            if number is not None:
-                yield number, answer
+            yield worker.number, answer
 
     def close(self) -> None:
         """End the processes and their children; may be called twice."""
         for worker in self._workers:
             worker.process.terminate()
+        ending = [*self._workers, *self._ended]
         deadline = time.monotonic() + _SECONDS_TO_END
-        for worker in self._workers:
+        for worker in ending:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-        for worker in self._workers:
+        for worker in ending:
             worker.end()
         self._workers.clear()
+        self._ended.clear()
         self._folder.cleanup()
+
+    def _start_missing(self) -> None:
+        while len(self._workers) < self._number:
+            self._workers.append(self._start())
 
     def _start(self) -> _Worker:
         return _Worker(self._answer, self._folder.name, [one.pipe for one in self._workers])
@@ -161,7 +172,7 @@ class _Worker:
         context = multiprocessing.get_context("fork")
         self.pipe, child_end = context.Pipe()
         self.is_free = True
-        self.number: int | None = None
+        self.number = 0  # of its question
         not_its_own = [self.pipe, *of_others]
         self.process = context.Process(target=_serve, args=(child_end, not_its_own, answer, folder))
         for stream in (sys.stdout, sys.stderr):
@@ -182,7 +193,7 @@ class _Worker:
 
     def take(self) -> tuple[bool, Any]:
         """Return the answer, preceded by whether it is an error to raise."""
-        self.is_free, self.number = True, None
+        self.is_free = True
         try:
             if self.pipe.poll():
                 answer: tuple[bool, Any] = pickle.loads(self.pipe.recv_bytes())
@@ -210,6 +221,7 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
         nonlocal is_ending
         is_ending = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.unraisablehook = _ignore  # a destructor that is interrupted would print a traceback
         raise KeyboardInterrupt
 
     os.setpgid(0, 0)  # only the parent receives Ctrl-C, and all children end with this process
@@ -229,6 +241,10 @@ def _serve(pipe: Connection, not_its_own: list[Connection], answer: Answer, fold
         pass
     finally:
         os._exit(0)  # does not run the exit handlers of the parent
+
+
+def _ignore(unraisable: object) -> None:
+    pass
 
 
 def _answered(answer: Answer, question: Any) -> bytes:
