@@ -241,8 +241,12 @@ class _Check:
         """Shrink the first failure of each law."""
         for place in self._to_shrink:
             found = self.failures[place]
-            if found.law != "CONN-5" and self._shrinks(place, "simulate"):
-                continue
+            smallest = Played(found.result)
+            if found.law != "CONN-5":
+                smallest = self._shrink(place, "simulate")
+                if smallest.law == found.law and smallest.is_repeatable:
+                    continue
+                self.failures[place] = found
             if not self._is_settled:
                 assert found.result is not None, "simulated runs have results"
                 played = self._settle(found.seed, found.result)
@@ -250,17 +254,22 @@ class _Check:
                 self._is_settled = True
                 if not played.may_shrink:
                     continue
-            self._shrinks(place, "simulate_both")
+            before = self.failures[place]
+            if smallest.law == before.law and smallest.is_repeatable:
+                self._put(place, smallest)
+            smallest = self._shrink(place, "simulate_both")
+            if smallest.law != before.law or not smallest.is_repeatable:
+                self.failures[place] = before
 
-    def _shrinks(self, place: int, question: str) -> bool:
-        """Shrink a failure, unless its smallest run breaks another law, or breaks it by chance.
+    def _shrink(self, place: int, question: str) -> Played:
+        """Shrink a failure, and repeat its smallest run.
 
         Args:
             place: Index of the failure.
             question: The method of the player that plays the candidates.
 
         Returns:
-            Whether the smallest run breaks the same law in each repetition.
+            The smallest run. Its law may be another one, and its repetition may differ.
         """
         before = self.failures[place]
         assert before.result is not None, "simulated runs have results"
@@ -273,14 +282,10 @@ class _Check:
             if shrinker.best is not before.result:
                 self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
         if shrinker.best is before.result and self._is_settled:
-            return True
-        played = self._settle(before.seed, shrinker.best)
-        is_same = played.law == before.law and played.is_repeatable
-        if is_same:
-            self._put(place, played)
-        else:
-            self.failures[place] = before
-        return is_same
+            return Played(before.result)
+        smallest = self._settle(before.seed, shrinker.best)
+        self._put(place, smallest)
+        return smallest
 
     def _settle(self, seed: int, result: SimulationResult) -> Played:
         """Repeat a run; if its seed was repeated, only find whether the engine is the cause."""

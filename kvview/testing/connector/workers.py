@@ -30,6 +30,7 @@ Answer = Callable[[Any], Any]
 
 _SECONDS_PER_POLL = 1.0  # seconds, because a child of a dead process may keep its pipe open
 _SECONDS_TO_END = 1.0  # seconds after SIGTERM until a process is killed
+_SECONDS_TO_ANSWER = 1.0  # seconds that a process has for an answer that is not needed
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Workers:
 
     1. Answers are returned in the order of the questions, for any number of processes.
     2. A process that dies is replaced; the answer to its question is :class:`Died`.
-    3. If the caller closes ``map`` early, the processes that still work on an answer are ended.
+    3. If the caller closes ``map`` early, a process that still works on an answer is ended a second
+       later, because its answer is not needed.
     4. Temporary files of a process are removed at its end.
 
     Args:
@@ -73,12 +75,12 @@ class Workers:
 
     def __init__(self, answer: Answer, number: int) -> None:
         self._answer = answer
-        self._number = number
         self._workers: list[_Worker] = []
         self._ended: list[_Worker] = []  # received SIGTERM
         self._folder = tempfile.TemporaryDirectory(prefix="kvview-", ignore_cleanup_errors=True)
         try:
-            self._start_missing()
+            for _ in range(number):
+                self._workers.append(self._start())
         except BaseException:
             self.close()
             raise
@@ -89,10 +91,9 @@ class Workers:
         Raises:
             Exception: The first exception that a question raised.
         """
-        if not self._number:
+        if not self._workers:
             yield from map(self._answer, questions)
             return
-        self._start_missing()
         answers: dict[int, tuple[bool, Any]] = {}
         coming = enumerate(questions)
         upcoming = next(coming, None)
@@ -109,16 +110,15 @@ class Workers:
                         raise answer
                     yield answer
                     number += 1
-                elif upcoming is None and all(one.is_free for one in self._workers):
+                elif upcoming is None and all(one.number is None for one in self._workers):
                     return
                 else:
                     answers.update(self._answered())
         finally:
             for worker in self._workers:
-                if not worker.is_free:
-                    worker.process.terminate()
-                    self._ended.append(worker)
-            self._workers = [one for one in self._workers if one.is_free]
+                if worker.number is not None:
+                    worker.number = None  # a late answer is dropped
+                    worker.late_from = time.monotonic()
 
     def _answered(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
         """Yield answers as they arrive, with the numbers of their questions."""
@@ -126,12 +126,17 @@ class Workers:
         ready = set(wait(list(busy), _SECONDS_PER_POLL))
         for pipe, worker in busy.items():
             if pipe not in ready and worker.process.exitcode is None:
+                if worker.is_too_late:
+                    worker.process.terminate()
+                    self._ended.append(worker)
+                    self._workers[self._workers.index(worker)] = self._start()
                 continue
-            answer = worker.take()
+            number, answer = worker.number, worker.take()
             if isinstance(answer[1], Died):
                 worker.end()
                 self._workers[self._workers.index(worker)] = self._start()
-            yield worker.number, answer
+            if number is not None:
+                yield number, answer
 
     def close(self) -> None:
         """End the processes and their children; may be called twice."""
@@ -146,10 +151,6 @@ class Workers:
         self._workers.clear()
         self._ended.clear()
         self._folder.cleanup()
-
-    def _start_missing(self) -> None:
-        while len(self._workers) < self._number:
-            self._workers.append(self._start())
 
     def _start(self) -> _Worker:
         return _Worker(self._answer, self._folder.name, [one.pipe for one in self._workers])
@@ -172,7 +173,8 @@ class _Worker:
         context = multiprocessing.get_context("fork")
         self.pipe, child_end = context.Pipe()
         self.is_free = True
-        self.number = 0  # of its question
+        self.number: int | None = None
+        self.late_from = 0.0  # s, when its answer was no longer needed
         not_its_own = [self.pipe, *of_others]
         self.process = context.Process(target=_serve, args=(child_end, not_its_own, answer, folder))
         for stream in (sys.stdout, sys.stderr):
@@ -185,6 +187,11 @@ class _Worker:
             os.setpgid(self._pid, self._pid)
         child_end.close()
 
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the process has worked too long on an answer that is not needed."""
+        return self.number is None and time.monotonic() - self.late_from > _SECONDS_TO_ANSWER
+
     def ask(self, number: int, question: Any) -> None:
         """Send a question; the process must be free."""
         self.is_free, self.number = False, number
@@ -193,7 +200,7 @@ class _Worker:
 
     def take(self) -> tuple[bool, Any]:
         """Return the answer, preceded by whether it is an error to raise."""
-        self.is_free = True
+        self.is_free, self.number = True, None
         try:
             if self.pipe.poll():
                 answer: tuple[bool, Any] = pickle.loads(self.pipe.recv_bytes())
