@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvview.events.recording import Message, Recording
 from kvview.testing.schema import UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
-from kvview_vllm.partition.command import PartitionReport, PartitionRow
 
 CONNECTOR = "kvview_reference.connector:OffloadConnector"
 INTERRUPTED = """
@@ -54,12 +52,6 @@ def upgrade() -> Any:
     return UpgradeModel.model_validate(report).model_dump(mode="json")
 
 
-def partition() -> Any:
-    """A report made from its dataclass, because the command needs vLLM."""
-    rows = [PartitionRow("a cache salt", "separated", "")]
-    return json.loads(json.dumps(asdict(PartitionReport("t", "vllm 0.33.0", rows, rows, []))))
-
-
 def result() -> Any:
     """The result file of a connector."""
     arguments = ["check", CONNECTOR, "--seeds", "1", "--report-json", "-", "--quiet"]
@@ -72,7 +64,6 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
         f"check {CONNECTOR} --seeds 1",
     ],
     "upgrade": [upgrade],
-    "partition": [partition],
     "result": [result],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
     "events": ["events validate recording.jsonl --consumer all", "events tail recording.jsonl"],

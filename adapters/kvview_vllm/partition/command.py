@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import click
 from rich.table import Column, Table
@@ -15,7 +15,7 @@ from rich.text import Text
 from kvview import ConfigError
 from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import json_option, naming, target_options, write_json
+from kvview.cli.output import naming, target_options
 from kvview.cli.result_file import (
     RESULT_OPTION,
     Colour,
@@ -41,49 +41,6 @@ _STYLES = {
 }
 
 
-@dataclass(frozen=True)
-class PartitionRow:
-    """One pair of requests in the report.
-
-    Args:
-        pair: The property in which the two requests differ; in ``layouts``, the layers and the
-            memory layout.
-        outcome: shared, separated, not shared, shared wrongly, shared by vLLM, refused, failed or
-            not checked; in ``layouts``: exact, wrong, refused, failed or not checked.
-        detail: The evidence or the reason for the outcome, if any.
-    """
-
-    pair: str
-    outcome: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class PartitionReport:
-    """The two matrices of one connector.
-
-    Args:
-        target: The connector or store.
-        engine: The vLLM release whose scheduler, hashes and tensors were used.
-        rows: One row for each pair of requests that tests the keys.
-        layouts: One row for each kind of layers and each memory layout.
-        replaced: Parts of the connector that the check replaced, because they need CUDA.
-        schema_version: Version of the JSON format, which grows when a field is removed or changes
-            its meaning.
-    """
-
-    target: str
-    engine: str
-    rows: list[PartitionRow]
-    layouts: list[PartitionRow]
-    replaced: list[str]
-    schema_version: Literal[1] = 1
-
-    def count(self, style: str) -> int:
-        """Count the rows whose outcome is printed in this style."""
-        return sum(_STYLES.get(row.outcome) == style for row in (*self.rows, *self.layouts))
-
-
 @click.command()
 @click.argument("target")
 @target_options(
@@ -101,14 +58,12 @@ class PartitionReport:
     type=click.Choice(["keys", "layouts"]),
     help="Check only the keys or only the memory layouts.",
 )
-@json_option({"partition": "kvview_vllm.partition.command:PartitionReport"})
 @RESULT_OPTION
 def partition(
     target: str,
     options: tuple[str, ...],
     transfer_config: str | None,
     only: str | None,
-    json_file: str | None,
     result_file: str | None,
 ) -> None:
     """Check that requests receive exactly the KV that the model computes for them.
@@ -131,7 +86,7 @@ def partition(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
-    console = Console(stderr="-" in (json_file, result_file), markup=True)
+    console = Console(stderr=result_file == "-", markup=True)
     names = ["keys", "layouts"] if only is None else [only]
     with (
         naming(target),
@@ -152,30 +107,29 @@ def partition(
         for cell in check_partition(*connector, [*keys, *layouts]):
             cells.append(cell)
             on_progress(cell.pair.name)
-    rows = [PartitionRow(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
+    rows = [ResultFinding(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
+    by_class = {"keys": rows[: len(keys)], "layouts": rows[len(keys) :]}
     replaced = sorted({part for cell in cells for part in cell.replaced})
-    report = PartitionReport(target, release, rows[: len(keys)], rows[len(keys) :], replaced)
-    num_wrong, num_unchecked = report.count("red"), report.count(_UNCHECKED)
+    styles = Counter(_STYLES.get(row.outcome) for row in rows)
+    num_wrong, num_unchecked = styles["red"], styles[_UNCHECKED]
     if all(row.outcome == "refused" for row in rows):
         num_unchecked = len(rows)
     title = f"{target} on {release}: {num_wrong} wrong, {num_unchecked} not checked"
     if keys:
-        console.print(_table_of_keys(report, title))
+        console.print(_table_of_keys(by_class["keys"], title))
     if layouts:
-        console.print(_table_of_layouts(report, title))
-        for text in _details(report):
+        console.print(_table_of_layouts(by_class["layouts"], title))
+        for text in _details(by_class["layouts"]):
             console.print(text)
     for part in replaced:
         console.print(Text(f"not checked, because this check replaces it: {part}", style="yellow"))
-    write_json(json_file, asdict(report))
-    profiles = [_profile("keys", report.rows)] if keys else []
-    profiles += [_profile("layouts", report.layouts)] if layouts else []
+    profiles = [_profile(name, by_class[name]) for name in names]
     write_result(result_file, target, profiles, versions_of(found), replaced, release)
     code = ExitCode.NOT_CHECKED if num_unchecked else ExitCode.CLEAN
     sys.exit(ExitCode.WRONG if num_wrong else code)
 
 
-def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
+def _profile(name: str, rows: Sequence[ResultFinding]) -> Profile:
     """Make the verdict on the target, for a result file."""
     colours: dict[str, Colour] = {
         "not shared": "",
@@ -184,28 +138,29 @@ def _profile(name: str, rows: Sequence[PartitionRow]) -> Profile:
         "not checked": "not checked",
     }
     if all(row.outcome == "refused" for row in rows):
-        first = ResultFinding(rows[0].pair, "could not run", rows[0].detail)
+        first = ResultFinding(rows[0].subject, "could not run", rows[0].evidence)
         return Profile(name, "could not run", {"refused": len(rows)}, [first])
     colours |= dict.fromkeys((name for name in _STYLES if _STYLES[name] == "red"), "red")
-    return make_profile(name, colours, [ResultFinding(*astuple(row)) for row in rows])
+    return make_profile(name, colours, rows)
 
 
-def _table_of_keys(report: PartitionReport, title: str) -> Table:
+def _table_of_keys(rows: Sequence[ResultFinding], title: str) -> Table:
     table = Table(
         Column("two requests with", overflow="fold"),
         "KV is",
         Column("evidence", overflow="fold"),
         title=title,
     )
-    for row in report.rows:
-        table.add_row(row.pair, Text(row.outcome, _STYLES.get(row.outcome, "")), Text(row.detail))
+    for row in rows:
+        outcome = Text(row.outcome, _STYLES.get(row.outcome, ""))
+        table.add_row(row.subject, outcome, Text(row.evidence))
     return table
 
 
-def _table_of_layouts(report: PartitionReport, title: str) -> Table:
+def _table_of_layouts(rows: Sequence[ResultFinding], title: str) -> Table:
     outcomes: dict[str, dict[str, str]] = {}
-    for row in report.layouts:
-        kind, _, layout = row.pair.rpartition(", ")
+    for row in rows:
+        kind, _, layout = row.subject.rpartition(", ")
         outcomes.setdefault(kind, {})[layout] = row.outcome
     layouts = list(dict.fromkeys(layout for row in outcomes.values() for layout in row))
     table = Table(Column("KV of", overflow="fold"), *layouts, title=title)
@@ -215,11 +170,11 @@ def _table_of_layouts(report: PartitionReport, title: str) -> Table:
     return table
 
 
-def _details(report: PartitionReport) -> Iterator[Text]:
-    """Yield each reason in ``layouts``, with the first row that has this reason."""
-    rows = [row for row in report.layouts if row.detail]
-    for detail in dict.fromkeys(row.detail for row in rows):
-        places = [row.pair for row in rows if row.detail == detail]
+def _details(rows: Sequence[ResultFinding]) -> Iterator[Text]:
+    """Yield each reason, with the first row that has this reason."""
+    details = dict.fromkeys(row.evidence for row in rows if row.evidence)
+    for detail in details:
+        places = [row.subject for row in rows if row.evidence == detail]
         more = f" and {len(places) - 1} more" if places[1:] else ""
         yield Text(f"{places[0]}{more}: {detail}")
 
