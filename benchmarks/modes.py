@@ -36,7 +36,7 @@ def percent_hit(
         file = Path(folder) / "report.json"
         arguments = ["--requests", num_requests, "--gpu-blocks", gpu_blocks, "--json", file]
         arguments += ["--connector", "kvview:StoreConnector", "--option", f"mode={mode}"]
-        arguments += ["--cpu-blocks", cpu_blocks, *([trace] if trace else [])]
+        arguments += ["--option", f"cpu_blocks={cpu_blocks}", *([trace] if trace else [])]
         result = CliRunner().invoke(replay, list(map(str, arguments)))
         if result.exit_code:
             sys.exit(result.output)

@@ -3,7 +3,7 @@
 Try it, without a GPU and without vLLM:
 
     kvview replay --connector examples/host_cache.py:HostCacheConnector \
-        --gpu-blocks 500 --cpu-blocks 5000
+        --gpu-blocks 500 --option cpu_blocks=5000
 
 Copy this file and change the copy. The file imports the contract and torch, but no engine.
 """

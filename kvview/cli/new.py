@@ -63,7 +63,7 @@ _HOOKS = _Kind(
     "HostCache",
     'options={"cpu_blocks": "{blocks}"}',
     *_TORCH,
-    (_REPLAY + "--cpu-blocks 5000", "kvview check {target}"),
+    (_REPLAY + "--option cpu_blocks=5000", "kvview check {target}"),
     ("Scheduler", "Worker"),
 )
 _RAW = _Kind(

@@ -49,9 +49,9 @@ def mooncake_row(*hash_ids: int, **changes: object) -> dict[str, object]:
     "options",
     [
         "--gpu-blocks 500",
-        "--gpu-blocks 500 --policy arc --cpu-blocks 700",
+        "--gpu-blocks 500 --option policy=arc --option cpu_blocks=700",
         "--gpu-blocks 900 --groups full,window:4096,chunked:8192@2,mamba@2",
-        f"--gpu-blocks 500 --connector {EXAMPLE} --cpu-blocks 3000",
+        f"--gpu-blocks 500 --connector {EXAMPLE} --option cpu_blocks=3000",
         "--gpu-blocks 300 --closed-loop 40 --block-bytes 64",
     ],
 )
@@ -93,7 +93,7 @@ def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
     rows: list[object] = [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
     trace = write_trace(tmp_path / "t.jsonl", rows)
     arguments = ("--connector", EXAMPLE, "--gpu-blocks", "24", "--closed-loop", "1")
-    assert "Nothing was hit on the CPU" in run(trace, "--cpu-blocks", "9", *arguments).stdout
+    assert "Nothing was hit on the CPU" in run(trace, "--option", "cpu_blocks=9", *arguments).stdout
     assert "Nothing was hit" not in run(trace, *arguments).stdout
 
 

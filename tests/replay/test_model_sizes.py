@@ -190,7 +190,7 @@ def test_a_gpu_cache_that_no_gpu_has(
 
 def test_replay_has_the_groups_of_the_model(tmp_path: Path) -> None:
     path, out = _file(tmp_path, CONFIGS["Gemma 3 27B"]), tmp_path / "r.json"
-    options = ["--requests=20", "--cpu-blocks=100", "--json", out]
+    options = ["--requests=20", "--option=cpu_blocks=100", "--json", out]
     assert run("replay", "--model", path, *options).exit_code == 0
     times = json.loads(out.read_text())["time"]
     assert times["token_bytes"] == 62 * 8192

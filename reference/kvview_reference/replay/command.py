@@ -94,24 +94,11 @@ def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable
     metavar="TARGET",
     help=f"Connector to run, as file.py:Class or pkg.mod:Class.  [default: {DEFAULT_CONNECTOR}]",
 )
-@target_options("Option of the connector; VALUE is JSON or text. Repeatable.")
+@target_options(
+    "Option of the connector, such as cpu_blocks=5000; VALUE is JSON or text. Repeatable."
+)
 @click.option(
     "--gpu-blocks", type=Whole(), help=("Number of GPU blocks. [default: about a million tokens]")
-)
-@click.option(
-    "--cpu-blocks",
-    type=Whole(),
-    help=(
-        "Blocks of the connector's host tier (its option cpu_blocks). [default: that of the "
-        "connector]"
-    ),
-)
-@click.option(
-    "--policy",
-    help=(
-        "Cache policy of the connector's host tier (its option policy). [default: that of the "
-        "connector]"
-    ),
 )
 @click.option(
     "--block-bytes", type=Whole(), default=1024, show_default=True, help="Bytes to move per block."
@@ -164,8 +151,6 @@ def replay(
     connector: str,
     options: tuple[str, ...],
     gpu_blocks: int | None,
-    cpu_blocks: int | None,
-    policy: str | None,
     block_bytes: int,
     closed_loop: int | None,
     groups: str | None,
@@ -183,8 +168,6 @@ def replay(
     arrive at their recorded times, in simulated seconds; --closed-loop N runs N
     requests at once instead. Without TRACE, a seeded workload of the same shape is
     generated. Every byte that the connector loads is verified.
-
-    Pass other options of your connector with --option NAME=VALUE.
     """
     from kvview.options import read_options
     from kvview_reference.replay.arrivals import by_arrival
@@ -208,9 +191,8 @@ def replay(
         raise ConfigError(
             f"{timed[0]} needs arrival times, which --closed-loop ignores; drop one of them"
         )
-    publishes = True if publish is not None and connector == DEFAULT_CONNECTOR else None
-    named = {"cpu_blocks": cpu_blocks, "policy": policy, "enable_events": publishes}
-    connector_options = {key: value for key, value in named.items() if value is not None}
+    publishes = publish is not None and connector == DEFAULT_CONNECTOR
+    connector_options = {"enable_events": True} if publishes else {}
     connector_class = load_connector(connector)
     report = partial(echo, err=True)
     source = open_source(trace, requests, seed, NUM_GENERATED, strict=strict, report=report)
