@@ -84,15 +84,6 @@ def gpu_removed(*names: bytes, group: int = 0) -> BlockRemoved:
     return BlockRemoved(names, group)
 
 
-def test_a_size_in_the_order_in_which_vllm_publishes() -> None:
-    """GPU events come first, and the block may be evicted in the same batch (vLLM #57159)."""
-    batch = gpu_stored(b"a"), gpu_removed(b"a")
-    index = index_of(*batch)
-    assert index.block_size(A) is None
-    assert index_of(stored(A), index=index).block_size(A) == 16
-    assert index_of(stored(A), *batch).block_size(A) == 16
-
-
 def test_a_size_of_a_store_that_ends_after_a_reset_of_the_gpu() -> None:
     names = [number.to_bytes(8, "big") for number in range(5000)]
     index = index_of(gpu_stored(*names), AllBlocksCleared())

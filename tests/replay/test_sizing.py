@@ -284,19 +284,6 @@ def test_the_reports_of_the_command(tmp_path: Path) -> None:
     assert run("--requests", 50, "--json", "-").output.startswith("{")
 
 
-def test_damaged_input(tmp_path: Path) -> None:
-    row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps(row) + "\nnot json\n" + json.dumps(row) + "\n")
-    result = run(path, "--json", tmp_path / "r.json")
-    assert result.exit_code == 0
-    assert result.stderr.splitlines()[-1] == "kvview: lost: 1 of t.jsonl could not be read"
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert report["requests"] == 2
-    assert "t.jsonl:2" in report["lost"][0]
-    assert run(path, "--strict").exit_code == 2
-
-
 def test_the_mooncake_trace() -> None:
     trace = open_trace(trace_file(MOONCAKE))
     references = read_references(trace, trace.block_size, has_partial_blocks=True)

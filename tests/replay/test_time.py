@@ -221,13 +221,14 @@ def test_a_late_turn_waits_behind_the_requests_that_arrived_meanwhile(log: list[
     assert [name for name in started if name != "b"] == ["a", *map(str, range(1, 9))]
 
 
-def test_a_request_that_does_not_fit_is_counted_and_skipped() -> None:
+@pytest.mark.parametrize("closed_loop", [None, 2])
+def test_a_request_that_does_not_fit_is_counted_and_skipped(closed_loop: int | None) -> None:
     rows = [row("a", 0, range(4)), row("b", 1, range(50)), row("c", 2, range(4), 1, "b")]
-    report = play(rows, 10, 20, 100, SECOND)
+    config = ReplayConfig(20, 8, closed_loop)
+    report = replay(rows, 10, OffloadConnector, config)
     assert (report.requests, report.requests_too_large, report.blocks) == (2, 1, 8)
-    for closed_loop in (None, 2):
-        with pytest.raises(ConfigError, match=r"line 1 of the trace: .* use more GPU blocks"):
-            replay([rows[1]], 10, OffloadConnector, ReplayConfig(20, 8, closed_loop))
+    with pytest.raises(ConfigError, match=r"line 1 of the trace: .* use more GPU blocks"):
+        replay([rows[1]], 10, OffloadConnector, config)
 
 
 def test_rows_out_of_order_arrive_late_and_none_is_lost() -> None:
