@@ -156,18 +156,6 @@ def test_a_broken_command_does_not_affect_the_others(
     assert run("good").stdout == "done\n"
 
 
-def test_a_missing_extra_is_named(
-    add: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    for module in ("kvview.cli.console", "kvview_reference.replay.command"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    result = run("replay")
-    assert result.exit_code == ExitCode.COULD_NOT_RUN
-    assert "rich" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_no_other_package_replaces_a_command_of_kvview(add: types.SimpleNamespace) -> None:
     add.third.check = click.Command("check", callback=lambda: click.echo("other"))
     add.point("check", "third:check")

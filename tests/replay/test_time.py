@@ -105,18 +105,6 @@ def test_the_oracle_agrees_about_real_sessions() -> None:
     compare(list(by_arrival(rows)), 64, 6000, 8000)
 
 
-def test_sessions_that_interleave_need_the_tier() -> None:
-    """One session after another, as in the file, a tier has no hits."""
-    rows = sessions(20, 12)
-    size, gpu, host = 64, 1200, 2500
-    one_by_one = ReplayConfig(gpu, 8, 1, options={"cpu_blocks": host})
-    assert replay(rows, size, OffloadConnector, one_by_one).cpu_hit_rate < 0.02
-    report = play(by_arrival(rows), size, gpu, host, TimeModel())
-    alone = play(by_arrival(rows), size, gpu, 0, TimeModel())
-    assert report.cpu_hit_rate > 0.15
-    assert report.gpu_hit_rate + report.cpu_hit_rate > alone.gpu_hit_rate + 0.15
-
-
 def test_a_replay_is_deterministic() -> None:
     def once() -> dict[str, object]:
         rows = generate_trace(num_requests=120)
