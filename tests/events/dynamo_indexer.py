@@ -16,7 +16,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from types import TracebackType
 from typing import Any
 
 import zmq
@@ -26,7 +25,7 @@ _PAUSE_S = 0.02
 
 
 class DynamoIndexer:
-    """A running indexer; a context manager."""
+    """A running indexer, until it is closed."""
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
@@ -39,27 +38,20 @@ class DynamoIndexer:
             stderr=subprocess.DEVNULL,
         )
 
-    def __enter__(self) -> DynamoIndexer:
-        wait_until(self._is_up, "the indexer does not respond")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for worker in self.workers:
-            worker.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _is_up(self) -> bool:
+    def is_up(self) -> bool:
+        """Whether the indexer responds."""
         try:
             self.ask("workers")
         except (OSError, urllib.error.URLError):
             return False
         return True
+
+    def close(self) -> None:
+        """Stop the workers and the indexer."""
+        for worker in self.workers:
+            worker.close()
+        self._process.kill()
+        self._process.wait()
 
     def ask(self, path: str, **body: Any) -> Any:
         """Send a request, as a POST if it has a body; returns the response."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.metadata import version
 from typing import Any
 
@@ -32,7 +33,8 @@ SAME_BATCH, AFTER = 555, 666
 
 @pytest.fixture(scope="module")
 def indexer() -> Iterator[DynamoIndexer]:
-    with DynamoIndexer() as indexer:
+    with closing(DynamoIndexer()) as indexer:
+        wait_until(indexer.is_up, "the indexer does not respond")
         yield indexer
 
 

