@@ -54,6 +54,7 @@ TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("tests.vllm.wrong_tokens:RemembersOtherWeights", {}, 30),
     ("tests.vllm.wrong_tokens:NeverReturns", {}, 1),
     ("tests.vllm.raw_connectors:DoesNothing", {}, 30),
+    ("tests.mutants.connector:NeverFrees", {}, 30),
     (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": 10_000_000}, 30),
 )
 
@@ -128,6 +129,12 @@ def test_a_method_that_never_returns_is_named(found: dict[str, Any]) -> None:
     assert law == "CONN-3"
     assert "start_load_kv did not return" in message
     assert "wrong_tokens.py:" in message
+
+
+def test_blocks_that_are_never_released_are_found(found: dict[str, Any]) -> None:
+    ((law, message),) = found["NeverFrees"]["broken"]
+    assert law == "CONN-4"
+    assert "blocks of the KV cache are held although every request has ended" in message
 
 
 def test_a_connector_that_does_nothing_is_not_checked(found: dict[str, Any]) -> None:

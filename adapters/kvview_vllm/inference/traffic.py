@@ -113,6 +113,7 @@ class Traffic:
             time.sleep(0.02)  # vLLM only polls a connector in steps, and makes none when idle
             self.server.add(f"nudge {number}", [FIRST_TOKEN], 1)
             self.until(lambda: not self.server.scheduler.has_requests())
+            self.served.answers.pop(f"nudge {number}", None)  # no other engine has it
 
     def drop(self, name: str) -> None:
         """Abort a request, whose id may be reused once vLLM has released it."""
