@@ -24,6 +24,9 @@ _MAX_THREADS = 1024
 class _Removal:
     keys: list[bytes]
     remove: Callable[[bytes], object]
+    earlier: list[_Removal]
+    """Removals of the same keys for which this removal waits."""
+    has_ended: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +162,8 @@ class Threaded(ABC):
     def remove_later(self, keys: Sequence[bytes], remove: Callable[[bytes], object], /) -> None:
         """Make keys a miss at once, and remove their pages on a thread; for use in ``delete``.
 
-        1. A later job of a key waits for its removal. A removal does not wait for an earlier put.
+        1. A later job of a key waits for all earlier removals of the key. A removal does not wait
+           for an earlier put.
         2. If ``remove`` raises, the page stays, and a lookup may find it again after a second.
         3. ``close`` runs the removals that no thread has started.
 
@@ -167,8 +171,8 @@ class Threaded(ABC):
             keys: Keys to remove.
             remove: Removes the page of a key, if the page exists; may block.
         """
-        removal = _Removal([*keys], remove)
         with self._changed:
+            removal = _Removal([*keys], remove, [*self.__removals_of(keys).values()])
             for key in keys:
                 self._answers.deleted(key)
                 self.__removals[key] = removal
@@ -195,8 +199,8 @@ class Threaded(ABC):
             if self._is_closed or not keys:
                 self.__done.append((job, [False] * len(keys)))
                 return
-            removals = {key: self.__removals[key] for key in keys if key in self.__removals}
-            entry = _Job([*keys], [*pages], is_get, [False] * len(keys), removals)
+            flags = [False] * len(keys)
+            entry = _Job([*keys], [*pages], is_get, flags, self.__removals_of(keys))
             self.__jobs[job] = entry
             size = -(-len(keys) // len(self.__threads))
             for start in range(0, len(keys), size):
@@ -220,8 +224,7 @@ class Threaded(ABC):
         for number in part:
             key = entry.keys[number]
             if removal := entry.removals.get(key):
-                with self._changed:
-                    self._changed.wait_for(partial(self.__has_ended, key, removal))
+                self.__wait_for(removal)
             flag = self.__tried(move, key, entry.pages[number])
             with self._changed:
                 entry.flags[number] = flag
@@ -239,13 +242,22 @@ class Threaded(ABC):
             self._changed.notify_all()
         self.__wake_up()
 
-    def __has_ended(self, key: bytes, removal: _Removal) -> bool:
-        return self._is_closed or self.__removals.get(key) is not removal
+    def __removals_of(self, keys: Sequence[bytes]) -> dict[bytes, _Removal]:
+        """Return the latest removal of each key; the caller holds ``_changed``."""
+        return {key: self.__removals[key] for key in keys if key in self.__removals}
+
+    def __wait_for(self, removal: _Removal) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or removal.has_ended)
 
     def __remove(self, removal: _Removal) -> None:
+        for earlier in removal.earlier:
+            self.__wait_for(earlier)
+        removal.earlier.clear()
         for key in removal.keys:
             self.__tried(removal.remove, key)
         with self._changed:
+            removal.has_ended = True
             for key in removal.keys:
                 if self.__removals.get(key) is removal:
                     del self.__removals[key]

@@ -85,6 +85,25 @@ def test_a_deleted_page_is_dropped_by_a_coroutine() -> None:
     store.close()
 
 
+def test_a_put_waits_for_all_removals_of_its_key() -> None:
+    store = SlowDictionary()
+    page = memoryview(bytearray(8))
+    may_end = threading.Event()
+
+    def remove(key: bytes) -> None:
+        may_end.wait()
+        del store.pages[key]
+
+    store.remove_later([b"key"], remove)
+    store.delete([b"key"])
+    store.put(1, [b"key"], [page])
+    assert not store.drain(0.1)
+    may_end.set()
+    store.drain(10)
+    assert [*store.pages] == [b"key"]
+    store.close()
+
+
 def test_a_get_after_a_delete_is_a_miss_although_the_removal_takes_long() -> None:
     store = SlowDictionary()
     page = memoryview(bytearray(8))

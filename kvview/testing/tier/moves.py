@@ -375,7 +375,7 @@ class TierMoves(Player):
             self.submit("put", self.sized(keys))
         self.ask("delete", keys, shown=_shown(keys))
         self.model.delete(keys)
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.5:
             self.submit("put", self.sized(keys))
 
     @operation("TIER-8", C.TOUCH)

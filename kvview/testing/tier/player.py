@@ -83,6 +83,8 @@ class TierPlayer(TierMoves):
         try:
             self.submit("put", self.sized([self.new_key(), self.new_key()]))
             self.get()
+            if self.can(C.DELETE):
+                self.delete()
             self.ask("lookup", [*self.keys][:40], shown="keys")
             self.poll()
             drained = self.call(self.subject, "drain", 0.01)

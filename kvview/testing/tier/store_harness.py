@@ -6,6 +6,7 @@ import inspect
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from kvview.tier.store import missing_methods
 
 SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
 
+_SLOW_REMOVAL = 0.003  # seconds
 _MOST_FILES = 5  # maximum of files that a message lists
 _OF_METHODS = (Capability.DELETE, Capability.USAGE, Capability.TOUCH)
 _NO_FOLDER = (
@@ -278,7 +280,10 @@ class StoreHarness:
         return isinstance(self._make, type) and issubclass(self._make, Threaded)
 
     def _gated(self, make: Any) -> Any:
-        """Make a subclass whose blocking calls wait at the gate, if the class is ``Threaded``."""
+        """Make a subclass whose blocking calls wait at the gate, if the class is ``Threaded``.
+
+        A removal that waited takes longer than the other calls, which may overtake it.
+        """
         if not self._is_threaded():
             return make
 
@@ -291,7 +296,17 @@ class StoreHarness:
             call.__name__ = name
             return call
 
-        calls = {name: waiting(name) for name in ("has", "read_into", "write")}
+        def remove_later(store: Any, keys: Any, remove: Callable[[bytes], object]) -> None:
+            def waiting_remove(key: bytes) -> None:
+                if not self._gate.is_set():
+                    self._gate.wait()
+                    time.sleep(_SLOW_REMOVAL)
+                remove(key)
+
+            make.remove_later(store, keys, waiting_remove)
+
+        calls: dict[str, Any] = {n: waiting(n) for n in ("has", "read_into", "write")}
+        calls["remove_later"] = remove_later
         return type(make.__name__, (make,), calls)
 
 
