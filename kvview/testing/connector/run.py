@@ -264,6 +264,7 @@ class Run:
         check_drained(self.stage.engine.shutdown(), "after shutdown", self.stage.touched_at)
         try:
             for part in self.stage.parts:
+                part.scheduler.engine_calls.check_closed()
                 part.scheduler.shutdown()
                 for worker in part.workers:
                     worker.shutdown()

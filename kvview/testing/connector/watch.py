@@ -13,7 +13,6 @@ from kvview import (
     BlockIds,
     CacheGeometry,
     FinishReason,
-    FullAttention,
     GPUBlockPoolView,
     GuardedView,
     OffloadingEvent,
@@ -21,11 +20,10 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsFindCachedBlock,
-    SupportsIsFree,
     SupportsPinBudget,
     SupportsSilentTiers,
     SupportsSkippedBlocks,
+    TransferResult,
 )
 from kvview.testing.connector.coverage import (
     FAILED_BY_THEMSELVES,
@@ -34,8 +32,8 @@ from kvview.testing.connector.coverage import (
     STORES_LEFT_ALONE,
     rows_of,
 )
+from kvview.testing.connector.engine_calls import EngineCalls
 from kvview.testing.connector.hook_calls import hook, require_type
-from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.jobs import PlannedJob
 from kvview.testing.connector.memory import TierKeys, TierPages
 from kvview.testing.connector.run_log import RunLog
@@ -199,11 +197,9 @@ class WatchedScheduler(SchedulerConnector):
         self._half = half
         self._record = record
         self._log = log
-        self._view: GPUBlockPoolView | None = None
-        self._is_free: Callable[[int], bool] | None = None  # found once, because it is slow to find
         self._has_silent_tiers = isinstance(half, SupportsSilentTiers)
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
-        self._promised_to: str | None = None  # request, until another hook is called
+        self.engine_calls = EngineCalls(record.geometry)
         self.unanswered: set[str] = set()
         """Requests for which the last ``match_prefix`` returned None."""
         self.asks_for_budget = False
@@ -212,13 +208,12 @@ class WatchedScheduler(SchedulerConnector):
         """Whether the half refused the last reset."""
 
     on_engine_ready = _passed_on("on_engine_ready")
-    on_transfers_finished = _passed_on("on_transfers_finished")
     on_request_preempted = _passed_on("on_request_preempted")
     shutdown = _passed_on("shutdown")
 
     def _call(self, name: str, *args: Any) -> Any:
         if name != "take_events":
-            self._promised_to = None
+            self.engine_calls.on_hook()
             if name != "has_pending_work":
                 self._log.add(name, *args)
         with hook(name, _LAW_OF_HOOK.get(name, "CONN-4")):
@@ -235,7 +230,7 @@ class WatchedScheduler(SchedulerConnector):
 
     def expiring_blocks(self) -> Counter[int]:
         """Number of references to each block that leases with a deadline of this half hold."""
-        view = self._view
+        view = self.engine_calls.view
         if not isinstance(view, GuardedView):
             return Counter()
         leases = [lease for guard in view.guards() for lease in guard.expiring()]
@@ -252,8 +247,7 @@ class WatchedScheduler(SchedulerConnector):
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        self._view = view
-        self._is_free = view.is_free if isinstance(view, SupportsIsFree) else None
+        self.engine_calls.on_bound(view)
         record, methods = self._record, cast("Any", view)
         methods.touch_blocks = self._noting_lines(view.touch_blocks, record.touched_at)
         methods.free_blocks = self._noting_lines(view.free_blocks, record.freed_at)
@@ -287,47 +281,13 @@ class WatchedScheduler(SchedulerConnector):
             return None
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
-        if not self._record.keys.has_promise(request.request_id):  # else the call is repeated
-            self._check_gpu_hit(request, num_computed_tokens)
+        is_repeated = self._record.keys.has_promise(request.request_id)
+        self.engine_calls.on_match(request, num_computed_tokens, is_repeated=is_repeated)
         self.fold_events()
         self._record.counts.on_promise(request, num_computed_tokens, answer)
         is_silent = self._is_silent(request.request_id)
         self._record.keys.on_promise(request, num_computed_tokens, answer, is_silent=is_silent)
-        self._promised_to = request.request_id
         return answer
-
-    def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
-        """Require that a GPU hit is the longest cached prefix, for one full-attention group."""
-        view, geometry = self._view, self._record.geometry
-        is_one = len(geometry.groups) == 1 and isinstance(geometry.groups[0], FullAttention)
-        if not is_one or not isinstance(view, SupportsFindCachedBlock):
-            return
-
-        def is_cached(group: int, block: int) -> bool:
-            key = geometry.block_key(request.block_hashes, group, block)
-            return key is not None and view.find_cached_block(key) is not None
-
-        longest = geometry.longest_prefix(request.num_tokens - 1, is_cached)
-        if num_computed_tokens != longest:
-            raise InvariantBroken(
-                "ENGINE",
-                f"the engine reports a GPU hit of {num_computed_tokens} tokens for request "
-                f"{request.request_id!r}, but the pool holds {longest} of its "
-                f"{request.num_tokens} tokens",
-            )
-
-    def _check_tables(self, step: StepInfo) -> None:
-        """Require that the block tables name no block that its request has left behind."""
-        if self._is_free is None:
-            return
-        for one in step.scheduled:
-            free = [block for table in one.block_ids for block in table if self._is_free(block)]
-            if free:
-                raise InvariantBroken(
-                    "ENGINE",
-                    f"the block table of request {one.request.request_id!r} names {free}, which "
-                    f"are free; blocks without KV must be the null block",
-                )
 
     def _is_silent(self, request_id: str) -> bool:
         if not self._has_silent_tiers:
@@ -343,12 +303,7 @@ class WatchedScheduler(SchedulerConnector):
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        if num_external_tokens and self._promised_to != request.request_id:
-            raise InvariantBroken(
-                "ENGINE",
-                f"the engine allocated the blocks of a promise to request {request.request_id!r} "
-                f"after other calls; it must call match_prefix again before (CONN-2)",
-            )
+        self.engine_calls.on_blocks_allocated(request, num_external_tokens)
         self._call(
             "on_blocks_allocated", request, block_ids, num_computed_tokens, num_external_tokens
         )
@@ -360,15 +315,21 @@ class WatchedScheduler(SchedulerConnector):
     def plan_step(self, step: StepInfo) -> StepPlan:
         plan: StepPlan = self._call("plan_step", step)
         require_type("plan_step", plan, "CONN-3")
-        self._check_tables(step)
+        self.engine_calls.on_step(step, plan)
         for job in (*plan.loads, *plan.stores):
             self._log.add("  planned", job)
         return plan
 
     @override
+    def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
+        self.engine_calls.on_results(results)
+        self._call("on_transfers_finished", results)
+
+    @override
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
+        self.engine_calls.on_finished(request.request_id)
         if reason is FinishReason.ABORTED:
             self._record.counts.on_aborted(request.request_id)
         self._call("on_request_finished", request, block_ids, reason)

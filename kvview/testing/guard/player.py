@@ -191,6 +191,7 @@ class GuardPlayer(GuardMoves):
         if not set(self.guards()) - ended and self.can(C.VIEWS, C.GUARDS):
             self.open_view()
             self.open_guard(len(self.views) - 1)
+            self.compare()
 
     @operation("GUARD-11", C.ENGINE_SIDE, C.CLOSE)
     def free_all(self) -> None:
