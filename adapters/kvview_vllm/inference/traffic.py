@@ -48,12 +48,19 @@ class Served:
     is_refused: bool = False
 
 
-class Traffic:
-    """Sends requests to one server, and records the answers.
+class SeededTraffic:
+    """The traffic of one seed, for one server.
+
+    The prompts depend only on the seed and on the answers of an engine without a connector, so a
+    wrong answer does not change later prompts.
 
     Args:
         server: The engine.
-        served: Receives the results.
+        served: Receives the results, whose names start with the seed.
+        seed: Seed of all random choices.
+        truth: Answers without a connector; None in the run without a connector.
+        resets: Whether the connector can be reset.
+        reuses_ids: Whether the id of a dropped request is reused.
         on_progress: Called at short intervals, with a text about the progress.
     """
 
@@ -61,13 +68,22 @@ class Traffic:
         self,
         server: Server,
         served: Served,
-        on_progress: Callable[[str], None] = lambda text: None,
+        seed: int,
+        truth: Mapping[str, Sequence[int]] | None,
+        resets: bool,
+        reuses_ids: bool,
+        on_progress: Callable[[str], None],
     ) -> None:
         self.server = server
         self.served = served
         self.prompts: dict[str, list[int]] = {}
-        self._on_progress = on_progress
         self.on_step: Callable[[], None] = lambda: None
+        self._on_progress = on_progress
+        self._seed = seed
+        self._truth = truth
+        self._resets = resets
+        self._reuses_ids = reuses_ids
+        self._draw = random.Random(seed)
 
     def ask(self, name: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> None:
         """Send a request, and record its answer under the given name."""
@@ -136,40 +152,6 @@ class Traffic:
                 f"request has ended, so the prefix cache cannot be reset",
             )
         self.served.coverage["KV caches overwritten"] += 1
-
-
-class SeededTraffic(Traffic):
-    """The traffic of one seed.
-
-    The prompts depend only on the seed and on the answers of an engine without a connector, so a
-    wrong answer does not change later prompts.
-
-    Args:
-        server: The engine.
-        served: Receives the results, whose names start with the seed.
-        seed: Seed of all random choices.
-        truth: Answers without a connector; None in the run without a connector.
-        resets: Whether the connector can be reset.
-        reuses_ids: Whether the id of a dropped request is reused.
-        on_progress: Called at short intervals, with a text about the progress.
-    """
-
-    def __init__(
-        self,
-        server: Server,
-        served: Served,
-        seed: int,
-        truth: Mapping[str, Sequence[int]] | None,
-        resets: bool,
-        reuses_ids: bool,
-        on_progress: Callable[[str], None],
-    ) -> None:
-        super().__init__(server, served, on_progress)
-        self._seed = seed
-        self._truth = truth
-        self._resets = resets
-        self._reuses_ids = reuses_ids
-        self._draw = random.Random(seed)
 
     def play(self) -> None:
         """Send all parts of the traffic; later parts continue conversations of earlier parts."""

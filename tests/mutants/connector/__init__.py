@@ -4,10 +4,9 @@ A file ``BASE.txt`` lists the mistakes in one right connector of :data:`BASES`. 
 a file of its own when it runs, like a user's. Its text is that of the right one after the edits.
 ``unusual.txt`` has edits of the example that are right all the same. ``field.txt`` and
 ``with_options.txt`` have mistakes of the field, written with the docs and without the checks. Notes
-beyond those of :mod:`edits`: ``in`` names the class if it is not that of the base, ``needs`` says
-how vLLM must run to show the mistake (``processes`` or ``async``), ``compared with`` names a right
-connector with as many hits if it is not the base, ``options`` has the options, and
-``gap`` is the part that a report leaves unchecked.
+beyond those of :mod:`edits`: ``in`` names the class if it is not that of the base, ``needs`` is the
+way in which vLLM must run to show the mistake (``processes`` or ``async``), ``options`` has the
+options, and ``gap`` is the part that a report leaves unchecked.
 
 The injected faults (``MUTANTS``) are those with a law: one for each law of connectors, and those of
 public incidents. ``benchmarks/first_seeds.py`` counts the mistakes that the kit finds, and
