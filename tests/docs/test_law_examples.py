@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,6 @@ from kvview.targets import load_target
 from tests.house.test_laws import LAWS_WITHOUT_A_CHECK
 
 EXAMPLES = examples()
-
-
-def _run(code: str, subject: object) -> None:
-    names = {"Subject": subject}
-    try:
-        exec(code, names)
-    finally:
-        if worker := names.get("worker"):
-            worker.shutdown()  # type: ignore[attr-defined]
-        if store := names.get("store"):
-            store.drain(10)  # type: ignore[attr-defined]
 
 
 def test_every_law_with_a_check_has_an_example() -> None:
@@ -38,7 +26,5 @@ def test_an_example_fails_with_its_fault_only(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     example = EXAMPLES[law]
-    code = example.imports + example.body
-    _run(code, load_target(example.right))
-    with pytest.raises((Exception, pytest.fail.Exception)):
-        _run(code, getattr(import_module(example.module), example.fault))
+    example.run(load_target(example.right))
+    assert example.fails_with_its_fault()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -45,14 +45,116 @@ class Subject:
         name = " with ".join((name, ", ".join(given))) if given else name
         return name if self.engine == "reference" else f"{name} in {self.engine}"
 
+    def steps(self, num_seeds: int) -> Iterator[Step]:
+        """Yield every step of the kit over this target.
+
+        Args:
+            num_seeds: Of a connector, in slices; random calls start before this number.
+        """
+        if not _is_run(self.load()):
+            for first, end in pairwise([0, *self.examples]):
+                if first < num_seeds:
+                    yield Step(self, range(first, end))
+            return
+        ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
+        for first, end in pairwise([0, *ends, num_seeds]):
+            yield Step(self, range(first, end))
+        for rare in RARE:
+            if FEW < num_seeds <= rare:
+                yield Step(self, range(rare, rare + 1))
+
+    def run(self, seeds: range, coverage: Counter[str]) -> str | None:
+        """Return the finding of the kit; None when it is green.
+
+        Args:
+            seeds: Of the runs of a connector, or of the random sequences of calls of a harness.
+            coverage: The events of the runs are added to it.
+        """
+        target = self.load()
+        if _is_run(target):
+            return self._simulate(target, seeds, coverage)
+        return self._check(target, seeds)
+
     def load(self) -> Any:
         """The factory or the connector."""
         from kvview.testing.handoff import pd_factory
         from kvview.testing.offloading.policy import as_factory
 
-        module, _, name = self.target.partition(":")
-        found = getattr(importlib.import_module(module), name)
+        found = _attribute(self.target)
         return pd_factory(found, self.engine) if self.is_pd else as_factory(found)
+
+    def _check(self, factory: Any, seeds: range) -> str | None:
+        from kvview.testing.effort import Effort
+        from kvview.testing.runner import plan_checks, run_planned
+
+        # Only the verdict counts, so no script is made.
+        effort = Effort(is_brief=True, seed=seeds.start, seeds=len(seeds), options=self.options)
+        for planned in plan_checks(factory, Effort(options=self.options))[1]:
+            failure = run_planned(factory, planned, effort).failure
+            if failure is not None:
+                return f"{failure.law} {planned.check.name}"
+        return None
+
+    def _simulate(self, connector: Any, seeds: range, coverage: Counter[str]) -> str | None:
+        from kvview.testing.connector import check_connector, load_engines
+
+        report = check_connector(
+            connector,
+            first_seed=seeds.start,
+            seeds=len(seeds),
+            options=self.options,
+            engines=load_engines(self.engine),
+            max_shrink_runs=0,
+            processes=0,
+        )
+        coverage.update(report.coverage)
+        return next((f"{one.law} seed {one.seed}" for one in report.failures), None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The smallest part of the kit that runs alone: all checks of a target, with some seeds.
+
+    Args:
+        subject: The target.
+        seeds: Its seeds.
+    """
+
+    subject: Subject
+    seeds: range
+
+    def __str__(self) -> str:
+        return f"{self.subject} seeds {self.seeds.start}-{self.seeds.stop - 1}"
+
+    def run(self, coverage: Counter[str]) -> str | None:
+        """Return the finding of the kit; None when it is green."""
+        return self.subject.run(self.seeds, coverage)
+
+
+@dataclass(frozen=True)
+class WrongCode(Subject):
+    """Wrong code, which must stay refused; a seed is the number of one piece of it.
+
+    The target is a function of :mod:`~tests.mutation.controls`.
+    """
+
+    def steps(self, num_seeds: int) -> Iterator[Step]:
+        return (Step(self, range(number, number + 1)) for number in range(len(self.load())))
+
+    def run(self, seeds: range, coverage: Counter[str]) -> str | None:
+        for name, is_refused in self.load()[seeds.start : seeds.stop]:
+            if not is_refused():
+                return f"{name}: not refused any more"
+        return None
+
+    def load(self) -> Sequence[tuple[str, Callable[[], bool]]]:
+        controls: Sequence[tuple[str, Callable[[], bool]]] = _attribute(self.target)()
+        return controls
+
+
+def _attribute(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 SUBJECTS = [
@@ -91,7 +193,7 @@ SUBJECTS = [
         },
     ),
     Subject("kvview.connector:Connector"),
-    Subject(_OFFLOAD),
+    Subject(_OFFLOAD, {"policy": "kvview_reference.offloading.lru_or_arc:LRUOrARCPolicy"}),
     Subject(
         _MULTI,
         {
@@ -138,81 +240,14 @@ VLLM_SUBJECTS = [
         },
         engine="vllm",
     ),
+    Subject("tests.vllm.filling_connector:ComparesFilling", engine="vllm"),
 ]
-
-
-@dataclass(frozen=True)
-class Step:
-    """The smallest part of the kit that runs alone: all checks of a target, with some seeds.
-
-    Args:
-        subject: The target.
-        seeds: Of the runs of a connector, or of the random sequences of calls of a harness.
-    """
-
-    subject: Subject
-    seeds: range
-
-    def __str__(self) -> str:
-        return f"{self.subject} seeds {self.seeds.start}-{self.seeds.stop - 1}"
-
-    def run(self, coverage: Counter[str]) -> str | None:
-        """Return the finding of the kit; None when it is green.
-
-        Args:
-            coverage: The events of the runs are added to it.
-        """
-        target = self.subject.load()
-        return self._simulate(target, coverage) if _is_run(target) else self._check(target)
-
-    def _check(self, factory: Any) -> str | None:
-        from kvview.testing.effort import Effort
-        from kvview.testing.runner import plan_checks, run_planned
-
-        # Only the verdict counts, so no script is made.
-        options = self.subject.options
-        effort = Effort(
-            is_brief=True, seed=self.seeds.start, seeds=len(self.seeds), options=options
-        )
-        for planned in plan_checks(factory, Effort(options=options))[1]:
-            failure = run_planned(factory, planned, effort).failure
-            if failure is not None:
-                return f"{failure.law} {planned.check.name}"
-        return None
-
-    def _simulate(self, connector: Any, coverage: Counter[str]) -> str | None:
-        from kvview.testing.connector import check_connector, load_engines
-
-        report = check_connector(
-            connector,
-            first_seed=self.seeds.start,
-            seeds=len(self.seeds),
-            options=self.subject.options,
-            engines=load_engines(self.subject.engine),
-            max_shrink_runs=0,
-            processes=0,
-        )
-        coverage.update(report.coverage)
-        return next((f"{one.law} seed {one.seed}" for one in report.failures), None)
-
-
-def steps_of(subject: Subject, num_seeds: int) -> Iterator[Step]:
-    """Yield every step of the kit over a target.
-
-    Args:
-        subject: The target.
-        num_seeds: Of a connector, in slices.
-    """
-    if not _is_run(subject.load()):
-        for first, end in pairwise([0, *subject.examples]):
-            yield Step(subject, range(first, end))
-        return
-    ends = [end for end in (FEW, *range(SLICE, num_seeds, SLICE)) if end < num_seeds]
-    for first, end in pairwise([0, *ends, num_seeds]):
-        yield Step(subject, range(first, end))
-    for rare in RARE:
-        if FEW < num_seeds <= rare:
-            yield Step(subject, range(rare, rare + 1))
+OLD_VLLM_SUBJECTS = [one for one in VLLM_SUBJECTS if not one.is_pd]
+WRONG_SUBJECTS = [
+    WrongCode(f"tests.mutation.controls:{name}")
+    for name in ("law_examples", "connectors", "classes")
+]
+WRONG_VLLM_SUBJECTS = [WrongCode("tests.mutation.controls:faults_in_vllm")]
 
 
 def _is_run(target: Any) -> bool:

@@ -11,16 +11,17 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-JobT = TypeVar("JobT")
 Say = Callable[[object], None]
 
+_FORK = multiprocessing.get_context("fork")
 _WALL_PER_CPU = 8  # for a shared machine, and for a process that waits
 _PATIENCE = 20.0  # seconds of wall-clock time in addition
 _MAX_BYTES = 12 << 30  # of address space, because an endless list must not exhaust the machine
@@ -37,73 +38,94 @@ class Limit:
     seconds: float
 
 
-class Ended(Generic[JobT]):
+@dataclass(frozen=True)
+class Ended:
     """The end of a job.
 
     Args:
-        job: The job.
         said: The messages of its process, in order.
         why: Empty for a regular end; otherwise ``"timeout"``, or how the process died.
         cpu_seconds: CPU time of the process.
     """
 
-    def __init__(self, job: JobT, said: list[Any], why: str, cpu_seconds: float) -> None:
-        self.job = job
-        self.said = said
-        self.why = why
-        self.cpu_seconds = cpu_seconds
+    said: Sequence[Any]
+    why: str
+    cpu_seconds: float
 
 
-def run_forked(
-    jobs: Iterable[JobT], run: Callable[[JobT, Say], None], *, num_processes: int, seconds: float
-) -> Iterator[Ended[JobT]]:
-    """Run each job in a process of its own, forked from this one.
+def run_forked(run: Callable[[Say], None], *, seconds: float) -> Ended:
+    """Run a job in a process that is forked from this one.
 
     Args:
-        jobs: Taken as processes become free.
-        run: Called in the process with the job and a function that sends results.
-        num_processes: Number at a time.
-        seconds: CPU time of a job, until it sends a :class:`Limit`.
+        run: Called in the process with a function that sends results.
+        seconds: CPU time of the job, until it sends a :class:`Limit`.
     """
-    context = multiprocessing.get_context("fork")
-    running: dict[Connection, tuple[JobT, Any, list[Any], float]] = {}
-    queue = iter(jobs)
-    is_empty = False
+    ours, theirs = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_child, args=(run, theirs, seconds))
+    process.start()
+    theirs.close()
+    said: list[Any] = []
+    deadline = _deadline(seconds)
     try:
-        while running or not is_empty:
-            while not is_empty and len(running) < num_processes:
-                try:
-                    job = next(queue)
-                except StopIteration:
-                    is_empty = True
-                    break
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(run, job, theirs, seconds))
-                process.start()
-                theirs.close()
-                running[ours] = job, process, [], _deadline(seconds)
-            for pipe in wait(list(running), timeout=1.0):
-                assert isinstance(pipe, Connection), "only pipes are waited for"
-                job, process, said, _ = running[pipe]
-                try:
-                    told = pipe.recv()
-                except EOFError:
-                    del running[pipe]
-                    seconds_taken = _join(process)
-                    yield Ended(job, said, _why(process.exitcode), seconds_taken)
-                    continue
-                if isinstance(told, Limit):
-                    running[pipe] = job, process, said, _deadline(told.seconds)
-                else:
-                    said.append(told)
-            for pipe, (job, process, said, deadline) in list(running.items()):
-                if time.monotonic() > deadline:
-                    process.kill()
-                    del running[pipe]
-                    yield Ended(job, said, "timeout", _join(process))
+        while time.monotonic() <= deadline:
+            if not ours.poll(1.0):
+                continue
+            try:
+                message = ours.recv()
+            except EOFError:
+                cpu_seconds = _join(process)
+                return Ended(said, _why(process.exitcode), cpu_seconds)
+            if isinstance(message, Limit):
+                deadline = _deadline(message.seconds)
+            else:
+                said.append(message)
+        process.kill()
+        return Ended(said, "timeout", _join(process))
     finally:
-        for _, process, _, _ in running.values():
-            process.kill()
+        process.kill()
+
+
+class Room:
+    """A process that keeps its own imports, and answers calls.
+
+    Args:
+        make: Called in the process; returns the function that answers.
+
+    Raises:
+        RuntimeError: ``make`` has failed.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+        self._pipe, theirs = _FORK.Pipe()
+        self._process = _FORK.Process(target=_serve, args=(make, theirs))
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def __call__(self, argument: object) -> Any:
+        """Return the answer to an argument."""
+        self._pipe.send(argument)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the process has ended; its error is printed above") from None
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(make: Callable[[], Callable[[Any], Any]], pipe: Connection) -> None:
+    with suppress(KeyboardInterrupt, EOFError):
+        answer = make()
+        pipe.send(None)
+        while True:
+            pipe.send(answer(pipe.recv()))
 
 
 def _join(process: Any) -> float:
@@ -130,7 +152,7 @@ def _why(code: int | None) -> str:
     return "timeout" if code == -signal.SIGXCPU else f"ended with {code}"
 
 
-def _child(run: Callable[[JobT, Say], None], job: JobT, pipe: Connection, seconds: float) -> None:
+def _child(run: Callable[[Say], None], pipe: Connection, seconds: float) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -142,7 +164,7 @@ def _child(run: Callable[[JobT, Say], None], job: JobT, pipe: Connection, second
             _limit_cpu(message.seconds)
         pipe.send(message)
 
-    run(job, say)
+    run(say)
     pipe.close()
     os._exit(0)  # does not wait for threads that a mutant has left
 
@@ -155,7 +177,7 @@ def _limit_cpu(seconds: float) -> None:
 def forget(packages: Sequence[str]) -> None:
     """Make the next import load these packages again."""
     for name in list(sys.modules):
-        if name.partition(".")[0] in packages:
+        if any(f"{name}.".startswith(f"{package}.") for package in packages):
             del sys.modules[name]
 
 

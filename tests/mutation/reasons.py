@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .areas import OWN
 from .processes import Say, forget, run_forked
 from .survivors import Survivor
-from .trial import OWN, make_wrong
+from .trial import make_wrong
 
 SECONDS = 60.0
 
@@ -59,7 +60,11 @@ def execute(survivor: Survivor) -> tuple[Shown, Shown]:
         RuntimeError: The code of the reason did not end.
     """
 
-    def run(is_wrong: bool, say: Say) -> None:
+    return _values(survivor, is_wrong=False), _values(survivor, is_wrong=True)
+
+
+def _values(survivor: Survivor, *, is_wrong: bool) -> Shown:
+    def run(say: Say) -> None:
         if is_wrong:
             make_wrong(survivor.id)
         forget(OWN)
@@ -68,13 +73,11 @@ def execute(survivor: Survivor) -> tuple[Shown, Shown]:
         differs = names.get("differs")
         say(Shown(names["same"](), differs() if differs else None))
 
-    ended = {
-        one.job: one for one in run_forked((False, True), run, num_processes=1, seconds=SECONDS)
-    }
-    for one in ended.values():
-        if one.why or not one.said:
-            raise RuntimeError(f"{survivor.id}: {one.why or 'no value'} (wrong: {one.job})")
-    return ended[False].said[0], ended[True].said[0]
+    ended = run_forked(run, seconds=SECONDS)
+    if ended.why or not ended.said:
+        raise RuntimeError(f"{survivor.id}: {ended.why or 'no value'} (wrong: {is_wrong})")
+    shown: Shown = ended.said[0]
+    return shown
 
 
 def is_shown(survivor: Survivor, right: Shown, wrong: Shown) -> bool:

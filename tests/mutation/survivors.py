@@ -78,28 +78,6 @@ def read_survivors(path: Path = FILE) -> dict[str, Survivor]:
     return entries
 
 
-def of_modules(entries: Mapping[str, Survivor], modules: Collection[str]) -> dict[str, Survivor]:
-    """Return the entries about some modules."""
-    return {name: entry for name, entry in entries.items() if entry.module in modules}
-
-
-def believed(
-    sites: Iterable[Site], entries: Mapping[str, Survivor], seeds: Mapping[str, int]
-) -> list[Verdict]:
-    """Return the mutants with a reason as alive, without running them.
-
-    Args:
-        sites: Mutants.
-        entries: From :func:`read_survivors`.
-        seeds: The seeds of each connector with which a mutant lived; 0 if unknown.
-    """
-    return [
-        Verdict(site, "", "", 0, 0.0, seeds.get(site.id, 0))
-        for site in sites
-        if (entry := entries.get(site.id)) is not None and entry.change == site.change
-    ]
-
-
 def compare(
     verdicts: Iterable[Verdict], sites: Collection[Site], entries: Mapping[str, Survivor]
 ) -> Account:

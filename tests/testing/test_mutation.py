@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutation import operators, reasons, survivors, trial
+from tests.mutation import areas, operators, reach, reasons, survivors, trial
 from tests.mutation.judges import Step, Subject
 
 SOURCE = '''
@@ -112,7 +112,7 @@ def test_a_sample_is_even_over_functions_and_grows() -> None:
 
 
 def test_statements_that_are_executed_are_counted() -> None:
-    hits: set[trial.Place] = set()
+    hits: set[reach.Place] = set()
     path = Path(__file__).with_name("tiny.py")
 
     class Tiny(type(path)):  # type: ignore[misc]
@@ -120,7 +120,7 @@ def test_statements_that_are_executed_are_counted() -> None:
             return SOURCE
 
     names: dict[str, Any] = {}
-    exec(trial.counting("tiny", Tiny(path), hits), names)
+    exec(reach.counting("tiny", Tiny(path), hits), names)
     assert not hits
     assert names["first"]([1, 5]) == [1]
     lines = {line for _, line in hits}
@@ -145,7 +145,8 @@ class Tells(Step):
 def test_the_kit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trial, "_AT_LEAST", 0.5)
+    monkeypatch.setattr(trial, "AT_LEAST", 0.5)
+    monkeypatch.setattr(reach, "AT_LEAST", 0.5)
     of_tiny = {site.change: site for site in operators.find_sites("tiny", SOURCE)}
     reached = frozenset(("tiny", site.line) for site in sites() if site.function != "never")
     step = Tells(Subject("tiny:first"), range(1))
@@ -156,9 +157,8 @@ def test_the_kit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         of_tiny["num > 0 -> num >= 0"],
         of_tiny["num + 1 -> num - 1"],  # it is never called
     ]
-    verdicts = trial.play(chosen, [trial.Reach(step, reached, 0.0)], num_processes=2)
-    how = {verdict.site.change: (verdict.how, verdict.num_steps) for verdict in verdicts}
-    assert [how[site.change] for site in chosen] == [
+    verdicts = [trial.play(site, [reach.Reach(step, reached, 0.0)]) for site in chosen]
+    assert [(verdict.how, verdict.num_steps) for verdict in verdicts] == [
         ("", 1),
         ("check", 1),
         ("timeout", 1),
@@ -198,16 +198,16 @@ def test_survivors_need_a_reason_and_reasons_a_survivor(tmp_path: Path) -> None:
 
 
 def test_modules_are_found_by_themselves_except_those_with_a_reason() -> None:
-    found = {module: name for name, area in trial.AREAS.items() for module in area.modules}
-    assert found["kvview.connector.job_tracker"] == found["kvview.events.fold"] == "engine"
-    assert found["kvview.tier.guarded"] == "tier"
-    assert found["kvview_vllm.walks"] == "vllm"
+    found = {module for area in areas.AREAS.values() for module in area.modules}
+    assert "kvview.connector.job_tracker" in areas.AREAS["engine"].modules
+    assert "kvview.tier.guarded" in areas.AREAS["tier"].modules
+    assert "kvview_vllm.walks" in areas.AREAS["vllm"].modules
     assert not any(name.startswith("kvview.testing") for name in found)
-    assert all(trial.path_of(name).is_file() for name in [*found, *trial.NEVER_WRONG])
+    assert all(areas.path_of(name).is_file() for name in [*found, *areas.NEVER_WRONG])
 
 
 def test_the_file_of_survivors_is_about_the_sources_as_they_are() -> None:
-    modules = [module for area in trial.AREAS.values() for module in area.modules]
+    modules = [module for area in areas.AREAS.values() for module in area.modules]
     account = survivors.compare([], trial.all_sites(modules), survivors.read_survivors())
     assert not account.gone, "take them out, or look at what they have become"
 

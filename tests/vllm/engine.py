@@ -15,8 +15,18 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvview import CacheGeometry, CacheGroup, FullAttention, SlidingWindow
+from kvview import (
+    CacheGeometry,
+    CacheGroup,
+    Connector,
+    FullAttention,
+    SchedulerConnector,
+    SlidingWindow,
+    WorkerConnector,
+)
+from kvview.connector.hooks import hooks_of
 from kvview_vllm.geometry import read_geometry
+from kvview_vllm.releases import installed
 from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
@@ -294,3 +304,59 @@ def make_request(request_id: str, tokens: list[int], max_tokens: int, **more: An
         _hashes_are_ready = True
     hasher = utils.get_request_block_hasher(BLOCK_SIZE, hash_function())
     return cpu_scheduler.make_request(request_id, tokens, max_tokens, hasher, **more)
+
+
+FAULTY_CONNECTOR = f"{Path(__file__).with_name('faulty_connectors.py')}:BrokenConnector"
+TOKENS = range(10, 10 + 6 * BLOCK_SIZE + 4)
+OTHER_TOKENS = range(200, 200 + 6 * BLOCK_SIZE + 4)
+
+
+def hooks_that_fail() -> dict[str, bool]:
+    """Return the hooks that this release calls, and whether a fault in each ends the engine."""
+    at_start = {
+        *("__init__", *hooks_of(Connector), "SchedulerConnector.bind_gpu_block_pool_view"),
+        *("SchedulerConnector.on_engine_ready", "WorkerConnector.register_kv_caches"),
+    }
+    hooks = {
+        f"{half.__name__}.{name}"
+        for half in (SchedulerConnector, WorkerConnector)
+        for name in hooks_of(half)
+    }
+    release = installed().connector
+    if release.worker_metadata:
+        hooks.remove("WorkerConnector.wait")  # because loads end between steps
+    if not release.connector_reset:
+        hooks.remove("SchedulerConnector.reset_cache")
+    ends = {*at_start, "WorkerConnector.wait"}
+    return {hook: hook in ends for hook in sorted(at_start | hooks)}
+
+
+def serve_with_fault(folder: Path, fails_in: str, policy: str = "recompute") -> Engine:
+    """Serve requests, of which one is preempted, with a connector whose hook raises.
+
+    Args:
+        folder: Folder for the model's configuration.
+        fails_in: Name of the hook.
+        policy: ``kv_load_failure_policy``.
+    """
+    config = connector_config(FAULTY_CONNECTOR, cpu_blocks=64, fails_in=fails_in)
+    if policy == "fail":
+        config["kv_load_failure_policy"] = policy
+    engine = Engine(folder, config, num_blocks=16)
+    free = engine.num_free_blocks()
+    requests = [engine.add("one", TOKENS, 64), engine.add("other", OTHER_TOKENS, 64)]
+    engine.run(400)  # too many for the pool, so one is preempted
+    for _ in range(3):
+        if engine.scheduler.reset_prefix_cache():
+            break
+        engine.step()
+    engine.scribble()
+    if installed().connector.connector_reset and fails_in.endswith("reset_cache"):
+        engine.scheduler.reset_prefix_cache(reset_connector=True)
+    requests.append(engine.add("again", TOKENS))
+    engine.run(400)
+    engine.scheduler.connector.shutdown()
+    engine.worker.shutdown()
+    assert all(request.is_finished() for request in requests)
+    assert engine.num_free_blocks() == free
+    return engine

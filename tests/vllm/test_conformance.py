@@ -6,6 +6,7 @@ The harness makes the engine's moves with the pool's own public methods.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -73,7 +74,10 @@ class VLLMPool:
         return [block.block_id for block in self.pool.get_new_blocks(num_blocks)]
 
     def release(self, block_ids: Sequence[int]) -> None:
-        self.pool.free_blocks([self.pool.blocks[block_id] for block_id in block_ids])
+        # A request has each block once, so the other releases are those of other requests.
+        last = list(dict.fromkeys(reversed(block_ids)))[::-1]
+        for others in (list((Counter(block_ids) - Counter(last)).elements()), last):
+            self.pool.free_blocks([self.pool.blocks[block_id] for block_id in others])
 
     def share(self, block_ids: Sequence[int]) -> None:
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]

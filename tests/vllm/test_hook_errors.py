@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +20,18 @@ import pytest
 
 import engine as lane  # type: ignore[import-not-found]
 from kvview import (
-    Connector,
     ConnectorError,
     HookError,
-    SchedulerConnector,
     StepPlan,
     ViewClosedError,
-    WorkerConnector,
 )
-from kvview.connector.hooks import hooks_of
 from kvview_vllm.releases import installed
 
 ROOT = Path(__file__).parents[2]
 FAULTY = Path(__file__).with_name("faulty_connectors.py")
-TARGET = f"{FAULTY}:BrokenConnector"
-TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
-OTHER_TOKENS = range(200, 200 + 6 * lane.BLOCK_SIZE + 4)
-AT_START = {
-    "__init__",
-    "make_scheduler",
-    "make_worker",
-    "SchedulerConnector.bind_gpu_block_pool_view",
-    "SchedulerConnector.on_engine_ready",
-    "WorkerConnector.register_kv_caches",
-}
-HOOKS = [
-    *sorted({"__init__", *hooks_of(Connector)}),
-    *(
-        f"{half.__name__}.{name}"
-        for half in (SchedulerConnector, WorkerConnector)
-        for name in hooks_of(half)
-    ),
-]
+TARGET = lane.FAULTY_CONNECTOR
+TOKENS = lane.TOKENS
 _release = installed().connector
-NEVER_CALLED = {  # by this release, or by the adapter on it
-    "WorkerConnector.wait": _release.worker_metadata,  # loads end between steps
-    "SchedulerConnector.reset_cache": not _release.connector_reset,
-}
 
 Serve = Callable[..., lane.Engine]
 MakeEngine = Callable[..., lane.Engine]
@@ -68,30 +44,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Serve:
-    def run(fails_in: str, policy: str = "recompute") -> lane.Engine:
-        config = lane.connector_config(TARGET, cpu_blocks=64, fails_in=fails_in)
-        if policy == "fail":
-            config["kv_load_failure_policy"] = policy
-        engine = lane.Engine(tmp_path / "model", config, num_blocks=16)
-        free = engine.num_free_blocks()
-        requests = [engine.add("one", TOKENS, 64), engine.add("other", OTHER_TOKENS, 64)]
-        engine.run(400)  # too many for the pool: one is preempted
-        for _ in range(3):
-            if engine.scheduler.reset_prefix_cache():
-                break
-            engine.step()
-        engine.scribble()
-        if _release.connector_reset and fails_in.endswith("reset_cache"):
-            engine.scheduler.reset_prefix_cache(reset_connector=True)
-        requests.append(engine.add("again", TOKENS))
-        engine.run(400)
-        engine.scheduler.connector.shutdown()
-        engine.worker.shutdown()
-        assert all(request.is_finished() for request in requests)
-        assert engine.num_free_blocks() == free
-        return engine
-
-    return run
+    return partial(lane.serve_with_fault, tmp_path / "model")
 
 
 def documented() -> dict[str, Any]:
@@ -139,15 +92,12 @@ def first_line(caplog: pytest.LogCaptureFixture) -> str:
     return errors[0].getMessage()
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "ends"), lane.hooks_that_fail().items())
 def test_the_first_line_names_the_connector_and_the_hook(
-    hook: str, serve: Serve, caplog: pytest.LogCaptureFixture
+    hook: str, ends: bool, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     # FAULT-1, FAULT-2, FAULT-3
-    if NEVER_CALLED.get(hook):
-        pytest.skip(f"{hook} is not called on this release")
-    loads_in_step = not _release.worker_metadata
-    if hook in AT_START or (hook == "WorkerConnector.wait" and loads_in_step):
+    if ends:
         with pytest.raises(ConnectorError, match="planted"):
             serve(hook)
     else:
@@ -157,7 +107,6 @@ def test_the_first_line_names_the_connector_and_the_hook(
     assert line.startswith(f"kvview: connector {TARGET} ")
     assert f"{FAULTY.name}:" in line
     assert f"{name} raised RuntimeError: planted" in line
-    ends = hook in AT_START or hook == "WorkerConnector.wait"
     assert ("continues without it" in line) is not ends
 
 
