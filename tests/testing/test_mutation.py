@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.mutation import areas, operators, reach, reasons, survivors, trial
-from tests.mutation.judges import Step, Subject
+from tests.mutation import areas, controls, operators, reach, reasons, survivors, trial
+from tests.mutation.judges import Step, Subject, WrongCode
+from tests.mutation.processes import Room
 
 SOURCE = '''
 """A module."""
@@ -165,6 +168,32 @@ def test_the_kit_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("check", 1),
         ("", 0),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_each_area_has_its_own_process_up_to_the_first_finding() -> None:
+    site = sites()[0]
+
+    def area(how: str) -> Callable[[], Callable[[operators.Site], trial.Verdict]]:
+        return lambda: lambda site: verdict(site, how)
+
+    rooms = {name: Room(area(how)) for name, how in (("tier", ""), ("wrong", "died"))}
+    rooms["wrong in vllm"] = Room(area("check"))
+    try:
+        found = trial.judge(site, rooms)
+    finally:
+        for room in rooms.values():
+            room.close()
+    assert (found.area, found.how, found.num_steps) == ("wrong", "wrong code", 2)
+    with pytest.raises(RuntimeError, match="has ended"):
+        Room(lambda: sys.exit(1))
+
+
+def test_wrong_classes_are_refused_and_helpers_are_not() -> None:
+    assert not [name for name, is_right in controls.classes() if not is_right()]
+    code = WrongCode("tests.mutation.controls:classes")
+    assert code.run(range(3), Counter()) is None
+    assert len([*code.steps(6)]) == len(controls.classes())
 
 
 def verdict(site: operators.Site, how: str) -> trial.Verdict:
