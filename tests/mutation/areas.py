@@ -132,14 +132,15 @@ _ENGINE_MODULES = (
     *("examples.host_cache", "examples.host_memory", "examples.two_levels"),
 )
 _ADAPTER = modules_of("kvview_vllm")
-_NEWEST, _OLDEST = "0.33.0", "0.11.2"
+_NEWEST, _OLD, _OLDEST = "0.33.0", "0.11.2", "0.11.0"  # the last one reports no failed loads
 AREAS = {
     "engine": Area(_ENGINE_MODULES, judges.SUBJECTS),
     "tier": Area(_TIER_MODULES, judges.TIER_SUBJECTS),
     "vllm": Area(_ADAPTER, judges.VLLM_SUBJECTS, _NEWEST),
-    "old vllm": Area(_ADAPTER, judges.OLD_VLLM_SUBJECTS, _OLDEST),
+    "old vllm": Area(_ADAPTER, judges.OLD_VLLM_SUBJECTS, _OLD),
     "wrong": Area((*_ENGINE_MODULES, *_TIER_MODULES), judges.WRONG_SUBJECTS, are_wrong=True),
     "wrong in vllm": Area(_ADAPTER, judges.WRONG_VLLM_SUBJECTS, _NEWEST, are_wrong=True),
+    "wrong in old vllm": Area(_ADAPTER, judges.WRONG_OLD_VLLM_SUBJECTS, _OLDEST, are_wrong=True),
 }
 """Separate areas, because their targets do not execute the modules of another, or run elsewhere.
 

@@ -106,3 +106,21 @@ def faults_in_vllm() -> Sequence[Control]:
         (f"a connector that fails in {hook}", partial(is_contained, hook, ends))
         for hook, ends in hooks_that_fail().items()
     ]
+
+
+@cache
+def failed_loads_in_vllm() -> Sequence[Control]:
+    """A connector whose loads fail, in a release that accepts no reports of failed loads."""
+
+    def is_refused() -> bool:
+        from kvview.testing.connector import check_connector, load_engines
+        from tests.vllm.faulty_connectors import FailingConnector
+
+        runs = check_connector(
+            FailingConnector, first_seed=1, seeds=1, engines=load_engines("vllm"), max_shrink_runs=0
+        )
+        return any(
+            "does not accept reports of failed loads" in one.message for one in runs.failures
+        )
+
+    return [("a connector whose loads fail", is_refused)]

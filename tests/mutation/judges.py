@@ -242,12 +242,16 @@ VLLM_SUBJECTS = [
     ),
     Subject("tests.vllm.filling_connector:ComparesFilling", engine="vllm"),
 ]
-OLD_VLLM_SUBJECTS = [one for one in VLLM_SUBJECTS if not one.is_pd]
+OLD_VLLM_SUBJECTS = [one for one in VLLM_SUBJECTS[:-1] if not one.is_pd]
 WRONG_SUBJECTS = [
     WrongCode(f"tests.mutation.controls:{name}")
     for name in ("law_examples", "connectors", "classes")
 ]
 WRONG_VLLM_SUBJECTS = [WrongCode("tests.mutation.controls:faults_in_vllm")]
+WRONG_OLD_VLLM_SUBJECTS = [
+    *WRONG_VLLM_SUBJECTS,
+    WrongCode("tests.mutation.controls:failed_loads_in_vllm"),
+]
 
 
 def _is_run(target: Any) -> bool:
