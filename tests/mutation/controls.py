@@ -14,6 +14,7 @@ Control = tuple[str, Callable[[], bool]]
 
 _HOOKS = (
     "def match_prefx(self, request, num_computed_tokens): return 0",  # "prefix" is misspelled
+    "def take_evnt(self): return []",  # the words are alike, although the names are not
     "def request_finished(self, request): return None",  # a hook of vLLM
     "def on_transfers_completed(self, results): return None",  # "finished" in other words
     "def get_finished(self): return []",  # a hook of the other half
