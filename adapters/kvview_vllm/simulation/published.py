@@ -5,8 +5,9 @@
 2. An event of a store describes each block as vLLM's own event of the same GPU block does: tokens,
    parent, LoRA, extra keys, size and kind of the group. vLLM's events of windows, which name fewer
    blocks than their tokens fill, describe no block.
-3. A store of a block is described at least if its request is unfinished, or is among the last
-   finished requests that have together as many hashes as the pool has blocks (EVENT-2).
+3. A store of a block is described at least if its request runs, or is among the last finished
+   requests that have together as many hashes as the pool has blocks (EVENT-2). A connector does not
+   know a waiting request yet.
 
 Source: vllm/distributed/kv_events.py, and ``update_from_output`` of vllm/v1/core/sched/scheduler.py
 """
@@ -145,7 +146,7 @@ class PublishedEvents:
 
     def _remembered(self) -> set[_Key]:
         """Return the blocks that must be described (3.)."""
-        chains = [request.block_hashes for request in self._scheduler.requests.values()]
+        chains = [request.block_hashes for request in self._scheduler.running]
         num_left = self._num_blocks
         for hashes in self._finished:
             num_left -= len(hashes)
