@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from examples.host_cache import HostCacheConnector
+from examples.host_memory import HostMemoryConnector
 from kvview import (
     CacheGeometry,
     Connector,
@@ -221,6 +222,12 @@ def test_a_block_that_filling_misses_is_seen(
     assert {failure.law for failure in failures} == {"ENGINE"}
     assert "became full" in failures[0].message
     assert 0 < seen["shown"] < seen["scheduled"]
+
+
+def test_a_connector_need_not_know_a_waiting_request(engines: VLLMEngines) -> None:
+    """A request that waits has a prompt whose description the adapter forgot (EVENT-2)."""
+    report = check_connector(HostMemoryConnector, first_seed=11, seeds=1, engines=engines)
+    assert not report.failures, report.failures[0].script
 
 
 def without_content(events: Iterable[Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
