@@ -186,8 +186,8 @@ def begin_as_told() -> None:
     """Apply the mutant, or count statements, in a process that a check has started."""
     if site_id := os.environ.get(_MUTANT):
         make_wrong(site_id)
-    elif told := os.environ.get(REACHED):
-        path, _, names = told.partition(":")
+    elif reached := os.environ.get(REACHED):
+        path, _, names = reached.partition(":")
         hits, modules = Hits(path), names.split(",")
         import_instead(lambda name, path: counting(name, path, hits) if name in modules else None)
 

@@ -244,7 +244,7 @@ class _Check:
             smallest = Played(found.result)
             if found.law != "CONN-5":
                 smallest = self._shrink(place, "simulate")
-                if smallest.law == found.law and smallest.is_repeatable:
+                if smallest.breaks(found.law):
                     continue
                 self.failures[place] = found
             if not self._is_settled:
@@ -255,10 +255,9 @@ class _Check:
                 if not played.may_shrink:
                     continue
             before = self.failures[place]
-            if smallest.law == before.law and smallest.is_repeatable:
+            if smallest.breaks(before.law):
                 self._put(place, smallest)
-            smallest = self._shrink(place, "simulate_both")
-            if smallest.law != before.law or not smallest.is_repeatable:
+            if not self._shrink(place, "simulate_both").breaks(before.law):
                 self.failures[place] = before
 
     def _shrink(self, place: int, question: str) -> Played:

@@ -52,6 +52,10 @@ class Played:
         failure = None if self.result is None else self.result.failure
         return "" if failure is None else failure.law
 
+    def breaks(self, law: str) -> bool:
+        """Whether the run breaks this law, and does so again when it is repeated."""
+        return self.is_repeatable and self.law == law
+
     @property
     def may_shrink(self) -> bool:
         """Whether the failure can be shrunk, because it is repeatable and is not a timeout."""
