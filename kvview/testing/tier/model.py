@@ -69,8 +69,6 @@ class TierModel:
         """Keys that the store reported as evicted, although a lookup may still find them."""
         self.damaged: set[bytes] = set()
         """Keys whose bytes were damaged; a put may keep the damaged bytes until a get fails."""
-        self.revived: set[bytes] = set()
-        """Deleted keys whose damaged entries may remain, as those of ``damaged`` do."""
         self.used: dict[bytes, int] = {}
         """The time at which each key was last stored, loaded or touched."""
         self.now = 0
@@ -129,7 +127,7 @@ class TierModel:
         self._forget(key)
         self.held[key] = size
         self._use(key)
-        if self.is_faulty or key in job.crossed or key in self.damaged | self.revived:
+        if self.is_faulty or key in job.crossed or key in self.damaged:
             self._doubt([key])
         self._make_room()
 
@@ -140,7 +138,7 @@ class TierModel:
             yield "TIER-7", f"key {key!r}, which is held, is loaded", may_fail
             if is_sure:
                 self._forget(key)
-                self._end_damage(key)
+                self.damaged.discard(key)  # the next put replaces the bytes
                 self.gone.discard(key)
                 self.failed.add(key)
             else:
@@ -152,13 +150,8 @@ class TierModel:
         is_there |= key in self.sizes and (self.is_faulty or key in self.failed)
         yield "TIER-7", f"key {key!r}, which was not stored, is not loaded", is_there
         if is_sure:
-            self._end_damage(key)
+            self.damaged.discard(key)
             self._use(key)
-
-    def _end_damage(self, key: bytes) -> None:
-        """Record that a get has found the right bytes, or that the next put replaces the bytes."""
-        self.damaged.discard(key)
-        self.revived.discard(key)
 
     def _use(self, key: bytes) -> None:
         """Use a key, unless a put in flight may have evicted it without a notice so far."""
@@ -194,9 +187,7 @@ class TierModel:
         if self.is_closed:
             yield "TIER-11", "after close every key is a miss", not flag
         elif flag and not self._moves(key):
-            is_there = any(
-                key in some for some in (self.held, self.either, self.gone, self.revived)
-            )
+            is_there = any(key in some for some in (self.held, self.either, self.gone))
             may_be_found = (is_there or self.is_faulty) and key not in self.failed
             law = "TIER-4" if key in self.failed else "TIER-7"
             yield law, f"key {key!r} is a miss", may_be_found
@@ -238,12 +229,8 @@ class TierModel:
     # --- the medium ---
 
     def damage(self) -> None:
-        """Damage every entry; a get then returns the right bytes or fails (TIER-1).
-
-        A damaged entry of a deleted key may stay, if the store removes the entry during the damage.
-        """
+        """Damage every entry; a get then returns the right bytes or fails (TIER-1)."""
         self.damaged |= {*self.held, *self.either}
-        self.revived |= {*self.sizes} - self.damaged if self.has_deleted else set()
         self._doubt([*self.held])
 
     def share(self) -> None:

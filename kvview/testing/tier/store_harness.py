@@ -18,6 +18,7 @@ from kvview.targets import target_of
 from kvview.testing.effort import current_effort
 from kvview.testing.harness import Capability
 from kvview.testing.placeholders import FOLDER, in_folder
+from kvview.testing.tier.file_damage import damage_files
 from kvview.testing.tier.io_watch import break_connections, open_sockets
 from kvview.testing.tier.writer import Writer
 from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
@@ -205,32 +206,11 @@ class StoreHarness:
         return ", ".join(texts)
 
     def damage(self, how: str) -> int:
-        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs.
-
-        A damaged copy replaces each file, because a store may have mapped the file, and cutting a
-        mapped file would end the process with SIGBUS.
-        """
-        contents = {}
-        for path in self.entries():
-            with suppress(FileNotFoundError):  # a thread has just removed the file
-                contents[path] = path.read_bytes()
-        number, self._num_damaged = self._num_damaged, self._num_damaged + len(contents)
-        if how == "swap":
-            alike = sorted(contents, key=lambda path: (len(contents[path]), path))
-            pairs = [*zip(alike[::2], alike[1::2], strict=False)]
-            damaged = {a: contents[b] for pair in pairs for a, b in (pair, pair[::-1])}
-        else:
-            damaged = {
-                path: _damaged(how, number + at, contents[path])
-                for at, path in enumerate(sorted(contents))
-            }
-        new = self.folder / "damaged"
-        for path, content in damaged.items():
-            new.write_bytes(content)
-            if path.exists():  # otherwise the file was removed meanwhile
-                new.replace(path)
-        new.unlink(missing_ok=True)
-        return len(damaged)
+        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
+        num_before = self._num_damaged
+        number = damage_files(self.entries(), how, num_before, self.folder / "damaged")
+        self._num_damaged += number
+        return number
 
     def lose_medium(self) -> None:
         """Replace the folder by a file."""
@@ -324,13 +304,6 @@ class GuardedStoreHarness(StoreHarness):
     def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
         """Make the guard over any store."""
         return GuardedTier(store, namespace, **options)
-
-
-def _damaged(how: str, number: int, content: bytes) -> bytes:
-    at = len(content) * (number * 7 % 41 + 1) // 43
-    if how == "flip":
-        return content[:at] + bytes([content[at] ^ 1 << number % 8]) + content[at + 1 :]
-    return content[:at] if how == "cut" else content + bytes(number + 1)
 
 
 def _require_options(make: Any, options: Mapping[str, Any]) -> None:
