@@ -240,9 +240,8 @@ VLLM_SUBJECTS = [
         },
         engine="vllm",
     ),
-    Subject("tests.vllm.filling_connector:ComparesFilling", engine="vllm"),
 ]
-OLD_VLLM_SUBJECTS = [one for one in VLLM_SUBJECTS[:-1] if not one.is_pd]
+OLD_VLLM_SUBJECTS = [one for one in VLLM_SUBJECTS if not one.is_pd]
 WRONG_SUBJECTS = [
     WrongCode(f"tests.mutation.controls:{name}")
     for name in ("law_examples", "connectors", "classes")

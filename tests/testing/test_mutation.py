@@ -235,6 +235,15 @@ def test_modules_are_found_by_themselves_except_those_with_a_reason() -> None:
     assert all(areas.path_of(name).is_file() for name in [*found, *areas.NEVER_WRONG])
 
 
+def test_every_target_of_the_kit_exists() -> None:
+    names = {subject.target for area in areas.AREAS.values() for subject in area.subjects}
+    ours = {name for name in names if name.startswith(("tests.", *areas.OWN))}
+    assert len(ours) > 20
+    for name in ours:
+        module, _, attribute = name.partition(":")
+        assert f" {attribute}" in areas.path_of(module).read_text(), name
+
+
 def test_the_file_of_survivors_is_about_the_sources_as_they_are() -> None:
     modules = [module for area in areas.AREAS.values() for module in area.modules]
     account = survivors.compare([], trial.all_sites(modules), survivors.read_survivors())
