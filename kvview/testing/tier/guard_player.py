@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, NoReturn
 
 from typing_extensions import override
@@ -15,7 +15,8 @@ from kvview.testing.search import Label, check_by_search, observable, operation
 from kvview.testing.tier.faulty_store import FAULTS, FaultyStore
 from kvview.testing.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, TierGuardModel
 from kvview.testing.tier.model import TierModel
-from kvview.testing.tier.moves import TierMoves
+from kvview.testing.tier.moves import TierMoves, finished
+from kvview.tier.checksum import CHECKSUMS
 
 DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 10.0, 3
 _MOST_STEPS = 16
@@ -63,6 +64,7 @@ class TierGuardPlayer(TierMoves):
             "trip_after": TRIP_AFTER,
             "retry_after": RETRY_AFTER,
             "clock": self.clock,
+            "checksum": self.rng.choice(CHECKSUMS),
             **options,
         }
         self.subject = self.harness.guard(self.under, self.harness.namespace, **given)
@@ -124,6 +126,20 @@ class TierGuardPlayer(TierMoves):
             "the guard uses a store again after its fault has ended", "every put fails", "a success"
         )
 
+    @operation("TIER-12")
+    def guard_for_another_namespace(self) -> None:
+        """Load keys of the store through a guard of a namespace that differs in one field."""
+        self.heal_store()
+        name, value = self.another_field()
+        keys = self.some({**self.model.held, **self.model.either})
+        self.line(f"# a guard of another namespace over the same store: {name}={value!r}")
+        other = self.harness.guard(self.under, replace(self.harness.namespace, **{name: value}))
+        other.get(1, keys, [memoryview(bytearray(self.model.sizes[key])) for key in keys])
+        flags = finished(other, self.patience)
+        self.equal(flags, [False] * len(keys), f"another {name} shares no bytes")
+        other.close()
+        self.model.damage()  # the other guard deleted the pages
+
     @operation("TIER-12", weight=2)
     def count_faults(self) -> None:
         """Play jobs and lookups one after the other on a new guard, and compare its counts."""
@@ -138,8 +154,13 @@ class TierGuardPlayer(TierMoves):
 
     def _play_steps(self) -> None:
         expected = TierGuardModel(TRIP_AFTER, RETRY_AFTER)
-        self.fresh = [b"held %d" % number for number in range(2 * _MOST_STEPS)]
-        expected.job("put", "", len(self.fresh), 0.0)
+        self.fresh: list[bytes] = []
+        for number in range(self.rng.randint(0, 2 * TRIP_AFTER)):
+            self._play_step(expected, b"early %d" % number)
+        self.clock.seconds += 40 * RETRY_AFTER
+        self.under.fault = ""
+        self.fresh += [b"held %d" % number for number in range(2 * _MOST_STEPS)]
+        expected.job("put", "", len(self.fresh), self.clock.seconds)
         self.move("put", dict.fromkeys(self.fresh, 4096))
         for number in range(self.rng.randint(4, _MOST_STEPS)):
             self._play_step(expected, b"%d" % number)
@@ -155,16 +176,15 @@ class TierGuardPlayer(TierMoves):
 
     def _play_step(self, expected: TierGuardModel, name: bytes) -> None:
         self.clock.seconds += self.rng.choice((0, 0, 0.4, 0.9, 1.1, 2.1, 20)) * RETRY_AFTER
-        method, faults = self.rng.choice(
-            (("put", PUT_FAULTS), ("get", GET_FAULTS), ("lookup", LOOKUP_FAULTS))
-        )
+        calls = [("put", PUT_FAULTS), ("lookup", LOOKUP_FAULTS), ("get", GET_FAULTS)]
+        method, faults = self.rng.choice(calls if self.fresh else calls[:2])
         fault = self.rng.choice((self.under.fault, "", *faults))
         self.under.fault = fault = fault if fault in faults else ""
         self.line(f"# a {method} at {self.clock.seconds} s, fault: {fault or 'none'}")
-        reaches = expected.reaches(now := self.clock.seconds)
+        reaches = expected.reaches(self.clock.seconds)
         if method == "lookup":
             self._look_once(b"never put " + name, not reaches)
-            expected.lookup(faults[fault], now)
+            expected.lookup(faults[fault], self.clock.seconds)
         else:
             keys = [name + b" a", name + b" b"]
             if method == "get":  # because the guard deletes damaged keys

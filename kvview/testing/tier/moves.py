@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from functools import partial
 from random import Random
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from kvview.testing.search import Plan, Player, observable, operation
 from kvview.testing.tier.io_watch import watching_io
 from kvview.testing.tier.model import TierModel, bytes_of
 from kvview.testing.tier.store_harness import tier_factory
+from kvview.tier import Namespace
 
 _SIZES = (1, 2, 300, 511, 1500, 4096, 4097, 9001)
 _LARGE_SIZES = (65_536, 400_000, 1_000_003)
@@ -125,6 +127,12 @@ class TierMoves(Player):
         self.next_job += 1
         free = [job for job in (*_JOBS, self.next_job - 1) if job not in self.model.jobs]
         return self.rng.choice(free) if free and self.rng.random() < 0.2 else self.next_job
+
+    def another_field(self) -> tuple[str, Any]:
+        """Draw a field of the namespace, with a value of another namespace."""
+        name = self.rng.choice(fields(Namespace)).name
+        value = getattr(self.harness.namespace, name)
+        return name, value + (1 if isinstance(value, int) else "x")
 
     # --- calls of the scheduler ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -16,7 +16,6 @@ from kvview.testing.search import Label, check_by_search, observable, operation
 from kvview.testing.tier.io_watch import slow_renames
 from kvview.testing.tier.model import OVERHEAD, TierModel, bytes_of
 from kvview.testing.tier.moves import TierMoves, finished, size_of
-from kvview.tier import Namespace
 
 _BUDGETS = (100_000, 400_000, 3_000_000)
 _NOTES = 64 << 10  # maximum of bytes for a store's own notes; a log of SQLite has 32 KiB
@@ -180,9 +179,7 @@ class TierPlayer(TierMoves):
             return
         self.blame("TIER-10")
         self.wait()
-        name = self.rng.choice(fields(Namespace)).name
-        value = getattr(self.harness.namespace, name)
-        value += 1 if isinstance(value, int) else "x"
+        name, value = self.another_field()
         keys = self.some(self.model.held)
         self.line(f"# a store of another namespace in the same place: {name}={value!r}")
         other = self.open_in_place(**{name: value})
