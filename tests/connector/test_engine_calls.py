@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvview import (
     FinishReason,
     FullAttention,
     GPULoadStoreSpec,
+    RequestContent,
     RequestInfo,
     RequestStep,
     SchedulerConnector,
@@ -60,7 +62,7 @@ def test_a_table_may_not_name_a_block_that_the_request_has_left_behind() -> None
     pool.free_blocks(window[:1])  # the window has left it
 
     def plan(table: list[int]) -> None:
-        half.plan_step(StepInfo([RequestStep(RequestInfo("r", 9, ()), (full, table), 8, 1)]))
+        half.plan_step(StepInfo([RequestStep(REQUEST, (full, table), 8, 1)]))
 
     plan([pool.null_block_id, window[1]])
     with pytest.raises(InvariantBroken, match=rf"ENGINE: .*'r' names \[{window[0]}\], which are"):
@@ -91,6 +93,18 @@ def test_the_prefix_of_a_request_is_computed_after_its_load_has_failed() -> None
         half.match_prefix(REQUEST, 0)
     half.on_request_finished(REQUEST, ((), ()), FinishReason.ABORTED)
     half.match_prefix(REQUEST, 0)  # of another request with this id
+
+
+def test_a_request_keeps_its_content_and_names_its_gpu_hit() -> None:
+    half, _ = bound(MIXED, SchedulerConnector())
+    half.match_prefix(REQUEST, 0)
+    with pytest.raises(InvariantBroken, match=r"ENGINE: .* must be the 4 tokens of its GPU hit"):
+        half.match_prefix(REQUEST, 4)
+    other = replace(REQUEST, content=RequestContent())
+    with pytest.raises(InvariantBroken, match=r"ENGINE: request 'r' has another content"):
+        half.on_blocks_allocated(other, ((), ()), 0, 0)
+    half.on_request_finished(REQUEST, ((), ()), FinishReason.ABORTED)
+    half.match_prefix(other, 0)  # of another request with this id
 
 
 def test_an_engine_closes_its_view() -> None:

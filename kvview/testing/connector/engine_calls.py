@@ -11,6 +11,7 @@ from kvview import (
     CacheGeometry,
     FullAttention,
     GPUBlockPoolView,
+    RequestContent,
     RequestInfo,
     RequestStep,
     StepInfo,
@@ -41,6 +42,7 @@ class EngineCalls:
         self._promised_to: str | None = None  # request, until another hook is called
         self._loads: dict[int, str] = {}  # requests of the loads in flight, by job
         self._load_failed: set[str] = set()
+        self._contents: dict[str, RequestContent] = {}
         self._num_full: dict[str, int] = {}  # tokens in full, hashed blocks after the last step
         self._num_steps = 0
         self._was_read = False
@@ -70,9 +72,26 @@ class EngineCalls:
                 f"the engine calls match_prefix for request {request.request_id!r}, whose load "
                 f"has failed; it must compute the prefix of this request",
             )
+        self._check_content(request)
+        if request.num_computed_tokens != num_computed_tokens:
+            raise InvariantBroken(
+                "ENGINE",
+                f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens "
+                f"in match_prefix, which must be the {num_computed_tokens} tokens of its GPU hit",
+            )
         if not is_repeated:
             self._check_gpu_hit(request, num_computed_tokens)
         self._promised_to = request.request_id
+
+    def _check_content(self, request: RequestInfo) -> None:
+        """Require one content object for the whole life of a request."""
+        content = self._contents.setdefault(request.request_id, request.content)
+        if content is not request.content:
+            raise InvariantBroken(
+                "ENGINE",
+                f"request {request.request_id!r} has another content than before; it must be the "
+                f"same object until the request ends",
+            )
 
     def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
         """Require that a GPU hit is the longest cached prefix, for one full-attention group."""
@@ -95,7 +114,8 @@ class EngineCalls:
             )
 
     def on_blocks_allocated(self, request: RequestInfo, num_external_tokens: int) -> None:
-        """Require that a promise directly precedes the blocks of its tokens."""
+        """Check a request, and require that a promise precedes the blocks of its tokens."""
+        self._check_content(request)
         if num_external_tokens and self._promised_to != request.request_id:
             raise InvariantBroken(
                 "ENGINE",
@@ -111,6 +131,7 @@ class EngineCalls:
         filling = step.filling() if self._was_read else ()
         shown = {one.request.request_id for one in filling}
         for one in step.scheduled:
+            self._check_content(one.request)
             self._check_table(one)
             is_missing = self._must_show(one) and one.request.request_id not in shown
             if is_missing and was_read and self._was_read:
@@ -159,6 +180,7 @@ class EngineCalls:
         """Forget a request, because another request may reuse its id."""
         self._load_failed.discard(request_id)
         self._num_full.pop(request_id, None)
+        self._contents.pop(request_id, None)
         self._loads = {job: name for job, name in self._loads.items() if name != request_id}
 
     def check_closed(self) -> None:

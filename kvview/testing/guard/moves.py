@@ -202,11 +202,13 @@ class GuardMoves(PoolPlayer):
         view, block = self.views[at], self.rng.choice(self.model.blocks)
         calls: list[tuple[object, str, list[Any]]] = [
             (view, "touch_blocks", [[block]]),
-            (view, "free_blocks", [[]]),
+            *((view, method, [[], *self.other_arguments(method)]) for method in self.frees()),
             (view, "lease", [[block]]),
             *((view, method, args) for method, args in self.queries(block)),
-            *((one, "release", []) for one, lease in self.leases if self.model.is_active(lease)),
         ]
+        for one, lease in self.leases:
+            if self.model.is_active(lease):
+                calls += [(one, "release", []), (one, "renew", [1.0])]
         receiver, method, args = self.rng.choice(calls)
         line = "from kvview.testing.guard.moves import in_a_thread"
         self.give_name(in_a_thread, "in_a_thread", line)

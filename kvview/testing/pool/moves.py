@@ -120,6 +120,10 @@ class PoolMoves(Player):
         methods = {"give_back_blocks": C.GIVE_BACK, NOTICE: C.REUSE_NOTICE}
         return ["free_blocks", *(name for name, need in methods.items() if self.can(need))]
 
+    def other_arguments(self, method: str) -> list[Any]:
+        """Return the arguments of a method that releases blocks, except the blocks."""
+        return [self._callback(0)] if method == NOTICE else []
+
     def queries(self, block: Any) -> list[tuple[str, list[Any]]]:
         """Return the queries of a view, with a block as the argument if a query takes a block."""
         calls: dict[str, tuple[C, list[Any]]] = {
@@ -365,7 +369,7 @@ class PoolMoves(Player):
         view, held = self.views[at], self.model.held[at]
         wrong = self.draw_wrong_id()
         for method in ("touch_blocks", *self.frees()):
-            more = [self._callback(0)] if method == NOTICE else []
+            more = self.other_arguments(method)
             good = list(self.with_null(self.some(held.elements())))
             bad = [*good, wrong]
             self.refused(UnknownBlockError, view, method, bad, *more, law="POOL-4")

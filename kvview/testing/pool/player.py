@@ -104,11 +104,15 @@ class PoolPlayer(PoolMoves):
         self.blame("POOL-10")
         if self.can(C.CACHE) and self.rng.random() < 0.7:  # open walks, in any state
             self.step_walk()
+        if self.can(C.REUSE_NOTICE) and self.rng.random() < 0.5:  # leave notices pending
+            self.give(0, NOTICE, self.some(self.model.held[0].elements()))
         what = "close reports the holds, once"
         held = dict(self.model.held_through(0))
         self.equal(dict(self.call(self.harness, "close")), held, what)
         self.equal(dict(self.call(self.harness, "close")), {}, what)
         self.end_views(self.closing(0))
+        if not self.is_over and self.rng.random() < 0.5:
+            self.allocate(len(self.model.joined))
 
     def closing(self, at: int) -> set[int]:
         """Return the views that are closed with a view."""
@@ -139,7 +143,7 @@ class PoolPlayer(PoolMoves):
     def _refuse_all(self, view: Any) -> None:
         block = self.model.blocks[0]
         for method in ("touch_blocks", *self.frees()):
-            more = [self._callback(0)] if method == NOTICE else []
+            more = self.other_arguments(method)
             for blocks in ([block], []):
                 self.refused(ViewClosedError, view, method, blocks, *more)
         for method, args in self.queries(block):
