@@ -27,6 +27,10 @@ _HOOKS = (
 )
 """Bodies of a scheduler half with a method that no engine calls."""
 
+_MIXED = """
+if "Mixin" in globals():
+    class Wrong(Mixin, kvview.SchedulerConnector): ...
+"""
 _HELPER = "def make_event(self): return None"
 """A method whose name is not close enough to ``take_events`` to be refused."""
 
@@ -73,12 +77,10 @@ def classes() -> Sequence[Control]:
     """Classes that are refused when they are made, and one that is not."""
     from kvview.targets import load_target
 
-    def is_refused(body: str) -> bool:
+    def is_refused(body: str, wrong: str = "class Wrong(kvview.SchedulerConnector):") -> bool:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "wrong.py")
-            file.write_text(
-                f"import kvview\n\n\nclass Wrong(kvview.SchedulerConnector):\n    {body}\n"
-            )
+            file.write_text(f"import kvview\n\n\n{wrong}\n    {body}\n{_MIXED}")
             try:
                 load_target(f"{file}:Wrong")
             except Exception as error:
@@ -86,7 +88,8 @@ def classes() -> Sequence[Control]:
         return False
 
     wrong = [(body, partial(is_refused, body)) for body in _HOOKS]
-    return [*wrong, (_HELPER, lambda: not is_refused(_HELPER))]
+    mixed = ("a mixin with a misspelled hook", partial(is_refused, _HOOKS[0], "class Mixin:"))
+    return [*wrong, mixed, (_HELPER, lambda: not is_refused(_HELPER))]
 
 
 @cache
