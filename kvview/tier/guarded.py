@@ -182,10 +182,9 @@ class GuardedTier:
         with self._changed:
             if self._is_closed or self._breaker.is_open:
                 return [False] * len(keys)
-            unanswered = self._answers.num_unanswered
+            before = self._answers.num_unanswered
             flags, ask = self._answers.flags(keys)
-            if self._answers.num_unanswered > unanswered:
-                self._strike("a lookup had no result in time")
+            self._strike_unanswered(before)
         if ask:
             self._run_soon(partial(self._queue_lookup, ask))
         return flags
@@ -322,6 +321,10 @@ class GuardedTier:
         if self._breaker.num_trips > trips:
             _log.warning("the store %s is paused: %s", type(self.store).__name__, what)
 
+    def _strike_unanswered(self, before: int) -> None:
+        if self._answers.num_unanswered > before:
+            self._strike("a lookup had no result in time")
+
     # --- on the guard's thread ---
 
     def _run(self) -> None:
@@ -374,11 +377,13 @@ class GuardedTier:
             for key, flag in zip(keys, flags, strict=True):
                 if flag is not None:
                     self._answers.looked_up(key, flag)
+            before = self._answers.num_unanswered
             self._unanswered = [
                 key
                 for key, flag in zip(keys, flags, strict=True)
                 if flag is None and self._answers.waits_for(key)
             ]
+            self._strike_unanswered(before)
         if len(self._unanswered) < len(keys):
             self._wake_up()
 

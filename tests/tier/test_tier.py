@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import plan_checks
 from kvview.testing.search import Plan
 from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.guard_player import ManualClock
 from kvview.testing.tier.player import TierPlayer
 from kvview.tier import GuardedTier, Namespace, Threaded
 from kvview.tier.checksum import PageSeal
@@ -56,6 +58,18 @@ def test_the_page_shows_the_results_of_its_programs() -> None:
         alone, _, guarded = said.partition(" | ")
         assert "(2, [False])" in guarded or "right" in guarded, fault
         assert "(2, [False])" not in alone, fault
+
+
+def test_a_lookup_without_a_result_counts_when_the_thread_of_the_guard_notices_it() -> None:
+    clock, store = ManualClock(), FaultyStore()
+    store.fault = "lookup never knows"
+    guard = GuardedTier(store, Namespace("m", weights="1"), trip_after=1, clock=clock)
+    assert guard.lookup([b"key"]) == [None]
+    clock.seconds += 3.0
+    while not guard.stats.unanswered:  # no further call tells the guard the time
+        time.sleep(0.001)
+    assert not guard.is_healthy
+    guard.close()
 
 
 class HasNamesOfItsOwn(FolderStore):

@@ -70,7 +70,7 @@ class TierModel:
         self.damaged: set[bytes] = set()
         """Keys whose bytes were damaged; a put may keep the damaged bytes until a get fails."""
         self.used: dict[bytes, int] = {}
-        """The time at which each key was last stored, loaded or touched."""
+        """The time at which each key was last stored, loaded or touched, if it is known."""
         self.now = 0
         """The time, which the engine sets before it takes reports."""
         self.sizes: dict[bytes, int] = {}
@@ -154,9 +154,11 @@ class TierModel:
             self._use(key)
 
     def _use(self, key: bytes) -> None:
-        """Use a key, unless a put in flight may have evicted it without a notice so far."""
+        """Use a key now; its time is unknown if a put in flight may have evicted it before."""
         if all(job.is_get for job in self.jobs.values()):
             self.used[key] = self.now
+        else:
+            self.used.pop(key, None)
 
     def _must_load(self, job: KeyJob, key: bytes) -> bool:
         is_held = self.held.get(key) == job.sizes[key] and not self.is_faulty
@@ -250,17 +252,18 @@ class TierModel:
             return set()
         coming = [job.sizes.values() for job in self.jobs.values() if not job.is_get]
         total = sum(size + OVERHEAD for sizes in coming for size in sizes)
-        present = [size + OVERHEAD for size in (*self.held.values(), *self.either.values())]
-        if total + sum(present) <= self.max_bytes // 2:
+        present = {key: size + OVERHEAD for key, size in (self.held | self.either).items()}
+        if total + sum(present.values()) <= self.max_bytes // 2:
             return {*self.held}
         kept: set[bytes] = set()
+        total += sum(size for key, size in present.items() if key not in self.used)
         for time in sorted({*self.used.values()}, reverse=True):
-            together = [key for key in self.held if self.used.get(key) == time]
-            total += sum(self.held[key] + OVERHEAD for key in together)
+            together = [key for key in present if self.used.get(key) == time]
+            total += sum(present[key] for key in together)
             if total > self.max_bytes // 3 or not self.evicts_by_use:
                 break
             kept.update(together)
-        return kept
+        return kept & self.held.keys()
 
     def evicted(self, keys: Iterable[bytes]) -> Promises:
         """Evict the keys that the store reports as evicted (TIER-8)."""
