@@ -27,10 +27,6 @@ _HOOKS = (
 )
 """Bodies of a scheduler half with a method that no engine calls."""
 
-_MIXED = """
-if "Mixin" in globals():
-    class Wrong(Mixin, kvview.SchedulerConnector): ...
-"""
 _HELPER = "def make_event(self): return None"
 """A method whose name is not close enough to ``take_events`` to be refused."""
 
@@ -77,10 +73,13 @@ def classes() -> Sequence[Control]:
     """Classes that are refused when they are made, and one that is not."""
     from kvview.targets import load_target
 
-    def is_refused(body: str, wrong: str = "class Wrong(kvview.SchedulerConnector):") -> bool:
+    def is_refused(body: str, mixin: str = "...") -> bool:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "wrong.py")
-            file.write_text(f"import kvview\n\n\n{wrong}\n    {body}\n{_MIXED}")
+            file.write_text(
+                f"import kvview\n\n\nclass Mixin:\n    {mixin}\n\n\n"
+                f"class Wrong(Mixin, kvview.SchedulerConnector):\n    {body}\n"
+            )
             try:
                 load_target(f"{file}:Wrong")
             except Exception as error:
@@ -88,7 +87,7 @@ def classes() -> Sequence[Control]:
         return False
 
     wrong = [(body, partial(is_refused, body)) for body in _HOOKS]
-    mixed = ("a mixin with a misspelled hook", partial(is_refused, _HOOKS[0], "class Mixin:"))
+    mixed = ("a mixin with a misspelled hook", partial(is_refused, "...", _HOOKS[0]))
     return [*wrong, mixed, (_HELPER, lambda: not is_refused(_HELPER))]
 
 

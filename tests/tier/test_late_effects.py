@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from typing_extensions import override
 
 from kvview.testing.search import Plan
+from kvview.testing.tier.file_damage import damage_files
 from kvview.testing.tier.player import TierPlayer
 from kvview.testing.tier.store_harness import StoreHarness
 from kvview_reference.tier import FileStore
@@ -132,3 +133,17 @@ def test_damage_does_not_bring_back_a_file_that_a_store_removes_meanwhile(
         player.model.damage()
         player.reopen()
         assert player.look([first]) == [False]
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "grow", "swap"])
+def test_damage_leaves_open_files_as_they_are(tmp_path: Path, how: str) -> None:
+    """A store that has mapped a file would end with SIGBUS if the file became shorter."""
+    pages = {tmp_path / str(size): bytes(size) for size in (30_000, 20_000, 10_000)}
+    with ExitStack() as opened:
+        files = {}
+        for path, page in pages.items():
+            path.write_bytes(page)
+            files[path] = opened.enter_context(path.open("rb"))
+        damage_files(pages, how, 0, tmp_path / "new")
+        assert {path: file.read() for path, file in files.items()} == pages
+    assert {*tmp_path.iterdir()} == {*pages}

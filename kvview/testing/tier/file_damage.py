@@ -40,7 +40,7 @@ def damage_files(paths: Collection[Path], how: str, num_before: int, new: Path) 
     for path, content in damaged.items():
         new.write_bytes(content)
         _replace(path, new)
-    new.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)  # it is the old file now, which a store may have mapped
     return len(damaged)
 
 
