@@ -2,8 +2,7 @@
 
 A thread of the guard calls the store with private pages. So no call of the store runs on the
 engine's thread, and the store never receives a page of the engine (unless ``zero_copy`` is set).
-Therefore a call that blocks, a load that is late, and a store that writes pages after its report do
-no harm.
+Therefore calls that block, late loads, and writes into pages after their report do no harm.
 """
 
 from __future__ import annotations
@@ -374,15 +373,12 @@ class GuardedTier:
                     self._stats.malformed += 1
                     self._strike("lookup did not return one flag for each key")
                 flags = [False] * len(keys)
-            for key, flag in zip(keys, flags, strict=True):
+            pairs = [*zip(keys, flags, strict=True)]
+            for key, flag in pairs:
                 if flag is not None:
                     self._answers.looked_up(key, flag)
-            before = self._answers.num_unanswered
-            self._unanswered = [
-                key
-                for key, flag in zip(keys, flags, strict=True)
-                if flag is None and self._answers.waits_for(key)
-            ]
+            before, waits_for = self._answers.num_unanswered, self._answers.waits_for
+            self._unanswered = [key for key, flag in pairs if flag is None and waits_for(key)]
             self._strike_unanswered(before)
         if len(self._unanswered) < len(keys):
             self._wake_up()
