@@ -58,9 +58,9 @@ def _replace(path: Path, new: Path) -> None:
     the same time, whose bytes the store no longer counts.
     """
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if exchange and not exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(path), _EXCHANGE):
-        return
-    if exchange and ctypes.get_errno() == errno.ENOENT:
-        return
+    if exchange is not None:
+        failed = exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(path), _EXCHANGE)
+        if not failed or ctypes.get_errno() == errno.ENOENT:
+            return
     if path.exists():  # a system, or a file system, that cannot exchange files
         new.replace(path)

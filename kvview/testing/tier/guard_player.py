@@ -159,7 +159,7 @@ class TierGuardPlayer(TierMoves):
             self._play_step(expected, b"early %d" % number)
         self.clock.seconds += 40 * RETRY_AFTER
         self.under.fault = ""
-        self.fresh += [b"held %d" % number for number in range(2 * _MOST_STEPS)]
+        self.fresh = [b"held %d" % number for number in range(2 * _MOST_STEPS)]
         expected.job("put", "", len(self.fresh), self.clock.seconds)
         self.move("put", dict.fromkeys(self.fresh, 4096))
         for number in range(self.rng.randint(4, _MOST_STEPS)):

@@ -207,8 +207,8 @@ class StoreHarness:
 
     def damage(self, how: str) -> int:
         """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
-        num_before = self._num_damaged
-        number = damage_files(self.entries(), how, num_before, self.folder / "damaged")
+        new = self.folder / "damaged"
+        number = damage_files(self.entries(), how, self._num_damaged, new)
         self._num_damaged += number
         return number
 
