@@ -19,9 +19,9 @@ from pathlib import Path
 from click.testing import CliRunner
 from harness import DATA, Table  # type: ignore[import-not-found, unused-ignore]
 
-from kvview.store_connector import StoreOptions
 from kvview_reference.replay.command import replay
 from kvview_reference.replay.traces import open_trace
+from kvview_reference.store_connector import StoreOptions
 
 MODES = ("victim", "exclusive", "eager", "finish")
 GPU_TOKENS = 1 << 20

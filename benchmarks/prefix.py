@@ -36,9 +36,10 @@ from kvview import (
     SlidingWindow,
 )
 from kvview.keys import make_offload_keys
-from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
 from kvview_reference.geometry import KVCacheCoordinator
 from kvview_reference.pool import BlockPool
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
 
 BLOCK_SIZE = 16
 SIZES = (1_000, 8_000, 64_000)
@@ -156,8 +157,8 @@ def vllm_search(case: Case, n: int) -> Callable[[], int]:
 def our_lookups(n: int) -> Callable[[], int]:
     """Make the search of a connector in a CPU tier that holds the prompt."""
     config = ConnectorConfig(CacheGeometry.single(BLOCK_SIZE), {"cpu_blocks": n})
-    scheduler = OffloadConnector(config).make_scheduler()
-    assert isinstance(scheduler, OffloadScheduler)
+    scheduler = StoreConnector(config).make_scheduler()
+    assert isinstance(scheduler, StoreScheduler)
     hashes = [BlockHash(block_hash) for block_hash in HASHES[:n]]
     keys = make_offload_keys(hashes, 0)
     scheduler._manager.prepare_store(keys)

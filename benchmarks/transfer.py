@@ -39,7 +39,7 @@ from kvview import (
     TransferSpec,
     make_offload_key,
 )
-from kvview.store_connector.store_plan import EPOCH_BYTES, StoreSpec
+from kvview_reference.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 from kvview_reference.transfer import CPUGPUTransferWorker
 
 PAGE_SIZES = {"1 KiB": 1 << 10, "16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}

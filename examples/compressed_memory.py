@@ -7,7 +7,7 @@ Host memory is a level of ``StoreConnector`` itself, so the author only writes t
 
 import zlib
 
-from kvview import StoreConnector, Transform
+from kvview_reference.store_connector import StoreConnector, Transform
 
 
 class Zlib(Transform):

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvview import StoreConnector
 from kvview.tier import Namespace, Threaded
+from kvview_reference.store_connector import StoreConnector
 
 
 class FolderStore(Threaded):

@@ -8,8 +8,8 @@ failures and resets, and the eviction of the least recently used pages.
 
 from collections.abc import Sequence
 
-from kvview import StoreConnector
 from kvview.tier import Namespace, Threaded
+from kvview_reference.store_connector import StoreConnector
 
 
 class HostMemoryStore(Threaded):

@@ -10,8 +10,8 @@ check passes a different text to each of its engines.
 
 import asyncio
 
-from kvview import StoreConnector
 from kvview.tier import AsyncStore, Namespace
+from kvview_reference.store_connector import StoreConnector
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from kvview import StoreConnector
 from kvview.tier import Namespace, Threaded
+from kvview_reference.store_connector import StoreConnector
 
 _SCHEMA = """
     PRAGMA page_size = 1024;      -- small, so that an entry wastes little

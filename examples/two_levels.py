@@ -9,7 +9,7 @@ them, while this request still waits for blocks.
 
 import zlib
 
-from kvview import StoreConnector, Transform
+from kvview_reference.store_connector import StoreConnector, Transform
 from kvview_reference.tier import FileStore
 
 

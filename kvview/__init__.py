@@ -4,8 +4,6 @@ An import of kvview needs neither torch nor vLLM. Each contract is one module or
 ``geometry``, ``events``, ``offloading``, ``transfer``, ``connector``, ``guard``, ``tier``.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from kvview.connector import (
     BlockIds,
     Connector,
@@ -126,9 +124,6 @@ from kvview.transfer import (
 )
 from kvview.version import CONTRACT_VERSION, __version__
 
-if TYPE_CHECKING:
-    from kvview.store_connector import Policy, StoreConnector, StoreOptions, Transform
-
 __all__ = [
     "CONTRACT_VERSION",
     "MEDIUM_CPU",
@@ -185,7 +180,6 @@ __all__ = [
     "OffloadingEvent",
     "OffloadingManager",
     "PinBudgetExceeded",
-    "Policy",
     "PrepareStoreOutput",
     "ReqContext",
     "RequestContent",
@@ -196,8 +190,6 @@ __all__ = [
     "StaleBlockError",
     "StepInfo",
     "StepPlan",
-    "StoreConnector",
-    "StoreOptions",
     "SupportsBlockKeys",
     "SupportsClose",
     "SupportsFindCachedBlock",
@@ -224,7 +216,6 @@ __all__ = [
     "TransferSpec",
     "TransferSpecError",
     "TransferWorker",
-    "Transform",
     "UnknownBlockError",
     "UnsupportedContractError",
     "UnsupportedEngineError",
@@ -240,12 +231,3 @@ __all__ = [
     "make_offload_key",
     "require_offload_key",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name that needs torch and pydantic, at its first use."""
-    if name in ("Policy", "StoreConnector", "StoreOptions", "Transform"):
-        from kvview import store_connector
-
-        return getattr(store_connector, name)
-    raise AttributeError(f"module 'kvview' has no attribute {name!r}")

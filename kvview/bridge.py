@@ -20,7 +20,7 @@ class TierOptions(BaseModel):
 
     Args:
         store: Target of a store class, which is called with the namespace and the options, or
-            target of a :class:`~kvview.StoreConnector` that has a store.
+            target of a connector whose class method ``tier_store`` returns such a class.
         options: Options of the store.
         weights: Revision or digest of the model's weights, or any text that you change when the
             weights change (TIER-10).
@@ -85,17 +85,8 @@ def open_tier(options: TierOptions, namespace: Namespace) -> GuardedTier:
 def _store_of(target: str) -> Any:
     """Return a class of stores: the target itself, or the store of a connector."""
     found = load_target(target)
-    if is_connector(found):
-        from kvview.store_connector import StoreConnector, Transform  # imports torch
-
-        if issubclass(found, StoreConnector):
-            if found.transform is not Transform:
-                raise ConfigError(
-                    f"connector {target!r} has a transform, but a transform is not applied when "
-                    "another engine uses the store as a tier; pass the connector's store as the "
-                    "target, and compress in the store"
-                )
-            found = found.store
+    if is_connector(found) and hasattr(found, "tier_store"):
+        found = found.tier_store()
     if not is_tier_store(found):
         raise ConfigError(
             f"store {target!r} is not a class of tier stores; name a class such as "

@@ -34,7 +34,7 @@ from kvview.testing.connector import (
     generate_scenario,
     simulate,
 )
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
 from kvview_vllm.pool import view as view_of
 from kvview_vllm.simulation import VLLMEngines
@@ -306,7 +306,7 @@ def test_a_reset_removes_every_key() -> None:
 # --- several KV-cache groups, several steps in flight: kvview's own connector in vLLM ---
 
 
-class LosesReports(OffloadConnector):
+class LosesReports(StoreConnector):
     """A faulty connector that does not report the first copy that has ended."""
 
     def make_worker(self) -> Any:
@@ -318,7 +318,7 @@ class LosesReports(OffloadConnector):
 
 @pytest.mark.parametrize("seed", [2, 3, 6, 7])  # seeds with loads
 def test_a_connector_of_several_groups_runs_to_the_end(seed: int) -> None:
-    require_right(OffloadConnector, seed)
+    require_right(StoreConnector, seed)
 
 
 def test_a_lost_report_is_seen() -> None:

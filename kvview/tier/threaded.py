@@ -86,7 +86,7 @@ class Threaded(ABC):
         """Whether a key is stored completely.
 
         The default finds no key. The default is enough for a store of a
-        :class:`~kvview.StoreConnector` without the option ``weights``, because such a connector
+        ``StoreConnector`` without the option ``weights``, because such a connector
         makes no lookups.
         """
         return False

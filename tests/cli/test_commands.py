@@ -242,7 +242,7 @@ def test_a_full_disk() -> None:
 
 
 def test_the_engine_vllm_without_vllm_is_one_line() -> None:
-    target = "kvview_reference.connector:OffloadConnector"
+    target = "kvview_reference.store_connector:StoreConnector"
     done = python("-c", MAIN, "check", target, "--engine", "vllm", "--seeds", "1")
     if "No module named 'vllm'" not in done.stderr:
         pytest.skip("vLLM is installed")

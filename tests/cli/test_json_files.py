@@ -19,7 +19,7 @@ from kvview.testing.schema import UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 
-CONNECTOR = "kvview_reference.connector:OffloadConnector"
+CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 
 
 def run(arguments: str) -> Any:

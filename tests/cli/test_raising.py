@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
-from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
+from kvview_reference.store_connector import StoreConnector
 from tests.cases import read_cases
 
 pytest.importorskip("torch")
@@ -19,22 +19,24 @@ HERE = Path(__file__).parent
 REPLAY = ("replay", "--requests", "20", "--gpu-blocks", "200", "--connector")
 CHECK = ("check", "--seeds", "2")
 
-# An OffloadConnector with one method replaced.
+# An StoreConnector with one method replaced.
 SOURCE = """
 import kvview
-from kvview_reference.connector import OffloadConnector, OffloadScheduler, OffloadWorker
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
+from kvview_reference.store_connector.worker import HostWorker
 
 class Odd(Exception):
     def __str__(self):
         raise ValueError
 
-class Scheduler(OffloadScheduler):
+class Scheduler(StoreScheduler):
     {scheduler}
 
-class Worker(OffloadWorker):
+class Worker(HostWorker):
     {worker}
 
-class Mine(OffloadConnector):
+class Mine(StoreConnector):
     {connector}
     if "make_scheduler" not in vars():
         def make_scheduler(self):
@@ -115,7 +117,7 @@ def test_an_error_of_a_connector_of_kvview_has_a_line_too(monkeypatch: pytest.Mo
     def make_worker(self: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(OffloadConnector, "make_worker", make_worker)
+    monkeypatch.setattr(StoreConnector, "make_worker", make_worker)
     require_one_line(run(*REPLAY[:-1]), ExitCode.CONNECTOR_RAISED, "make_worker raised OSError")
 
 

@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from kvview import CPULoadStoreSpec
 from kvview.cli.commands import cli
-from kvview_reference.connector import OffloadScheduler
+from kvview_reference.store_connector.scheduler import StoreScheduler
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
-OFFLOAD = "kvview_reference.connector:OffloadConnector"
+OFFLOAD = "kvview_reference.store_connector:StoreConnector"
 MODEL = {"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}
 
 
@@ -148,8 +148,8 @@ def test_a_wrong_connector_has_exit_code_1(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free = OffloadScheduler._free  # of OffloadConnector, which now keeps a hold at each release
-    monkeypatch.setattr(OffloadScheduler, "_free", lambda half, blocks: free(half, blocks[1:]))
+    free = StoreScheduler._free  # of StoreConnector, which now keeps a hold at each release
+    monkeypatch.setattr(StoreScheduler, "_free", lambda half, blocks: free(half, blocks[1:]))
     path = tmp_path / "r.json"
     size = ("--requests", "300", "--gpu-blocks", str(blocks))
     result = run(*size, "--connector", target, "--json", path)

@@ -13,7 +13,7 @@ from docs import make_results
 from kvview.cli.commands import cli
 from kvview.cli.result_file import ResultFinding, make_profile
 
-CONNECTOR = "kvview_reference.connector:OffloadConnector"
+CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 
 
 def result_of(*arguments: str) -> Any:

@@ -30,7 +30,7 @@ TABLE = json.loads((HERE / "wrong_values.json").read_text("utf-8"))
 """Arguments with which each command succeeds, where its engine is installed; arguments without
 which an option is not read; wrong values of each option, and lists of them."""
 ARGUMENTS = {command: args.split() for command, args in TABLE["succeeds"].items()}
-CONNECTOR = ["kvview_reference.connector:OffloadConnector", "--seeds", "1"]
+CONNECTOR = ["kvview_reference.store_connector:StoreConnector", "--seeds", "1"]
 FREE = {"endpoint", "file", "--topic"}
 """Any text is a topic; paths to write and endpoints have tests of their own."""
 

@@ -12,9 +12,9 @@ from kvview.testing.connector.aging import check_conserved
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.memory import TierKeys
 from kvview.testing.connector.scenario import to_script
-from kvview_reference.connector.offload import OffloadConnector
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.simulation import ReferenceEngines
+from kvview_reference.store_connector import StoreConnector
 from tests.mutants.connector import load_wrong
 
 WRONG = {variant.what: variant for variant in load_wrong()}
@@ -88,7 +88,7 @@ def test_the_log_has_the_lines_that_hold_and_release() -> None:
 def test_a_script_writes_a_row_of_default_fates_as_one_item() -> None:
     fates = (*[Fate()] * 11, Fate(outcome="half"))
     run = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=(), fates=fates)
-    script = to_script(OffloadConnector, run, {}, "a comment", ReferenceEngines())
+    script = to_script(StoreConnector, run, {}, "a comment", ReferenceEngines())
     assert "        *[Fate()] * 11,\n        Fate(outcome='half'),\n" in script
     exec(script)
 

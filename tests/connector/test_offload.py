@@ -27,8 +27,8 @@ from kvview import (
 )
 from kvview_reference.connector import (
     MultiConnector,
-    OffloadConnector,
-    OffloadScheduler,
+    StoreConnector,
+    StoreScheduler,
 )
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.pool import BlockPool
@@ -37,7 +37,7 @@ from kvview_reference.replay.workload import generate_trace
 
 BLOCK_SIZE = 512
 GEOMETRY = CacheGeometry.single(4)
-CONNECTORS: list[type[Connector]] = [OffloadConnector, HostCacheConnector]
+CONNECTORS: list[type[Connector]] = [StoreConnector, HostCacheConnector]
 
 
 class Counting:
@@ -116,7 +116,7 @@ def test_threads_do_not_change_the_figures() -> None:
 
 
 def test_several_connectors_are_no_worse_either() -> None:
-    target = "kvview_reference.connector:OffloadConnector"
+    target = "kvview_reference.store_connector:StoreConnector"
     children = [{"connector": target, "options": {"cpu_blocks": size}} for size in (0, 50, 3000)]
     report, watch = run(MultiConnector, 400, {"connectors": children})
     assert report.gpu_hit_rate + report.cpu_hit_rate >= hits_alone(400)
@@ -127,7 +127,7 @@ def test_several_connectors_are_no_worse_either() -> None:
 def test_victims_gain_most_where_the_tier_is_as_large_as_the_pool() -> None:
     num_gpu = 900
     watched, watch = run(StoreConnector, num_gpu, {"cpu_blocks": num_gpu})
-    eager, _ = run(OffloadConnector, num_gpu, {"cpu_blocks": num_gpu})
+    eager, _ = run(StoreConnector, num_gpu, {"cpu_blocks": num_gpu})
     gain = watched.gpu_hit_rate + watched.cpu_hit_rate - eager.gpu_hit_rate - eager.cpu_hit_rate
     assert gain > 0.01
     assert watched.offloaded_blocks <= watch.num_computed
@@ -140,7 +140,7 @@ def test_no_key_is_stored_more_often_than_it_is_computed() -> None:
 
     late: dict[str, set[int]] = defaultdict(set)  # blocks that are hashed when they are computed
 
-    class Scheduler(OffloadScheduler):
+    class Scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> Any:
             for running in step.scheduled:
                 first = running.num_computed_tokens // BLOCK_SIZE
@@ -166,7 +166,7 @@ def test_no_key_is_stored_more_often_than_it_is_computed() -> None:
                     stored.update(self._stores[result.job_id].keys)
             super().on_transfers_finished(results)
 
-    class Watched(OffloadConnector):
+    class Watched(StoreConnector):
         def make_scheduler(self) -> SchedulerConnector:
             return Scheduler(self.config, self.options)
 
@@ -227,7 +227,7 @@ def test_a_pin_budget_is_used_and_not_exceeded(connector: type[Connector]) -> No
 
 
 def test_a_budget_without_a_query_stores_nothing_and_raises_nothing() -> None:
-    bench = Bench(OffloadConnector, 0.2, _Plain)
+    bench = Bench(StoreConnector, 0.2, _Plain)
     with pytest.raises(PinBudgetExceeded):
         bench.guard.touch_blocks(range(1, 20))
     assert bench.end(20) == 0

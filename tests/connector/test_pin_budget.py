@@ -7,7 +7,7 @@ import pytest
 from examples.host_cache import HostCacheConnector, HostCacheScheduler
 from kvview import Connector, GPUBlockPoolView, SchedulerConnector
 from kvview.testing.connector import generate_scenario, simulate
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.store_connector import StoreConnector
 
 SCENARIO = next(
     scenario
@@ -52,7 +52,7 @@ class HoldsOneMore(WithLimits):
         half.limits.append(lambda: query() + 1)
 
 
-@pytest.mark.parametrize("connector", [HostCacheConnector, OffloadConnector])
+@pytest.mark.parametrize("connector", [HostCacheConnector, StoreConnector])
 def test_a_connector_that_queries_the_budget_keeps_it(connector: type[Connector]) -> None:
     result = simulate(connector, SCENARIO)
     assert result.failure is None

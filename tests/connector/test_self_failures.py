@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvview import StoreConnector, Transform
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.coverage import loads_that_failed
+from kvview_reference.store_connector import StoreConnector, Transform
 
 
 class Grows(Transform):

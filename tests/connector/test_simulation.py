@@ -51,8 +51,9 @@ from kvview.testing.connector.memory import TierKeys
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.scenario import to_script
 from kvview.testing.connector.shrink import simpler_geometries, simpler_sizes
-from kvview_reference.connector import MultiConnector, OffloadConnector
+from kvview_reference.connector import MultiConnector
 from kvview_reference.engine import chain_hashes
+from kvview_reference.store_connector import StoreConnector
 from tests.connector.unusual import UNUSUAL
 from tests.mutants.connector import MUTANTS, load_named
 from tests.mutants.connector.each_step import EachStep
@@ -63,7 +64,7 @@ from tests.mutants.connector.walker import Walker
 from tests.mutants.mutant import Mutant
 
 FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
-EAGER = "kvview_reference.connector:OffloadConnector"
+EAGER = "kvview_reference.store_connector:StoreConnector"
 CHILDREN = [
     {"connector": EAGER, "options": {"cpu_blocks": 7, "enable_events": True}},
     {"connector": EAGER, "options": {"cpu_blocks": 40, "enable_events": True}},
@@ -75,7 +76,7 @@ SILENT = {"cpu_blocks": 40}
 
 
 RIGHT: list[type[Connector]] = [
-    *(OffloadConnector, HostCacheConnector, Connector),
+    *(StoreConnector, HostCacheConnector, Connector),
     *(Walker, EachStep, Late, Two, LeasesForAWhile, LeasesForLong),
     *UNUSUAL,
 ]
@@ -133,7 +134,7 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     assert broken.law == mutant.law, broken
 
 
-class Crashes(OffloadConnector):
+class Crashes(StoreConnector):
     def make_scheduler(self) -> None:  # type: ignore[override]
         raise OSError("no such host")
 
@@ -192,7 +193,7 @@ def test_a_lookup_on_a_thread_may_take_longer_than_the_steps_of_a_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", [OffloadConnector, Two, LEAKS])
+@pytest.mark.parametrize("connector", [StoreConnector, Two, LEAKS])
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))
@@ -209,12 +210,12 @@ def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
 def test_a_seed_gives_the_same_run_in_another_process() -> None:
     code = (
         "from kvview.testing.connector import generate_scenario, simulate\n"
-        "from kvview_reference.connector import OffloadConnector as C\n"
+        "from kvview_reference.connector import StoreConnector as C\n"
         "print([simulate(C, generate_scenario(seed)).timeline for seed in range(2)])"
     )
     command = [sys.executable, "-c", code]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    here = [simulate(OffloadConnector, generate_scenario(seed)).timeline for seed in range(2)]
+    here = [simulate(StoreConnector, generate_scenario(seed)).timeline for seed in range(2)]
     assert output == f"{here}\n"
 
 
@@ -255,10 +256,10 @@ def test_a_scenario_by_hand() -> None:
         events=(Add("a", 1, 20), Step(4), Squeeze(11), Squeeze(0), Add("a", 1, 20), Step(4)),
         fates=(Fate(is_lost=True),),
     )
-    result = simulate(OffloadConnector, scenario)
+    result = simulate(StoreConnector, scenario)
     assert result.failure is None
     assert max(snapshot.held for snapshot in result.timeline) > 0
-    assert simulate(OffloadConnector, replace(scenario, events=(), fates=())).failure is None
+    assert simulate(StoreConnector, replace(scenario, events=(), fates=())).failure is None
 
 
 # --- the report ---
@@ -278,7 +279,7 @@ def test_a_report_shows_seeds_laws_and_a_script() -> None:
     assert (report.num_seeds, report.first_seed) == (3, 5)
     assert "CONN-6" in {failure.law for failure in report.failures}
     assert f"seed {report.failures[0].seed}: " in report.failures[0].script
-    assert not check_connector(OffloadConnector, seeds=2).failures
+    assert not check_connector(StoreConnector, seeds=2).failures
 
 
 def test_ctrl_c_leaves_the_result_so_far() -> None:
@@ -286,7 +287,7 @@ def test_ctrl_c_leaves_the_result_so_far() -> None:
         if done == 2:
             raise KeyboardInterrupt
 
-    report = check_connector(OffloadConnector, seeds=9, on_progress=stop)
+    report = check_connector(StoreConnector, seeds=9, on_progress=stop)
     assert report.is_interrupted
     assert report.num_seeds == 2
     assert not report.failures
@@ -344,7 +345,7 @@ def test_a_next_turn_needs_a_request_that_has_ended() -> None:
         ),
         cpu_blocks=50,
     )
-    result = simulate(OffloadConnector, scenario)
+    result = simulate(StoreConnector, scenario)
     assert result.failure is None
     assert result.coverage["requests"] >= 3
     assert result.coverage["next turns"] == 2
@@ -513,13 +514,13 @@ def test_a_refused_geometry_is_a_gap_and_not_a_crash() -> None:
 def test_a_long_run_repeats_its_events_with_faults() -> None:
     short, long = generate_scenario(1), generate_scenario(1, steps=1000)
     assert long == replace(short, rounds=long.rounds)
-    result = simulate(OffloadConnector, long)
+    result = simulate(StoreConnector, long)
     assert result.failure is None
     assert result.coverage["steps"] >= 1000
     assert len(result.loads_of_rounds) == long.rounds
 
 
-class WritesIntoItsFolder(OffloadConnector):
+class WritesIntoItsFolder(StoreConnector):
     """Keeps a file, which must not outlive its run, nor be visible to another connector."""
 
     folders: ClassVar[list[Path]] = []
@@ -550,6 +551,6 @@ def test_each_connector_of_each_run_has_a_folder_of_its_own() -> None:
 def test_the_script_of_a_long_scenario_has_several_events_in_a_line() -> None:
     events = tuple(Step(number) for number in range(1, 101))
     scenario = Scenario(CacheGeometry.single(4), 8, events)
-    script = to_script(OffloadConnector, scenario, {}, "", load_engines())
+    script = to_script(StoreConnector, scenario, {}, "", load_engines())
     assert script.count("\n") < 35
     assert "Step(98), Step(99), Step(100)," in script

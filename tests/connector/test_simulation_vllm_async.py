@@ -29,7 +29,7 @@ from kvview.testing.connector import Add, Fate, Scenario, Step, generate_scenari
 from kvview.testing.connector.harness import ConnectorHarness
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.stream import StepStream
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
@@ -81,7 +81,7 @@ def in_flight(seed: int, steps: int, *, lags: bool = False) -> Scenario:
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("connector", [OffloadConnector, StoreConnector])
+@pytest.mark.parametrize("connector", [StoreConnector, StoreConnector])
 def test_no_false_alarm(engines: Engines, connector: type[Connector], steps: int) -> None:
     most = Counter[int]()
     resets = 0
@@ -114,7 +114,7 @@ class Deferring(Engines):
         return built
 
 
-@pytest.mark.parametrize("connector", [OffloadConnector, HostCacheConnector])
+@pytest.mark.parametrize("connector", [StoreConnector, HostCacheConnector])
 def test_a_promise_whose_blocks_come_later_is_asked_for_again(
     connector: type[Connector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_promise_whose_blocks_come_later_is_asked_for_again(
     assert "ENGINE" in {failure.law for failure in failures if failure}, "nothing came between"
 
 
-class NotOrdered(OffloadConnector):
+class NotOrdered(StoreConnector):
     """Its worker knows no compute stream: it copies what a step in flight has yet to write."""
 
     def make_worker(self) -> WorkerConnector:
@@ -205,5 +205,5 @@ def test_mamba_groups_run_where_their_states_are_cached(engines: Engines) -> Non
     if Mamba(4) not in fitted.geometry.groups:
         assert any("Mamba group" in what for what in left_out)
         return
-    result = simulate(OffloadConnector, scenario, engines=engines)
+    result = simulate(StoreConnector, scenario, engines=engines)
     assert result.failure is None, result.failure

@@ -24,9 +24,9 @@ from kvview.testing.connector import (
     simulate,
 )
 from kvview.testing.connector.stream import StepStream
-from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine, chain_hashes
 from kvview_reference.engine.request import Request, Status
+from kvview_reference.store_connector import StoreConnector
 from tests.mutants.connector.two import Two
 
 SIZE = 4
@@ -39,7 +39,7 @@ DEPTHS = [2, 3]
 @pytest.mark.slow
 @pytest.mark.parametrize("lags", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("connector", [HostCacheConnector, OffloadConnector, StoreConnector, Two])
+@pytest.mark.parametrize("connector", [HostCacheConnector, StoreConnector, StoreConnector, Two])
 def test_right_connectors_break_no_law_at_any_depth(
     connector: type[Connector], depth: int, lags: bool
 ) -> None:

@@ -37,12 +37,12 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.testing.connector.stuck import where_all_wait
-from kvview_reference.connector import OffloadConnector
-from kvview_reference.connector.offload import OffloadOptions, OffloadWorker
+from kvview_reference.store_connector import StoreConnector, StoreOptions
+from kvview_reference.store_connector.worker import HostWorker
 from kvview_reference.transfer import worker
 
 
-class SharesThroughSelf(OffloadConnector):
+class SharesThroughSelf(StoreConnector):
     """Its worker half finds the options where the scheduler half left them."""
 
     def make_scheduler(self) -> SchedulerConnector:
@@ -52,9 +52,9 @@ class SharesThroughSelf(OffloadConnector):
     def make_worker(self) -> WorkerConnector:
         connector = self
 
-        class Worker(OffloadWorker):
+        class Worker(HostWorker):
             def start_plan(self, plan: Any) -> None:
-                assert isinstance(connector.handed, OffloadOptions)
+                assert isinstance(connector.handed, StoreOptions)
                 super().start_plan(plan)
 
         return Worker(self.options)
@@ -102,7 +102,7 @@ def test_a_load_may_still_write_while_blocks_are_compared(
     monkeypatch.setattr(worker, "memmove_each", memmove_slowly)
     lagging = replace(generate_scenario(seed), compute_lags=True, steps_in_flight=2)
     played = replace(lagging, worker_half="whole_plans")
-    assert simulate(OffloadConnector, played).failure is None
+    assert simulate(StoreConnector, played).failure is None
 
 
 class OnAThread(HostCacheWorker):

@@ -28,7 +28,7 @@ from kvview.testing.connector import check_connector
 from kvview.testing.connector.first_seeds import FIRST_SEEDS, in_order
 from kvview.testing.connector.process import can_fork
 from kvview.testing.connector.workers import Died, default_processes, workers
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.store_connector import StoreConnector
 from tests.mutants.connector import load_named
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="no fork")
@@ -40,7 +40,7 @@ LEAKS = load_named("NeverFreesAfterFailure")
 def on_finish(act: Callable[[], object]) -> type[Connector]:
     """A connector that does something when a request ends."""
 
-    class Acts(OffloadConnector):
+    class Acts(StoreConnector):
         def make_scheduler(self) -> SchedulerConnector:
             half = super().make_scheduler()
             finish = half.on_request_finished
@@ -140,7 +140,7 @@ def test_no_fork_beside_other_threads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", [OffloadConnector, LEAKS])
+@pytest.mark.parametrize("connector", [StoreConnector, LEAKS])
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_the_number_of_processes_changes_nothing(
     connector: type[Connector], keep_going: bool
@@ -162,7 +162,7 @@ def test_the_number_of_processes_changes_nothing(
         assert keep_going or len(one.failures) == 1
 
 
-class Refuses(OffloadConnector):
+class Refuses(StoreConnector):
     """Fails at the start of each run, so that its failure is shrunk at once."""
 
     def make_scheduler(self) -> SchedulerConnector:
@@ -219,10 +219,10 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.store_connector import StoreConnector
 
 
-class Leaves(OffloadConnector):
+class Leaves(StoreConnector):
     def make_scheduler(self):
         Path(r"{folder}", str(os.getpid())).write_text(tempfile.mkdtemp())
         return super().make_scheduler()

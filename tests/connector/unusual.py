@@ -25,8 +25,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview_reference.connector import OffloadConnector
-from kvview_reference.connector.offload import OffloadOptions
+from kvview_reference.store_connector import StoreConnector, StoreOptions
 from tests.mutants import connector as connectors
 from tests.mutants.connector import load_variants
 
@@ -45,12 +44,12 @@ class Host(HostCacheConnector):
         return worker
 
 
-class StoresTheThirdTime(OffloadConnector):
+class StoresTheThirdTime(StoreConnector):
     """Stores a block when it was computed three times."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        options: OffloadOptions = self.options
+        options: StoreOptions = self.options
         self.options = options.model_copy(update={"store_threshold": 3})
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from kvview_reference.store_connector.gpu_rows import GPURows
 
 from kvview import CacheGeometry, Connector, ConnectorConfig, FullAttention, SlidingWindow
-from kvview.store_connector.gpu_rows import GPURows
 from kvview.targets import load_connector
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, chain_hashes
@@ -24,12 +24,15 @@ HYBRID = CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 12)))
 SLOW = 40_000_000  # clock cycles of a GPU, about 20 ms
 REFERENCE = "kvview_reference.connector"
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "memory": ("kvview:StoreConnector", {"cpu_blocks": 200}),
-    "eager": ("kvview:StoreConnector", {"cpu_blocks": 200, "mode": "eager"}),
+    "memory": ("kvview_reference.store_connector:StoreConnector", {"cpu_blocks": 200}),
+    "eager": (
+        "kvview_reference.store_connector:StoreConnector",
+        {"cpu_blocks": 200, "mode": "eager"},
+    ),
     "compressed": ("compressed_memory.py:CompressedConnector", {"cpu_bytes": 1 << 20}),
     "folder": ("folder_store.py:FolderConnector", {"root": "", "store_blocks": 200}),
     "two levels": ("two_levels.py:TwoLevelConnector", {"root": "", "cpu_blocks": 30}),
-    "offload": (f"{REFERENCE}:OffloadConnector", {"cpu_blocks": 200}),
+    "offload": (f"{REFERENCE}:StoreConnector", {"cpu_blocks": 200}),
 }
 
 
@@ -76,6 +79,6 @@ def test_a_copy_that_does_not_wait_for_the_kernels_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GPURows, "mark_compute", lambda self: None)
-    connector = load_connector("kvview:StoreConnector")
+    connector = load_connector("kvview_reference.store_connector:StoreConnector")
     config = ConnectorConfig(FULL, {"cpu_blocks": 200, "mode": "eager"})
     assert play(connector(config), FULL).mismatches > 0

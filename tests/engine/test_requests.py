@@ -25,8 +25,9 @@ from kvview import (
     StepPlan,
     full_blocks,
 )
-from kvview_reference.connector import OffloadConnector, OffloadScheduler
 from kvview_reference.engine import Engine, Request, Status, chain_hashes
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
 
 SIZE = 4
 GEOMETRIES = {
@@ -47,7 +48,7 @@ def make(
 # --- counts ---
 
 
-class WatchingScheduler(OffloadScheduler):
+class WatchingScheduler(StoreScheduler):
     """Checks the request of every call against the engine's bytes."""
 
     engine: Engine
@@ -106,7 +107,7 @@ class WatchingScheduler(OffloadScheduler):
             assert request.num_computed_tokens == request.num_tokens - has_output
 
 
-class Watching(OffloadConnector):
+class Watching(StoreConnector):
     def make_scheduler(self) -> WatchingScheduler:
         half = WatchingScheduler(self.config, self.options)
         half.calls, half.contents, half.num_prompt_tokens = set(), {}, {}

@@ -100,7 +100,7 @@ def test_a_foreign_handoff_reads_and_ends_nothing(changes: Any) -> None:
     [
         ("kvview_reference.handoff.pull:PullConnector", 0, "10 passed"),
         ("tests.mutants.handoff:NeverConfirms", 1, "HAND-3"),
-        ("kvview_reference.connector:OffloadConnector", 2, "makes a HandoffScheduler"),
+        ("kvview_reference.store_connector:StoreConnector", 2, "makes a HandoffScheduler"),
     ],
 )
 def test_the_command_checks_a_connector(target: str, code: int, text: str) -> None:
@@ -109,7 +109,7 @@ def test_the_command_checks_a_connector(target: str, code: int, text: str) -> No
 
 
 def test_real_engines_run_connectors_for_handoffs_only() -> None:
-    target = "kvview_reference.connector:OffloadConnector"
+    target = "kvview_reference.store_connector:StoreConnector"
     result = CliRunner().invoke(cli, ["check", target, "--pd", "--inference"])
     assert result.exit_code == 2
     assert "makes a HandoffScheduler" in result.output

@@ -13,8 +13,8 @@ SEEDS = 40  # of each connector; `kvview check` runs 200 by default
 RARE = (83, 109)  # of the 200: the first run with caps of clients and a small tier; a steady run
 FEW, SLICE = 6, 20  # seeds of one step: first a few, then up to each multiple
 _MULTI = "kvview_reference.connector:MultiConnector"
-_STORE = "kvview:StoreConnector"
-_OFFLOAD = "kvview_reference.connector:OffloadConnector"
+_STORE = "kvview_reference.store_connector:StoreConnector"
+_OFFLOAD = "kvview_reference.store_connector:StoreConnector"
 _RAW = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector"
 _FEW_PAGES = {"cpu_blocks": 40}
 

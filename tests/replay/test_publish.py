@@ -12,11 +12,11 @@ from kvview.events.formats import find_format
 from kvview.events.wire import StoredEvent
 from kvview.testing.events.consumers import Reception, find_consumer
 from kvview.testing.events.stream_fold import StreamFold
-from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine import Engine
 from kvview_reference.replay.publish import EventFeed
 from kvview_reference.replay.run import ReplayConfig, make_geometry, replay
 from kvview_reference.replay.workload import generate_trace
+from kvview_reference.store_connector import StoreConnector
 
 BLOCK = 32
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -73,7 +73,7 @@ def test_the_fold_is_the_cached_blocks_after_every_step(groups: str) -> None:
     config = ReplayConfig(2500, 64, 4, groups, {"cpu_blocks": 700, "enable_events": True})
     with Publisher(ANY_PORT, ANY_PORT) as publisher:
         spy = Spy(publisher, geometry)
-        report = replay(rows, BLOCK, OffloadConnector, config, on_step=spy)
+        report = replay(rows, BLOCK, StoreConnector, config, on_step=spy)
         with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
             messages = [*listener.replay(0)]
     assert report.is_clean

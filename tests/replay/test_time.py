@@ -19,13 +19,14 @@ from kvview import (
     StepPlan,
     WorkerConnector,
 )
-from kvview_reference.connector import OffloadConnector, OffloadScheduler
 from kvview_reference.replay.arrivals import by_arrival
 from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
 from kvview_reference.replay.time_model import TimeModel
 from kvview_reference.replay.trace_schemas import TraceRequest
 from kvview_reference.replay.traces import open_trace
 from kvview_reference.replay.workload import generate_trace
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
 from tests.replay.replay_oracle import Oracle
 from tests.traces import CC, MOONCAKE, trace_file
 
@@ -41,7 +42,7 @@ def play(
 ) -> ReplayReport:
     options = {"cpu_blocks": host_blocks}
     config = ReplayConfig(gpu_blocks, 8, None, options=options, time=model)
-    report = replay(rows, block_size, OffloadConnector, config)
+    report = replay(rows, block_size, StoreConnector, config)
     assert report.is_clean
     return report
 
@@ -169,7 +170,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The starts and ends of requests."""
     lines: list[str] = []
     for sign, name in (("+", "on_blocks_allocated"), ("-", "on_request_finished")):
-        hook = getattr(OffloadScheduler, name)
+        hook = getattr(StoreScheduler, name)
 
         def logged(
             half: Any, request: RequestInfo, *args: Any, sign: str = sign, hook: Any = hook
@@ -177,7 +178,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             lines.append(sign + request.request_id.split("#")[0])
             hook(half, request, *args)
 
-        monkeypatch.setattr(OffloadScheduler, name, logged)
+        monkeypatch.setattr(StoreScheduler, name, logged)
     return lines
 
 
@@ -188,7 +189,7 @@ def test_a_turn_never_starts_before_the_previous_turn_has_ended(
     rows = list(by_arrival(sessions(5, 20)))
     model = TimeModel(speed=20.0)
     config = ReplayConfig(3000, 8, closed_loop, options={"cpu_blocks": 100}, time=model)
-    replay(rows, 64, OffloadConnector, config)
+    replay(rows, 64, StoreConnector, config)
     assert len(log) == 2 * len(rows)
     started = [name for name in log if name[0] == "+"]
     assert started != [f"+{one.request_id}" for one in rows], (
@@ -213,10 +214,10 @@ def test_a_late_turn_waits_behind_the_requests_that_arrived_meanwhile(log: list[
 def test_a_request_that_does_not_fit_is_counted_and_skipped(closed_loop: int | None) -> None:
     rows = [row("a", 0, range(4)), row("b", 1, range(50)), row("c", 2, range(4), 1, "b")]
     config = ReplayConfig(20, 8, closed_loop)
-    report = replay(rows, 10, OffloadConnector, config)
+    report = replay(rows, 10, StoreConnector, config)
     assert (report.requests, report.requests_too_large, report.blocks) == (2, 1, 8)
     with pytest.raises(ConfigError, match=r"line 1 of the trace: .* use more GPU blocks"):
-        replay([rows[1]], 10, OffloadConnector, config)
+        replay([rows[1]], 10, StoreConnector, config)
 
 
 def test_rows_out_of_order_arrive_late_and_none_is_lost() -> None:
@@ -241,7 +242,7 @@ class Silent(Connector):
     contract_version = "1.0"
 
     def make_scheduler(self) -> SchedulerConnector:
-        return OffloadConnector(replace(self.config, options={"cpu_blocks": 100})).make_scheduler()
+        return StoreConnector(replace(self.config, options={"cpu_blocks": 100})).make_scheduler()
 
     def make_worker(self) -> WorkerConnector:
         return _SilentWorker()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kvview_reference.store_connector.gpu_rows import GPURows
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -13,8 +14,7 @@ from kvview import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from kvview.store_connector import cuda_rows
-from kvview.store_connector.gpu_rows import GPURows
+from kvview_reference.store_connector import cuda_rows
 
 NUM_BLOCKS = 20
 JOB = GPULoadStoreSpec([3, 7, 1, 19, 0, 5], [4, 2], [0, 0])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvview_reference.store_connector.level import Level
+from kvview_reference.store_connector.page_policy import Policy
+
 from kvview import OffloadingEvent, OffloadKey, make_offload_key
-from kvview.store_connector.level import Level
-from kvview.store_connector.page_policy import Policy
 
 A, B, C, D = (make_offload_key(name, 0) for name in (b"a", b"b", b"c", b"d"))
 

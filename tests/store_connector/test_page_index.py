@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvview_reference.store_connector.behaviour import Behaviour
 
 from examples.folder_store import FolderStore
 from kvview import CacheGeometry
 from kvview.keys import OffloadKey, make_offload_key
-from kvview.store_connector import Policy
-from kvview.store_connector.behaviour import Behaviour
-from kvview.store_connector.page_index import PageIndex
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.answers import LookupAnswers
+from kvview_reference.store_connector import Policy
+from kvview_reference.store_connector.page_index import PageIndex
 
 FIRST, SECOND = (make_offload_key(bytes([number]) * 32, 0) for number in range(2))
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from kvview_reference.store_connector.page_levels import PageData, Pages
 
 from kvview import Transform, make_offload_key
-from kvview.store_connector.page_levels import PageData, Pages
-from kvview.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.store import require_tier_job
+from kvview_reference.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 
 PAGE = bytes(range(64))
 NAME = make_offload_key(b"hash", 0) + bytes(EPOCH_BYTES)

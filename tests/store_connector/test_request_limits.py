@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvview_reference.store_connector.request_limits import NO_LIMITS, RequestLimits
 
 from kvview import (
     CacheGeometry,
@@ -16,7 +17,6 @@ from kvview import (
     StepInfo,
     StoreConnector,
 )
-from kvview.store_connector.request_limits import NO_LIMITS, RequestLimits
 from kvview.testing.connector import Add, Scenario, Squeeze, Step, simulate
 from kvview.tier import Threaded
 from kvview_reference.engine.request import chain_hashes

@@ -120,7 +120,10 @@ def test_examples_are_green(example: str, given: list[str]) -> None:
 @pytest.mark.parametrize("mode", ["victim", "eager", "finish", "exclusive"])
 def test_each_mode_is_green(mode: str) -> None:
     assert_green(
-        "kvview:StoreConnector", "cpu_blocks={blocks}", f"mode={mode}", "enable_events=true"
+        "kvview_reference.store_connector:StoreConnector",
+        "cpu_blocks={blocks}",
+        f"mode={mode}",
+        "enable_events=true",
     )
 
 
@@ -131,7 +134,14 @@ def test_a_server_over_asyncio_is_green(port: int) -> None:
 
 def blocks_loaded(folder: Path, *given: str) -> int:
     report = folder / "replay.json"
-    arguments = ["--connector", "kvview:StoreConnector", "--requests", "60", "--json", str(report)]
+    arguments = [
+        "--connector",
+        "kvview_reference.store_connector:StoreConnector",
+        "--requests",
+        "60",
+        "--json",
+        str(report),
+    ]
     given = (f"store={FOLDER}", f"root={folder}", "mode=finish", *given)
     result = CliRunner().invoke(replay, [*arguments, *options(given)])
     assert result.exit_code == 0, result.output

@@ -53,7 +53,7 @@ def test_pages_that_shrink_and_pages_that_do_not_are_both_stored(tmp_path: Path)
     target = tmp_path / "mine.py"
     target.write_text("""
 import zlib
-from kvview import StoreConnector, Transform
+from kvview_reference.store_connector import StoreConnector, Transform
 
 class Zlib(Transform):
     def max_bytes(self, page_bytes):

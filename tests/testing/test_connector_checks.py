@@ -26,40 +26,41 @@ from kvview.testing import BoundCheck, Outcome, parametrize_with_checks, run_che
 pytest.importorskip("torch")
 
 from kvview.testing.connector import check_connector
-from kvview_reference.connector import OffloadConnector
-from kvview_reference.connector.offload import OffloadScheduler, OffloadWorker
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
+from kvview_reference.store_connector.worker import HostWorker
 
 ROOT = Path(__file__).parents[2]
-OFFLOAD = "kvview_reference.connector:OffloadConnector"
+OFFLOAD = "kvview_reference.store_connector:StoreConnector"
 NAMES = ("loads", "stores", "hits")
 
 
-class Offload(OffloadConnector):
-    scheduler: type[OffloadScheduler] = OffloadScheduler
-    worker: type[OffloadWorker] = OffloadWorker
+class Offload(StoreConnector):
+    scheduler: type[StoreScheduler] = StoreScheduler
+    worker: type[HostWorker] = HostWorker
 
     def make_scheduler(self) -> SchedulerConnector:
         return self.scheduler(self.config, self.options)
 
-    def make_worker(self) -> OffloadWorker:
+    def make_worker(self) -> HostWorker:
         return self.worker(self.options)
 
 
 class ForgetsEvents(Offload):
-    class scheduler(OffloadScheduler):
+    class scheduler(StoreScheduler):
         def take_events(self) -> Any:
             return [*super().take_events()][1:]
 
 
 class Loops(Offload):
-    class scheduler(OffloadScheduler):
+    class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             while True:
                 pass
 
 
 class Waits(Offload):
-    class scheduler(OffloadScheduler):
+    class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             lock = threading.Lock()
             lock.acquire()
@@ -68,27 +69,27 @@ class Waits(Offload):
 
 
 class Draws(Offload):
-    class scheduler(OffloadScheduler):
+    class scheduler(StoreScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> Any:
             answer = super().match_prefix(request, num_computed_tokens)
             return answer if random.random() < 0.5 else None  # several draws for each request
 
 
 class SometimesLeaks(Offload):
-    class scheduler(OffloadScheduler):
+    class scheduler(StoreScheduler):
         def _free(self, block_ids: Sequence[int]) -> None:
             if random.random() < 0.5:
                 super()._free(block_ids)
 
 
 class Raises(Offload):
-    class scheduler(OffloadScheduler):
+    class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             raise ValueError("boom")
 
 
 class HasNoWait(Offload):
-    class worker(OffloadWorker):
+    class worker(HostWorker):
         def wait(self, job_ids: Sequence[int]) -> None:
             pass
 
@@ -126,7 +127,7 @@ def run(*args: str | Path) -> Result:
 # --- one registry, three runners ---
 
 
-@parametrize_with_checks(OffloadConnector, seeds=2, select=["exceptions", "CONN-4"])
+@parametrize_with_checks(StoreConnector, seeds=2, select=["exceptions", "CONN-4"])
 def test_under_pytest(check: BoundCheck) -> None:
     check()
 
@@ -149,7 +150,7 @@ def test_failures_are_grouped_by_law_with_a_script_each() -> None:
 
 def test_the_runs_are_shared() -> None:
     seen: list[tuple[int, ...]] = []
-    report = run_checks(OffloadConnector, seeds=2, on_seed=lambda *numbers: seen.append(numbers))
+    report = run_checks(StoreConnector, seeds=2, on_seed=lambda *numbers: seen.append(numbers))
     assert seen == [(1, 2, 0), (2, 2, 0)]
     assert len(report.results) > 20
 
@@ -161,7 +162,7 @@ def test_select_and_expected_failures_are_honoured(tmp_path: Path) -> None:
     report = run_checks(Connector_that_does_nothing, seeds=2, expected_failures=expected)
     assert report.is_clean
     assert report.counts["expected failure"] == len(NAMES)
-    report = run_checks(OffloadConnector, seeds=2, expected_failures=expected, select=["coverage"])
+    report = run_checks(StoreConnector, seeds=2, expected_failures=expected, select=["coverage"])
     assert [r.outcome for r in report.failures] == [Outcome.UNEXPECTED_PASS] * len(NAMES)
     lines = tmp_path / "expected"
     lines.write_text("".join(f"coverage: {name}: it does nothing\n" for name in NAMES))
@@ -178,7 +179,7 @@ class Connector_that_does_nothing(Connector):
 @pytest.mark.slow
 def test_steps_make_runs_longer() -> None:
     short, long = (
-        run_checks(OffloadConnector, seeds=1, steps=n, select=["CONN-3"]) for n in (1, 400)
+        run_checks(StoreConnector, seeds=1, steps=n, select=["CONN-3"]) for n in (1, 400)
     )
     assert short.runs is not None
     assert long.runs is not None
@@ -211,7 +212,7 @@ def test_runs_that_are_not_deterministic_are_named() -> None:
     assert "in range(50)" in told[0].script
     first = check_connector(SometimesLeaks, seeds=6).failures[0]
     assert "not deterministic" in first.message, "a small run may repeat by chance"
-    assert not check_connector(OffloadConnector, **few).notes
+    assert not check_connector(StoreConnector, **few).notes
 
 
 def test_a_worker_without_a_wait_is_named() -> None:

@@ -12,6 +12,11 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from kvview_reference.store_connector.cuda_copies import (
+    _BATCH_SIGNATURE,
+    _CopyAttributes,
+    batch_copy,
+)
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -20,7 +25,6 @@ from kvview import (
     ConfigError,
     TransferResult,
 )
-from kvview.store_connector.cuda_copies import _BATCH_SIGNATURE, _CopyAttributes, batch_copy
 from kvview_reference.transfer import CPUGPUTransferWorker
 from kvview_reference.transfer.cuda import StreamCopier
 from tests.transfer.test_transfer import (

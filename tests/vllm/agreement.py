@@ -33,7 +33,7 @@ from tests.mutants.edits import Variant
 SEEDS = 200
 TRAFFIC = range(2)  # seeds of the traffic in vLLM, up to the first that shows the mistake
 SILENCE_S = 120.0
-OFFLOAD = "kvview_reference.connector:OffloadConnector"
+OFFLOAD = "kvview_reference.store_connector:StoreConnector"
 KIND = "gemma"
 """A model of two groups."""
 ARRANGEMENTS = {

@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvview import OffloadingEvent, SchedulerConnector
-from kvview_reference.connector import OffloadConnector
-from kvview_reference.connector.offload import OffloadScheduler
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
 
 
-class DiskConnector(OffloadConnector):
-    """``OffloadConnector`` with the medium DISK."""
+class DiskConnector(StoreConnector):
+    """``StoreConnector`` with the medium DISK."""
 
     def make_scheduler(self) -> SchedulerConnector:
         return DiskScheduler(self.config, self.options)
 
 
-class DiskScheduler(OffloadScheduler):
+class DiskScheduler(StoreScheduler):
     """The scheduler half."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -84,7 +84,7 @@ class Arrangement:
 def arrangements(folder: Path, models: Mapping[str, Path], seed: int) -> list[Arrangement]:
     """Return two groups with a window; two connectors under MultiConnector; and a wrong one."""
     file = Path(__file__).with_name("disk_connector.py")
-    one = _offload(f"{_REFERENCE}:OffloadConnector")
+    one = _offload(f"{_REFERENCE}:StoreConnector")
     two = multi_config(one, _offload(f"{file}:DiskConnector"))
     wrong = _offload(f"{file}:HidesEvictions")
     made = [

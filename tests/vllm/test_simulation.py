@@ -30,7 +30,7 @@ from kvview.testing.connector import (
     simulate,
 )
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_reference.connector import OffloadConnector
+from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.connector import connector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.events import to_vllm_events
@@ -111,7 +111,7 @@ def test_blocks_that_a_sibling_loads_within_a_step_are_not_computed_before_it(
 
 def test_a_load_within_a_step_that_fails_after_a_preemption(engines: VLLMEngines) -> None:
     """SCHED-5: up to 0.17 this seed read blocks that were never loaded."""
-    result = simulate(OffloadConnector, generate_scenario(47), engines=engines)
+    result = simulate(StoreConnector, generate_scenario(47), engines=engines)
     assert result.failure is None
 
 
@@ -167,9 +167,9 @@ def test_a_seed_gives_the_same_run_twice(engines: VLLMEngines) -> None:
     others = VLLMEngines()
     for seed in range(2):
         scenario = generate_scenario(seed)
-        first = simulate(OffloadConnector, scenario, engines=engines)
-        assert first == simulate(OffloadConnector, scenario, engines=others)
-        as_in_a_script = simulate(OffloadConnector, first.scenario, engines=engines)
+        first = simulate(StoreConnector, scenario, engines=engines)
+        assert first == simulate(StoreConnector, scenario, engines=others)
+        as_in_a_script = simulate(StoreConnector, first.scenario, engines=engines)
         assert as_in_a_script.timeline == first.timeline
         for snapshot in first.timeline:
             blocks = snapshot.free + snapshot.engine + snapshot.held
@@ -256,6 +256,6 @@ def test_wrong_events_are_found(
 ) -> None:
     monkeypatch.setattr(connector, "to_vllm_events", wrong)
     options = {"enable_events": True}
-    result = simulate(OffloadConnector, generate_scenario(1), options, engines=engines)
+    result = simulate(StoreConnector, generate_scenario(1), options, engines=engines)
     assert result.failure is not None
     assert result.failure.law == law

@@ -1,4 +1,4 @@
-"""Complete connectors: offloading to host memory, and a connector that runs several others."""
+"""A connector that runs several others side by side."""
 
 from kvview_reference.connector.multi import (
     MultiConnector,
@@ -6,20 +6,5 @@ from kvview_reference.connector.multi import (
     MultiScheduler,
     MultiWorker,
 )
-from kvview_reference.connector.offload import (
-    OffloadConnector,
-    OffloadOptions,
-    OffloadScheduler,
-    OffloadWorker,
-)
 
-__all__ = [
-    "MultiConnector",
-    "MultiOptions",
-    "MultiScheduler",
-    "MultiWorker",
-    "OffloadConnector",
-    "OffloadOptions",
-    "OffloadScheduler",
-    "OffloadWorker",
-]
+__all__ = ["MultiConnector", "MultiOptions", "MultiScheduler", "MultiWorker"]

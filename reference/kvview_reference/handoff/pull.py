@@ -50,7 +50,7 @@ from kvview.handoff import (
     Wire,
     layout_of,
 )
-from kvview.store_connector.gpu_rows import GPURows
+from kvview_reference.transfer.host_pages import HostPages
 
 _TRIES_PER_LEASE = 8
 
@@ -294,7 +294,7 @@ class PullWorker(HandoffWorker):
 
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
-        self.gpu, self.rank = GPURows(kv_caches), kv_caches.rank
+        self.gpu, self.rank = HostPages(kv_caches, 0), kv_caches.rank
 
     @override
     def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:
@@ -404,7 +404,7 @@ class PullWorker(HandoffWorker):
             return
         if job is None:
             return  # the reader asks again
-        pages = list(self.gpu.views(_part(job.src, read.first_blocks, read.num_blocks)))
+        pages = list(map(bytes, self.gpu.read(_part(job.src, read.first_blocks, read.num_blocks))))
         reply = PagesReply(read.handoff, read.reader, _checksum(pages))
         self.sends[self.send(read.reply_to, reply, pages)] = read.handoff
 

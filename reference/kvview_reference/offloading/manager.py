@@ -1,4 +1,4 @@
-"""The manager of a CPU tier, which tracks pages, pins and events and has a replacement policy.
+"""The manager of one tier, which tracks pages, pins and events and has a replacement policy.
 
 Only stores and touches change the recency of keys; lookups, loads and completions do not. Keys are
 processed by batched dict operations, because the scheduler waits for these calls.
@@ -7,7 +7,7 @@ processed by batched dict operations, because the scheduler waits for these call
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, islice
 from operator import indexOf
 from typing import TYPE_CHECKING
@@ -26,7 +26,12 @@ from kvview import (
 )
 from kvview_reference.events import EventLog
 from kvview_reference.offloading.leftovers import Leftovers
-from kvview_reference.offloading.policies import InFlight, SupportsLeftovers, policy_factory
+from kvview_reference.offloading.policies import (
+    InFlight,
+    PolicyFactory,
+    SupportsLeftovers,
+    policy_factory,
+)
 
 if TYPE_CHECKING:
     from kvview import OffloadingManager
@@ -37,7 +42,7 @@ _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HI
 
 
 class CPUOffloadingManager:
-    """Tracks the keys that the CPU tier holds, and their pages.
+    """Tracks the keys that a tier of equal pages holds, and their pages.
 
     1. If ``prepare_store`` returns None, it has changed nothing: neither the eviction order, nor
        the ghosts of the policy, nor the counts of the store threshold.
@@ -49,12 +54,14 @@ class CPUOffloadingManager:
 
     Args:
         num_blocks: Capacity, in offloaded blocks; pages have the numbers 0 to num_blocks - 1.
-        cache_policy: A name known to :func:`~kvview_reference.offloading.policies.register_policy`.
+        cache_policy: A name known to :func:`~kvview_reference.offloading.policies.register_policy`,
+            the target of a policy, or a callable that makes a policy from the capacity.
         enable_events: Whether to gather events for ``take_events``.
         store_threshold: Number of offers that a key needs before it is stored; with 1, all keys are
             stored.
         max_tracked_keys: Number of keys whose offers are counted; the count of the least recently
             offered key is dropped first.
+        medium: Name of the tier in events.
 
     Raises:
         ConfigError: A size is not a positive int, or the policy is unknown (OFF-7).
@@ -63,12 +70,14 @@ class CPUOffloadingManager:
     def __init__(
         self,
         num_blocks: int,
-        cache_policy: str = "lru",
+        cache_policy: str | PolicyFactory = "lru",
         enable_events: bool = False,
         *,
         store_threshold: int = 1,
         max_tracked_keys: int = 64_000,
+        medium: str = MEDIUM_CPU,
     ) -> None:
+        self._medium = medium
         self._num_blocks = _positive_int("num_blocks", num_blocks)
         self._store_threshold = _positive_int("store_threshold", store_threshold)
         self._max_tracked_keys = _positive_int("max_tracked_keys", max_tracked_keys)
@@ -99,6 +108,26 @@ class CPUOffloadingManager:
     def num_protected_blocks(self) -> int:
         """Blocks that transfers use now, including transfers that started before a reset."""
         return len(self._loading) + len(self._storing) + len(self._late_pages)
+
+    def is_in_flight(self, key: OffloadKey) -> bool:
+        """Return whether a transfer uses the page of a key, even a page that was dropped since."""
+        return key in self._loading or key in self._storing or key in self._late_pages
+
+    def num_storable(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the first of these new keys a store has room for now."""
+        return min(len(keys), self._num_blocks - self.num_protected_blocks())
+
+    def loadable_keys(self) -> list[OffloadKey]:
+        """Return all keys for which ``lookup`` returns HIT."""
+        return [key for key in self._pages if key not in self._storing]
+
+    def pages_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the pages of keys that are held or being stored, in the given order."""
+        return list(map(self._pages.__getitem__, keys))
+
+    def page_of(self, key: OffloadKey) -> int | None:
+        """Return the page of a loadable key, or None."""
+        return None if key in self._storing else self._pages.get(key)
 
     def lookup(self, key: OffloadKey, ctx: ReqContext | None = None, /) -> LookupResult:
         """Return whether a key is held and loadable now (OFF-6); its recency does not change."""
@@ -240,6 +269,36 @@ class CPUOffloadingManager:
             self._policy.remove(failed)
             self._free_pages.extend(map(self._pages.pop, failed))
 
+    def evict(self, num_keys: int) -> list[OffloadKey]:
+        """Evict at most this number of keys that no transfer uses, and return them in order."""
+        num_free = len(self._pages) - len(self._loading) - len(self._storing)
+        if (num_keys := min(num_keys, num_free)) < 1:
+            return []
+        victims = self._policy.admit([], num_keys, self._in_flight)
+        self._free_pages.extend(map(self._pages.pop, victims))
+        self._emit(victims, removed=True)
+        return victims
+
+    def discard(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Drop loadable keys whose bytes are lost or no longer needed.
+
+        Loads of these keys continue and are completed as usual. Until then, the keys are neither
+        held nor stored again.
+
+        Returns:
+            The keys that were held, in the given order.
+        """
+        gone = [key for key in dict.fromkeys(keys) if self.page_of(key) is not None]
+        for key in gone:
+            page = self._pages.pop(key)
+            if (num_loads := self._loading.pop(key, 0)) > 0:
+                self._late_pages[key], self._late_loads[key] = page, num_loads
+            else:
+                self._free_pages.append(page)
+        self._policy.remove(gone)
+        self._emit(gone, removed=True)
+        return gone
+
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, in order; empty if events are off."""
         return [] if self._events is None else self._events.take()
@@ -307,7 +366,7 @@ class CPUOffloadingManager:
 
     def _emit(self, keys: Collection[OffloadKey], *, removed: bool) -> None:
         if self._events is not None and keys:
-            self._events.append(OffloadingEvent(tuple(keys), MEDIUM_CPU, removed))
+            self._events.append(OffloadingEvent(tuple(keys), self._medium, removed))
 
 
 def _not_in_flight(key: OffloadKey, direction: str) -> TransferNotInFlightError:

@@ -62,7 +62,7 @@ class CachePolicy(Protocol):
         ...
 
     def remove(self, keys: Iterable[OffloadKey], /) -> None:
-        """Drop held keys whose store failed, as if they had never been stored."""
+        """Drop held keys whose store failed or whose bytes are lost, as if never stored."""
         ...
 
 
@@ -339,16 +339,18 @@ def register_policy(name: str, factory: PolicyFactory, *, replace: bool = False)
     _FACTORIES[name] = factory
 
 
-def policy_factory(name: str) -> PolicyFactory:
+def policy_factory(name: str | PolicyFactory) -> PolicyFactory:
     """Return the factory that is registered under a name, or the class of a target (OFF-7).
 
     Args:
-        name: Registered name, ``path/to/file.py:Policy``, or ``package.module:Policy``.
+        name: Registered name, ``path/to/file.py:Policy``, ``package.module:Policy``, or a factory.
 
     Raises:
         ConfigError: The name is unknown (the message lists the known names), or the target cannot
             be imported.
     """
+    if callable(name):
+        return name
     factory = _FACTORIES.get(name) if isinstance(name, str) else None
     if factory is None and isinstance(name, str) and ":" in name:
         return partial(_build, name, load_target(name))

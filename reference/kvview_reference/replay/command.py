@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvview import CacheGeometry
     from kvview_reference.engine import Engine
 
-DEFAULT_CONNECTOR = "kvview_reference.connector:OffloadConnector"
+DEFAULT_CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 NUM_GENERATED = 2000
 _CLOSED_LOOP = 16
 _TIMES: dict[str, tuple[str, click.ParamType[Any], str]] = {

@@ -2,7 +2,7 @@
 
 :class:`StreamCopier` determines the order of the jobs. The copier uses streams and events only
 through :class:`Driver`, so it can be tested without a GPU. The real driver is
-:class:`~kvview.store_connector.cuda_copies.CUDADriver`.
+:class:`~kvview_reference.transfer.cuda_copies.CUDADriver`.
 
 Source: vLLM #45704, for the faults that occur without this order.
 """

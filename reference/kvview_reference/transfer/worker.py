@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvview import (
@@ -268,8 +269,8 @@ class CPUGPUTransferWorker:
         self._copier: Copier
         compute_stream = kv_caches.compute_stream
         if device.type == "cuda":
-            from kvview.store_connector.cuda_copies import CUDADriver
             from kvview_reference.transfer.cuda import StreamCopier
+            from kvview_reference.transfer.cuda_copies import CUDADriver
 
             driver = CUDADriver(device)
             self._copier = StreamCopier(driver, self._host, num_gpu_blocks, compute_stream)
@@ -285,6 +286,16 @@ class CPUGPUTransferWorker:
     def blocks_per_chunk(self) -> int:
         """GPU blocks that one host block holds."""
         return self._k
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes that one GPU block of each group takes in host memory."""
+        return [group.row_bytes for group in self._groups]
+
+    @property
+    def host(self) -> npt.NDArray[np.uint8]:
+        """The host tier, of shape ``(rows, row_bytes)`` with k rows for each host block, uint8."""
+        return self._host
 
     @property
     def host_bytes(self) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from kvview import EngineFacts, SchedulerConnector, ViewNotBoundError, WorkerConnector
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
-from kvview_reference.connector.offload import OffloadConnector, OffloadScheduler
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.scheduler import StoreScheduler
 from tests.connector.spy import SpyScheduler, SpyWorker
 
 
-class NeedsTheView(OffloadScheduler):
+class NeedsTheView(StoreScheduler):
     """Raises if it was not bound."""
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
@@ -17,7 +18,7 @@ class NeedsTheView(OffloadScheduler):
         super().on_engine_ready(facts)
 
 
-class Two(OffloadConnector):
+class Two(StoreConnector):
     """Two of a kind, and a spy."""
 
     def make_scheduler(self) -> SchedulerConnector:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -11,15 +11,16 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from typing_extensions import override
 
-from kvview.connector import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
+from kvview.connector import (
+    Connector,
+    ConnectorConfig,
+    FullBlock,
+    RequestInfo,
+    SchedulerConnector,
+    WorkerConnector,
+)
 from kvview.errors import ConfigError
 from kvview.options import make_with_options, parse_options
-from kvview.store_connector.behaviour import Behaviour, Mode
-from kvview.store_connector.page_levels import Pages
-from kvview.store_connector.page_policy import Policy
-from kvview.store_connector.scheduler import StoreScheduler
-from kvview.store_connector.transform import Transform
-from kvview.store_connector.worker import StoreWorker
 from kvview.targets import load_target
 from kvview.tier import (
     AsyncStore,
@@ -29,6 +30,14 @@ from kvview.tier import (
     TierStore,
     is_tier_store,
 )
+from kvview_reference.offloading import PolicyFactory
+from kvview_reference.offloading.policies import policy_factory
+from kvview_reference.store_connector.page_index import Mode, TierSettings
+from kvview_reference.store_connector.pages import Pages
+from kvview_reference.store_connector.scheduler import StoreScheduler
+from kvview_reference.store_connector.transform import Transform
+from kvview_reference.store_connector.worker import HostWorker, StoreWorker
+from kvview_reference.transfer.host_pages import HostPages
 
 _CPU_BLOCKS = 10_000
 _STORE_BLOCKS = 1_000_000
@@ -49,6 +58,9 @@ class StoreOptions(BaseModel):
             the text when the type of the KV cache or the parallelism changes.
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
+        policy: Order of eviction of each level: ``lru``, ``arc``, another registered name, or a
+            target. The default is the policy that the class names, or ``lru``.
+        store_threshold: Number of times that a block must be computed before it is stored.
         enable_events: Whether KV events are recorded.
         deadline: Seconds after which an unfinished job of the store counts as failed.
         lookup_deadline: Seconds after which a lookup in the store is a miss.
@@ -63,6 +75,8 @@ class StoreOptions(BaseModel):
     weights: str = ""
     mode: Mode = "victim"
     prefetch: bool = False
+    policy: str | None = None
+    store_threshold: PositiveInt = 1
     enable_events: bool = False
     deadline: PositiveFloat = 30.0
     lookup_deadline: PositiveFloat = 2.0
@@ -94,8 +108,8 @@ class StoreConnector(Connector):
     """Class of the store, called with a :class:`~kvview.tier.Namespace` and options."""
     transform: ClassVar[type[Transform]] = Transform
     """Class of the transform that is applied to pages."""
-    policy: ClassVar[type[Policy]] = Policy
-    """Class of the policy; each level has its own instance."""
+    policy: ClassVar[str | PolicyFactory] = "lru"
+    """Name or class of the policy; each level has its own instance."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Options that differ from the defaults of :class:`StoreOptions`."""
 
@@ -133,35 +147,79 @@ class StoreConnector(Connector):
         if self._memory is None:
             self._memory = 0 if make else _CPU_BLOCKS
         self._transform = self.transform()
+        self._policy = options.policy or type(self).policy
+        policy_factory(self._policy)  # so that an unknown name is refused here
+        # Pages of one size are copied between the GPU and numbered host pages.
+        uses_host_pages = options.cpu_bytes is None and type(self).transform is Transform
+        self._num_host_pages = self._memory if uses_host_pages else 0
+        self._has_names = make is not None or not uses_host_pages
+
+    def admits(self, block: FullBlock, request: RequestInfo) -> bool:
+        """Whether a computed block is stored; other blocks must be computed again.
+
+        The method is called on the scheduler's thread, so it must not wait.
+        """
+        return True
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
         options, is_shared = self.options, bool(self.options.weights)
-        behaviour = Behaviour(
+        if not self._memory and self._open_store is None:
+            return SchedulerConnector()
+        in_bytes = options.cpu_bytes is not None
+        settings = TierSettings(
             mode=options.mode,
             prefetch=options.prefetch,
-            memory=self._memory or 0,
-            is_in_bytes=options.cpu_bytes is not None,
-            store=(options.store_blocks or _STORE_BLOCKS) if self._open_store else 0,
+            memory_blocks=0 if in_bytes else self._memory or 0,
+            memory_bytes=options.cpu_bytes or 0,
+            store_blocks=(options.store_blocks or _STORE_BLOCKS) if self._open_store else 0,
             can_delete=self._deletes,
-            policy=self.policy,
+            policy=self._policy,
+            store_threshold=options.store_threshold,
             max_bytes=self._transform.max_bytes,
             shared=self._open_store() if self._open_store and is_shared else None,
+            has_names=self._has_names,
             events=options.enable_events,
+            admits=None if type(self).admits is StoreConnector.admits else self.admits,
         )
-        return StoreScheduler(self.config.geometry, behaviour)
+        return StoreScheduler(self.config.geometry, settings)
 
     @override
     def make_worker(self) -> WorkerConnector:
-        return StoreWorker(self._make_pages)
+        if not self._memory and self._open_store is None:
+            return WorkerConnector()
+        if not self._has_names:
+            return HostWorker(self._num_host_pages)
+        return StoreWorker(self._num_host_pages, self._make_pages)
 
-    def _make_pages(self, page_bytes: Sequence[int], rank: int, wake: Callable[[], None]) -> Pages:
+    def _make_pages(self, host: HostPages, rank: int, wake: Callable[[], None]) -> Pages:
         store = self._open_store() if self._open_store else None
         if store is not None:
             store.on_wake_up(wake)
-        pages = Pages(page_bytes, self._transform, store, rank)
-        pages.deletes, pages.max_memory = self._deletes, self.options.cpu_bytes
-        return pages
+        return Pages(
+            host,
+            self._transform,
+            store,
+            rank,
+            deletes=self._deletes,
+            max_memory=self.options.cpu_bytes,
+            uses_host_pages=self._num_host_pages > 0,
+        )
+
+    @classmethod
+    def tier_store(cls) -> Any:
+        """Return the class of the store, for engines that use it as a tier.
+
+        Raises:
+            ConfigError: The connector has a transform, which no other engine applies.
+        """
+        if cls.transform is not Transform:
+            raise ConfigError(
+                f"connector {cls.__qualname__!r} has a transform, but a transform is not applied "
+                "when another engine uses the store as a tier; pass the connector's store as the "
+                "target, and compress in the store"
+            )
+        return cls.store
 
 
 def _never_finds(make: Any) -> bool:

@@ -1,10 +1,10 @@
-"""The messages from the scheduler half to the worker half of a :class:`~kvview.StoreConnector`."""
+"""The messages from the scheduler half to the worker half of a :class:`StoreConnector`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvview.connector.plan import StepPlan
 from kvview.keys import OffloadKey, get_offload_group_idx
@@ -18,8 +18,18 @@ def group_of(name: bytes) -> int:
     return get_offload_group_idx(OffloadKey(name[:-EPOCH_BYTES]))
 
 
-PagePlace = tuple[bytes, bool, bool]
-"""The name of a page, whether memory holds it, and whether the store holds it from now on."""
+class PagePlace(NamedTuple):
+    """The place of a page from now on.
+
+    Args:
+        name: Name of the page.
+        host_page: Number of the host page that holds it; None if host memory does not hold it.
+        in_store: Whether the store holds it.
+    """
+
+    name: bytes
+    host_page: int | None
+    in_store: bool
 
 
 @dataclass(slots=True)
@@ -28,14 +38,14 @@ class StoreSpec:
 
     Args:
         names: Names of the pages.
-        in_memory: Whether a store job keeps the pages in memory.
+        host_pages: Host pages that a store job fills; empty if it fills no host memory.
         in_store: Whether a store job writes the pages to the store.
     """
 
     medium: ClassVar[str] = "STORE"
 
     names: Sequence[bytes]
-    in_memory: bool = False
+    host_pages: Sequence[int] = ()
     in_store: bool = False
 
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvview.errors import ConfigError
-
-Ids = npt.NDArray[np.int64]
+from kvview_reference.transfer.pages import Ids
 
 SMALL_PAGE_BYTES = 128 << 10
 """Smaller pages are copied by a kernel; on an H100, loads of 16 KiB are 6 times as fast so."""
@@ -179,7 +178,7 @@ class CUDADriver:
 
 def _find_kernel() -> _Copy | None:
     try:
-        from kvview.store_connector.cuda_copy_kernel import copy_small_pages
+        from kvview_reference.transfer.cuda_copy_kernel import copy_small_pages
     except ImportError:
         return None
     return copy_small_pages

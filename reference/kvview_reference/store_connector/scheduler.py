@@ -1,4 +1,4 @@
-"""The scheduler half of a :class:`~kvview.StoreConnector`, which plans jobs and holds blocks."""
+"""The scheduler half of a :class:`StoreConnector`, which plans jobs and holds blocks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from kvview.events import OffloadingEvent
 from kvview.geometry import CacheGeometry, FullAttention
 from kvview.keys import OffloadKey, get_offload_group_idx
 from kvview.pool import GPUBlockPoolView
-from kvview.store_connector.behaviour import Behaviour
-from kvview.store_connector.gpu_blocks import GPUBlocks
-from kvview.store_connector.page_index import PageIndex
-from kvview.store_connector.page_policy import Policy
-from kvview.store_connector.prefixes import blocks_to_load, keys_beyond, longest_prefix
-from kvview.store_connector.request_limits import RequestLimits
-from kvview.store_connector.store_plan import StorePlan, StoreSpec
 from kvview.transfer import GPULoadStoreSpec, TransferResult
+from kvview_reference.store_connector.gpu_blocks import GPUBlocks
+from kvview_reference.store_connector.page_index import PageIndex, Pins, TierSettings
+from kvview_reference.store_connector.request_prefix import (
+    RequestLimits,
+    blocks_to_load,
+    keys_beyond,
+    longest_prefix,
+)
+from kvview_reference.store_connector.store_plan import StorePlan
 
 _SMALLEST_PART = 4  # of the pool: a smaller tier cannot make up for the victims that are held
 _MOST_WAITS = 64  # maximum of steps in which a request waits for lookups
@@ -41,6 +43,7 @@ _MOST_WAITS = 64  # maximum of steps in which a request waits for lookups
 @dataclass(frozen=True)
 class _Load:
     keys: Sequence[OffloadKey]
+    pins: Pins
     request_id: str
     num_computed_tokens: int  # before the load, on the GPU
 
@@ -59,22 +62,20 @@ class StoreScheduler(SchedulerConnector):
 
     Args:
         geometry: Geometry of the engine.
-        behaviour: Choices of the author and the user.
+        settings: Choices of the author and the user.
     """
 
-    def __init__(self, geometry: CacheGeometry, behaviour: Behaviour) -> None:
+    def __init__(self, geometry: CacheGeometry, settings: TierSettings) -> None:
         self._geometry = geometry
-        self._behaviour = behaviour
-        self._index = PageIndex(geometry, behaviour)
-        self._policy = self._index.memory.policy
-        self._admits_all = type(self._policy).admits is Policy.admits
-        mode = behaviour.mode
+        self._settings = settings
+        mode = settings.mode
         has_windows = not all(isinstance(group, FullAttention) for group in geometry.groups)
         # A window may lose blocks while the request runs; blocks of other groups stay until its
         # end.
         self._looks_early = mode == "eager" or (has_windows and mode != "finish")
         self._view: GPUBlockPoolView | None = None
         self._gpu: GPUBlocks | None = None  # exists if a pool was bound
+        self._ready_index: PageIndex | None = None  # exists once the engine is ready
         self._seen: dict[str, int] = {}  # by request: number of tokens that were considered
         self._waits: Counter[str] = Counter()  # steps of waiting for lookups, by request
         self._job_ids = count()
@@ -90,11 +91,17 @@ class StoreScheduler(SchedulerConnector):
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        self._index.start(facts.page_bytes)
+        index = PageIndex(self._geometry, self._settings, facts.page_bytes)
+        self._ready_index = index
         if self._view is not None:
-            is_large = self._index.num_blocks * _SMALLEST_PART >= facts.num_gpu_blocks
-            wants_victims = is_large and self._behaviour.mode in ("victim", "exclusive")
+            is_large = index.num_blocks * _SMALLEST_PART >= facts.num_gpu_blocks
+            wants_victims = is_large and self._settings.mode in ("victim", "exclusive")
             self._gpu = GPUBlocks(self._geometry, self._view, facts, wants_victims=wants_victims)
+
+    @property
+    def _index(self) -> PageIndex:
+        assert self._ready_index is not None, "on_engine_ready comes first"
+        return self._ready_index
 
     # --- loads ---
 
@@ -103,18 +110,17 @@ class StoreScheduler(SchedulerConnector):
         index, prefix = self._index, (self._geometry, request, num_computed_tokens)
         limits = RequestLimits.of(request.content.transfer_params)
         most_tokens = num_computed_tokens + limits.max_load_tokens
-        is_held = index.__contains__ if limits.uses_store else index.memory.held.__contains__
+        is_held = index.__contains__ if limits.uses_store else index.is_in_memory
         unknown = index.look_up(keys_beyond(*prefix)) if limits.uses_store else ()
         num_tokens = longest_prefix(*prefix, most_tokens, is_held)
         if unknown:
             most = longest_prefix(*prefix, most_tokens, lambda key: is_held(key) or key in unknown)
             if most > num_tokens and self._may_wait(request.request_id):
                 return None
-        if self._behaviour.prefetch:
+        if self._settings.prefetch:
             keys = blocks_to_load(*prefix, num_tokens)[1]
-            index.pin(keys)  # so that no page is evicted to make room for another one
-            index.fetch(keys)
-            index.unpin(keys)
+            pins = index.pin(keys)  # so that no page is evicted to make room for another one
+            index.unpin(pins + index.pin_fetched(keys))
         return num_tokens - num_computed_tokens
 
     def _may_wait(self, request_id: str) -> bool:
@@ -145,15 +151,14 @@ class StoreScheduler(SchedulerConnector):
             for table, numbers in zip(block_ids, needed, strict=True)
             for number in numbers
         ]
-        self._index.pin(keys)
-        self._index.fetch(keys)
+        src, pins = self._index.prepare_load(keys)
         job = TransferJob(
             next(self._job_ids),
-            StoreSpec(self._index.names(keys)),
+            src,
             GPULoadStoreSpec(blocks, list(map(len, needed)), [part.start for part in needed]),
             request.request_id,
         )
-        self._loads[job.job_id] = _Load(keys, request.request_id, num_computed_tokens)
+        self._loads[job.job_id] = _Load(keys, pins, request.request_id, num_computed_tokens)
         self._planned_loads.append(job)
         if self._gpu is not None and self._leaves_memory:
             self._gpu.add(
@@ -164,7 +169,7 @@ class StoreScheduler(SchedulerConnector):
     @property
     def _leaves_memory(self) -> bool:
         """Whether a page leaves memory once it is loaded."""
-        is_exclusive = self._behaviour.mode == "exclusive"
+        is_exclusive = self._settings.mode == "exclusive"
         return is_exclusive and self._gpu is not None and self._gpu.finds_victims
 
     # --- stores ---
@@ -216,8 +221,8 @@ class StoreScheduler(SchedulerConnector):
             first_token=first,
             last_token=end,
         )
-        if not self._admits_all:
-            blocks = [block for block in blocks if self._policy.admits(block, request)]
+        if (admits := self._settings.admits) is not None:
+            blocks = [block for block in blocks if admits(block, request)]
         if self._gpu.finds_victims:
             self._gpu.add(blocks)
         else:
@@ -230,7 +235,7 @@ class StoreScheduler(SchedulerConnector):
         new = index.new(by_key)
         if not new or gpu is None:
             return
-        chosen = [by_key[key] for key in index.reserve(new[: max(0, gpu.room())])]
+        chosen = [by_key[key] for key in index.prepare_store(new[: max(0, gpu.room())])]
         self.num_skipped_blocks += len(new) - len(chosen)
         if not chosen:
             return
@@ -242,7 +247,7 @@ class StoreScheduler(SchedulerConnector):
         job = TransferJob(
             next(self._job_ids),
             GPULoadStoreSpec(block_ids, list(map(group_of.count, groups)), [0] * len(groups)),
-            StoreSpec(index.names(keys), *self._behaviour.targets),
+            index.store_spec(keys),
         )
         self._stores[job.job_id] = _Store(keys, block_ids)
         self._planned_stores.append(job)
@@ -266,13 +271,13 @@ class StoreScheduler(SchedulerConnector):
             self._index.forget(load.keys)
             if load.request_id in self._seen:
                 self._seen[load.request_id] = load.num_computed_tokens
-        self._index.unpin(load.keys)
+        self._index.unpin(load.pins)
         if success and self._leaves_memory:
             self._index.leave_memory(load.keys)
 
     @override
     def take_events(self) -> list[OffloadingEvent]:
-        return self._index.take_events()
+        return [] if self._ready_index is None else self._ready_index.take_events()
 
     @override
     def has_pending_work(self) -> bool:
@@ -280,9 +285,10 @@ class StoreScheduler(SchedulerConnector):
 
     @override
     def reset_cache(self) -> bool:
-        if self.has_pending_work():
-            return False
-        self._index.reset()
+        if self._ready_index is not None:
+            if self._settings.has_names and self.has_pending_work():
+                return False
+            self._ready_index.reset()
         if self._gpu is not None:
             self._gpu.clear()
         return True
@@ -293,7 +299,8 @@ class StoreScheduler(SchedulerConnector):
             self._release(store)
         self._stores.clear()
         self._gpu = None
-        self._index.close()
+        if self._ready_index is not None:
+            self._ready_index.close()
 
     def _release(self, store: _Store) -> None:
         if self._gpu is not None:

@@ -1,41 +1,89 @@
-"""The worker half of a :class:`~kvview.StoreConnector`.
-
-One thread moves all pages in the order of the plans, so that no page is overwritten while it is
-read (XFER-3), and no copy starts before the compute that it depends on (XFER-6). Only the store
-runs at the same time, on pages that no other job uses.
-"""
+"""The worker halves of a :class:`StoreConnector`: host memory alone, and pages by name."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from kvview.connector import StepPlan, TransferJob, WorkerConnector
 from kvview.errors import one_line
-from kvview.store_connector.gpu_rows import GPURows
-from kvview.store_connector.page_levels import PageData, Pages
-from kvview.store_connector.store_plan import StorePlan, StoreSpec
-from kvview.transfer import CanonicalKVCaches, ComputeEvent, GPULoadStoreSpec, TransferResult
+from kvview.transfer import (
+    CanonicalKVCaches,
+    ComputeEvent,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    TransferResult,
+)
+from kvview_reference.store_connector.pages import FoundPage, Pages
+from kvview_reference.store_connector.store_plan import StorePlan, StoreSpec
+from kvview_reference.transfer import CPUGPUTransferWorker
+from kvview_reference.transfer.host_pages import HostPages
 
 _LONGEST_SLEEP = 0.05  # seconds, because a store's deadline passes without a wake-up
 _FIRST_LOOK, _LAST_LOOK = 20e-6, 0.0005  # seconds between queries of an event; they double
 
-MakePages = Callable[[Sequence[int], int, Callable[[], None]], Pages]
-"""Makes the pages of a worker from the page sizes, its rank, and a call that wakes its thread."""
+MakePages = Callable[[HostPages, int, Callable[[], None]], Pages]
+"""Makes the pages of a worker from its host memory, its rank, and a call that wakes its thread."""
+
+
+class HostWorker(WorkerConnector):
+    """A transfer worker that runs the jobs of each plan, for a connector without a store.
+
+    Args:
+        num_pages: Host pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._worker: CPUGPUTransferWorker | None = None
+        self._refused: list[TransferResult] = []
+
+    @override
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
+        self._worker = CPUGPUTransferWorker(kv_caches, self._num_pages)
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        assert self._worker is not None, "register_kv_caches comes first"
+        for job in (*plan.loads, *plan.stores):
+            if not self._worker.transfer_async(job.job_id, (job.src, job.dst)):
+                # The worker does not report this job, so this half does (CONN-3).
+                self._refused.append(TransferResult(job.job_id, False, error="refused"))
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        refused, self._refused = self._refused, []
+        return refused + (self._worker.get_finished() if self._worker else [])
+
+    @override
+    def wait(self, job_ids: Sequence[int]) -> None:
+        if self._worker:
+            self._worker.wait(job_ids)
+
+    @override
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.shutdown()
 
 
 class StoreWorker(WorkerConnector):
-    """Runs the plans of a :class:`~kvview.store_connector.scheduler.StoreScheduler`.
+    """Runs plans whose pages have names, in host memory and in a store.
+
+    One thread moves all pages in the order of the plans, so that no page is overwritten while it is
+    read (XFER-3), and no copy starts before the compute that it depends on (XFER-6). Only the store
+    runs at the same time, on pages that no other job uses.
 
     Args:
+        num_pages: Host pages that the scheduler half assigns.
         make_pages: Makes the object that moves the pages, and opens the store.
     """
 
-    def __init__(self, make_pages: MakePages) -> None:
+    def __init__(self, num_pages: int, make_pages: MakePages) -> None:
+        self._num_pages = num_pages
         self._make_pages = make_pages
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -49,14 +97,14 @@ class StoreWorker(WorkerConnector):
 
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
-        self._gpu = GPURows(kv_caches)
-        self._pages = self._make_pages(self._gpu.page_bytes, kv_caches.rank, self._awake.set)
+        self._host = HostPages(kv_caches, self._num_pages)
+        self._pages = self._make_pages(self._host, kv_caches.rank, self._awake.set)
         self._thread = threading.Thread(target=self._run, name="kvview-store", daemon=True)
         self._thread.start()
 
     @override
     def start_plan(self, plan: StepPlan) -> None:
-        mark = self._gpu.mark_compute()
+        mark = self._host.mark_compute()
         with self._changed:
             self._open_jobs.update(job.job_id for job in (*plan.loads, *plan.stores))
         self._plans.append((mark, plan))
@@ -81,6 +129,7 @@ class StoreWorker(WorkerConnector):
             self._awake.set()
             thread.join()
             self._pages.close()
+            self._host.close()
 
     # --- the thread ---
 
@@ -128,10 +177,9 @@ class StoreWorker(WorkerConnector):
 
     def _load(self, job: TransferJob) -> None:
         assert isinstance(job.src, StoreSpec)
-        assert isinstance(job.dst, GPULoadStoreSpec)
-        names, gpu = job.src.names, job.dst
+        names = job.src.names
 
-        def end(pages: Sequence[PageData | None]) -> None:
+        def end(pages: Sequence[FoundPage | None]) -> None:
             found = [page for page in pages if page is not None]
             error = None
             if len(found) < len(pages):
@@ -139,15 +187,26 @@ class StoreWorker(WorkerConnector):
                 error = f"{missing} of {len(pages)} pages were missing or damaged"
             else:
                 try:
-                    self._gpu.write(gpu, map(self._pages.decode, names, found))
+                    error = self._write(job, names, found)
                 except Exception as raised:
                     error = one_line(raised)
             self._report(TransferResult(job.job_id, error is None, error=error))
 
         self._pages.load(names, end)
 
+    def _write(
+        self, job: TransferJob, names: Sequence[bytes], found: Sequence[FoundPage]
+    ) -> str | None:
+        """Write pages to the blocks of a job; returns the error, if a block was not written."""
+        assert isinstance(job.dst, GPULoadStoreSpec)
+        host_pages = [page.host_page for page in found if page.host_page is not None]
+        if len(host_pages) == len(found):
+            return self._host.copy((CPULoadStoreSpec(host_pages), job.dst)).error
+        data = (page.data for page in found)
+        self._host.write(job.dst, map(self._pages.decode, names, data))
+        return None
+
     def _save(self, job: TransferJob) -> None:
-        assert isinstance(job.src, GPULoadStoreSpec)
         assert isinstance(job.dst, StoreSpec)
         spec = job.dst
 
@@ -158,4 +217,15 @@ class StoreWorker(WorkerConnector):
             error = f"{flags.count(False)} of {len(flags)} pages were not stored"
             self._report(TransferResult(job.job_id, False, error=error, moved=flags))
 
-        self._pages.save(spec, self._gpu.read(job.src), end)
+        self._pages.save(spec, self._read(job, spec), end)
+
+    def _read(self, job: TransferJob, spec: StoreSpec) -> Iterator[memoryview | None]:
+        """Yield the bytes of the blocks of a job, from the host pages if it fills host pages."""
+        assert isinstance(job.src, GPULoadStoreSpec)
+        if not (spec.host_pages and self._num_pages):
+            yield from self._host.read(job.src)
+            return
+        result = self._host.copy((job.src, CPULoadStoreSpec(spec.host_pages)))
+        moved = [result.success] * len(spec.names) if result.moved is None else result.moved
+        for name, host_page, is_moved in zip(spec.names, spec.host_pages, moved, strict=True):
+            yield self._pages.view(name, host_page) if is_moved else None

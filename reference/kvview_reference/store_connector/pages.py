@@ -1,4 +1,4 @@
-"""The bytes of both levels: pages in memory, and a guarded store."""
+"""The bytes of all pages that a worker half keeps: in host memory, in a store, or on their way."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from kvview.store_connector.store_plan import PagePlace, StoreSpec, group_of
-from kvview.store_connector.transform import Transform
 from kvview.tier import GuardedTier
+from kvview_reference.store_connector.store_plan import PagePlace, StoreSpec, group_of
+from kvview_reference.store_connector.transform import Transform
+from kvview_reference.transfer.host_pages import HostPages
 
 _LENGTH_BYTES = 4  # of the length that precedes the bytes of a page in a store
 
 PageData = bytes | memoryview
-"""The encoded bytes of a page, which do not change."""
+"""The encoded bytes of a page; a view if they are in a host page."""
+
+
+class FoundPage(NamedTuple):
+    """A page that was loaded."""
+
+    data: PageData
+    host_page: int | None
+    """Number of the host page that holds the bytes."""
+
+
 EndOfSave = Callable[[list[bool]], None]
 """Receives a flag for each page: whether it is kept."""
-EndOfLoad = Callable[[list[PageData | None]], None]
-"""Receives the bytes of each page for :meth:`Pages.decode`; None for a page that is missing."""
+EndOfLoad = Callable[[list[FoundPage | None]], None]
+"""Receives each page; None for a page that is missing."""
 ItemT = TypeVar("ItemT")
 _EndOfJob = Callable[[Sequence[bool]], None]
 _StartOfJob = Callable[[GuardedTier, int, Sequence[bytes], Sequence[memoryview]], None]
@@ -45,9 +56,12 @@ class _Batch(Generic[ItemT]):
 
 @dataclass(eq=False, slots=True)
 class _Page:
-    """A page that memory holds, or that the store is reading or writing."""
+    """A page in memory, or a page that the store is reading or writing."""
 
     data: PageData | None = None
+    """The encoded bytes; a view of the host page if ``host_page`` is set. None until known."""
+    host_page: int | None = None
+    """Number of the host page that keeps the bytes or will keep them."""
     in_memory: bool = False
     """Whether memory keeps the data."""
     in_store: bool = False
@@ -65,27 +79,37 @@ class Pages:
     at a time.
 
     Args:
-        page_bytes: Bytes of a page of each KV-cache group.
-        transform: Transform that is applied to every page.
+        host: Host memory of the worker.
+        transform: Transform that is applied to every page that is not in a host page.
         store: The guarded store; None for no store.
         rank: Rank of this worker; the ranks have different pages under the same key.
+        deletes: Whether pages without a place are deleted from the store.
+        max_memory: Bytes that pages in memory may take outside of host pages; None for any number.
+        uses_host_pages: Whether pages in memory are in the host pages that the scheduler half
+            chose; otherwise their encoded bytes are kept.
     """
 
-    deletes = True
-    """Whether pages without a place are deleted from the store."""
-    max_memory: int | None = None
-    """Bytes that the pages in memory may take, None for any number."""
-
     def __init__(
-        self, page_bytes: Sequence[int], transform: Transform, store: GuardedTier | None, rank: int
+        self,
+        host: HostPages,
+        transform: Transform,
+        store: GuardedTier | None,
+        rank: int,
+        *,
+        deletes: bool,
+        max_memory: int | None,
+        uses_host_pages: bool,
     ) -> None:
-        self._page_bytes = page_bytes
+        self._host = host
         self._transform = transform
         self._store = store
         self._suffix = rank.to_bytes(2, "big") if rank else b""
+        self._deletes = deletes
+        self._max_memory = max_memory
+        self._uses_host_pages = uses_host_pages
         self._used = 0
         self._pages: dict[bytes, _Page] = {}
-        self._readers: defaultdict[bytes, list[tuple[_Batch[PageData | None], int]]]
+        self._readers: defaultdict[bytes, list[tuple[_Batch[FoundPage | None], int]]]
         self._readers = defaultdict(list)
         self._writers: defaultdict[bytes, list[tuple[_Batch[bool], int]]] = defaultdict(list)
         self._numbers = count()
@@ -93,35 +117,41 @@ class Pages:
 
     def load(self, names: Sequence[bytes], end: EndOfLoad) -> None:
         """Load pages; ``end`` is called when every page was found or has failed."""
-        empty: list[PageData | None] = [None] * len(names)
-        batch = _Batch(empty, end)
+        batch = _Batch[FoundPage | None]([None] * len(names), end)
         absent: list[bytes] = []
         for index, name in enumerate(names):
             page = self._pages.get(name)
             if page is None:
                 page = self._pages[name] = _Page(in_store=True, is_stored=True)
             if page.data is not None:
-                batch.end_page(index, page.data)
+                batch.end_page(index, FoundPage(page.data, page.host_page))
             else:
                 self._readers[name].append((batch, index))
                 absent.append(name)
         self._settle(absent)
 
-    def save(self, spec: StoreSpec, rows: Iterable[memoryview], end: EndOfSave) -> None:
-        """Keep rows; ``end`` is called when every row is kept or has failed.
+    def save(self, spec: StoreSpec, kept: Iterable[memoryview | None], end: EndOfSave) -> None:
+        """Keep pages; ``end`` is called when every page is kept or has failed.
 
-        A row is encoded before the next one is taken.
+        Args:
+            spec: The pages; those with host pages were copied there.
+            kept: The bytes of each page, encoded before the next one is taken; None for a page that
+                could not be copied.
+            end: Receives the result.
         """
         batch = _Batch([False] * len(spec.names), end)
-        for index, (name, row) in enumerate(zip(spec.names, rows, strict=True)):
-            data = self._encode(name, row)
+        host_pages = spec.host_pages if self._uses_host_pages else ()
+        for index, (name, content) in enumerate(zip(spec.names, kept, strict=True)):
             page = self._pages.get(name)
             if page is None:
                 page = self._pages[name] = _Page()
-            if data is None or not self._keep(page, data, in_memory=spec.in_memory):
+            data = content if host_pages or content is None else self._encode(name, content)
+            if data is None or not self._keep(page, data, in_memory=bool(spec.host_pages)):
                 self._keep(page, None)
                 batch.end_page(index, False)
-            elif spec.in_store:
+                continue
+            page.host_page = host_pages[index] if host_pages else None
+            if spec.in_store:
                 page.in_store, page.is_stored = True, False
                 self._writers[name].append((batch, index))
             else:
@@ -129,26 +159,29 @@ class Pages:
         self._settle(spec.names)
 
     def decode(self, name: bytes, data: PageData) -> memoryview:
-        """Return the row of a page that was loaded.
+        """Return the bytes of the block of a page that was loaded.
 
         Raises:
             Exception: The transform cannot read the bytes.
         """
         if type(self._transform).decode is Transform.decode:
             return memoryview(data)
-        row = memoryview(bytearray(self._page_bytes[group_of(name)]))
+        row = memoryview(bytearray(self._host.page_bytes[group_of(name)]))
         self._transform.decode(name, memoryview(data), row)
         return row
 
     def place(self, places: Sequence[PagePlace]) -> None:
         """Move pages to their new places."""
-        for name, in_memory, in_store in places:
+        for name, host_page, in_store in places:
             page = self._pages.get(name)
             if page is None:
                 page = self._pages[name] = _Page(is_stored=True)
-            has_room = self._keep(page, page.data, in_memory=in_memory)
-            page.in_store = in_store or not has_room
-        self._settle(name for name, _, _ in places)
+            page.in_store = in_store
+            if self._uses_host_pages:
+                self._move(name, page, host_page)
+            elif not self._keep(page, page.data, in_memory=host_page is not None):
+                page.in_store = True
+        self._settle(place.name for place in places)
 
     def num_bytes(self, names: Iterable[bytes]) -> int:
         """Return the bytes that pages take in memory."""
@@ -173,22 +206,40 @@ class Pages:
 
     # --- memory ---
 
+    def view(self, name: bytes, host_page: int) -> memoryview:
+        """Return the bytes of a host page that holds a page of this name."""
+        return self._host.page(host_page, self._host.page_bytes[group_of(name)])
+
+    def _move(self, name: bytes, page: _Page, host_page: int | None) -> None:
+        """Give a page another host page or none; its bytes move there once they are known."""
+        if page.host_page == host_page:
+            return
+        data = page.data
+        page.host_page, page.in_memory = host_page, host_page is not None
+        if data is None:
+            return
+        if host_page is not None:
+            page.data = self.view(name, host_page)
+            page.data[:] = data
+        else:  # another page may overwrite the host page before the store has the bytes
+            is_needed = page.in_store and not page.is_stored
+            page.data = bytes(data) if is_needed else None
+
     def _keep(self, page: _Page, data: PageData | None, *, in_memory: bool = False) -> bool:
         """Change the data of a page; returns False without a change if memory has no room."""
         used = self._used + (len(data) if data and in_memory else 0)
         used -= len(page.data) if page.data and page.in_memory else 0
-        if self.max_memory is not None and self._used < used > self.max_memory:
+        if self._max_memory is not None and self._used < used > self._max_memory:
             return False
         self._used, page.data, page.in_memory = used, data, in_memory
         return True
 
-    def _encode(self, name: bytes, row: memoryview) -> PageData | None:
+    def _encode(self, name: bytes, content: memoryview) -> PageData | None:
         try:
-            encoded = self._transform.encode(name, row)
-            data = row if encoded is row and row.readonly else bytes(encoded)
+            data = bytes(self._transform.encode(name, content))
         except Exception:
             return None
-        return data if len(data) <= self._transform.max_bytes(len(row)) else None
+        return data if len(data) <= self._transform.max_bytes(len(content)) else None
 
     # --- the store ---
 
@@ -215,7 +266,7 @@ class Pages:
 
     def _leave(self, name: bytes, page: _Page) -> None:
         """Drop data that memory does not keep, and delete a page that the store does not keep."""
-        if page.is_stored and not page.in_store and self._store and self.deletes:
+        if page.is_stored and not page.in_store and self._store and self._deletes:
             self._store.delete([name + self._suffix])
             page.is_stored = False
         if not page.in_memory:
@@ -239,15 +290,29 @@ class Pages:
         for name, row, flag in zip(names, rows, flags, strict=True):
             page = self._pages[name]
             page.is_busy = False
-            data = page.data
-            if data is None and flag:
-                data = self._unpadded(row)
-            if data is None or not self._keep(page, data, in_memory=page.in_memory):
+            if page.data is None and flag:
+                self._fill(name, page, self._unpadded(row))
+            found = None
+            if page.data is not None:
+                found = FoundPage(page.data, page.host_page)
+            else:
                 page.in_store = page.in_store or page.in_memory  # the page stays in the store
-                self._keep(page, None)
+                page.in_memory, page.host_page = False, None
             for reader, place in self._readers.pop(name, ()):
-                reader.end_page(place, data)
+                reader.end_page(place, found)
         self._settle(names)
+
+    def _fill(self, name: bytes, page: _Page, data: bytes) -> None:
+        """Set the bytes of a page that the store has returned."""
+        if page.host_page is not None:
+            page.data = self.view(name, page.host_page)
+            if len(data) != len(page.data):
+                page.data = None
+                return
+            page.data[:] = data
+        elif not self._keep(page, data, in_memory=page.in_memory):
+            page.in_store, page.in_memory = True, False  # memory has no room
+            page.data = data
 
     def _end_puts(self, names: Sequence[bytes], flags: Sequence[bool]) -> None:
         for name, flag in zip(names, flags, strict=True):
@@ -260,7 +325,7 @@ class Pages:
         self._settle(names)
 
     def _stored_bytes(self, name: bytes) -> int:
-        return _LENGTH_BYTES + self._transform.max_bytes(self._page_bytes[group_of(name)])
+        return _LENGTH_BYTES + self._transform.max_bytes(self._host.page_bytes[group_of(name)])
 
     def _padded(self, name: bytes) -> memoryview:
         """Format a page for the store: its length, its bytes, and zeros."""
