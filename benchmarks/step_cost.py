@@ -77,7 +77,7 @@ def configurations() -> dict[str, dict[str, Any] | None]:
     """Name the connectors to compare."""
     here = f"{__file__}:"
     spec = {"spec_name": "KVViewOffloadingSpec", "spec_module_path": "kvview_vllm.offloading_spec"}
-    names = ("HostCacheConnector", "StoreConnector", "StoreConnector")
+    names = ("HostCacheConnector", "StoreConnector")
     return {
         "no connector": None,
         "does nothing": lane.connector_config(here + "IdleConnector"),
@@ -93,7 +93,6 @@ def configurations() -> dict[str, dict[str, Any] | None]:
 TARGETS = {
     "IdleConnector": None,
     "HostCacheConnector": lane.EXAMPLE_CONNECTOR,
-    "StoreConnector": "kvview:StoreConnector",
     "StoreConnector": "kvview_reference.store_connector:StoreConnector",
 }
 # Seconds in the connector's own hooks; a target's module is this file, loaded again.

@@ -60,6 +60,8 @@ class _Page:
 
     data: PageData | None = None
     """The encoded bytes; a view of the host page if ``host_page`` is set. None until known."""
+    padded: memoryview | None = None
+    """The page as the store keeps it, of which ``data`` is a view; None if it is not prepared."""
     host_page: int | None = None
     """Number of the host page that keeps the bytes or will keep them."""
     in_memory: bool = False
@@ -140,13 +142,16 @@ class Pages:
             end: Receives the result.
         """
         batch = _Batch([False] * len(spec.names), end)
+        in_memory = bool(spec.host_pages)
         host_pages = spec.host_pages if self._uses_host_pages else ()
         for index, (name, content) in enumerate(zip(spec.names, kept, strict=True)):
             page = self._pages.get(name)
             if page is None:
                 page = self._pages[name] = _Page()
-            data = content if host_pages or content is None else self._encode(name, content)
-            if data is None or not self._keep(page, data, in_memory=bool(spec.host_pages)):
+            data: PageData | None = content
+            if content is not None and not host_pages:
+                data = self._copy(name, page, content, in_memory=in_memory)
+            if data is None or not self._keep(page, data, in_memory=in_memory):
                 self._keep(page, None)
                 batch.end_page(index, False)
                 continue
@@ -178,9 +183,12 @@ class Pages:
                 page = self._pages[name] = _Page(is_stored=True)
             page.in_store = in_store
             if self._uses_host_pages:
-                self._move(name, page, host_page)
+                self._leave_host_page(page, host_page)
             elif not self._keep(page, page.data, in_memory=host_page is not None):
                 page.in_store = True
+        if self._uses_host_pages:  # now that no page needs its former host page
+            for name, host_page, _ in places:
+                self._enter_host_page(name, self._pages[name], host_page)
         self._settle(place.name for place in places)
 
     def num_bytes(self, names: Iterable[bytes]) -> int:
@@ -210,20 +218,23 @@ class Pages:
         """Return the bytes of a host page that holds a page of this name."""
         return self._host.page(host_page, self._host.page_bytes[group_of(name)])
 
-    def _move(self, name: bytes, page: _Page, host_page: int | None) -> None:
-        """Give a page another host page or none; its bytes move there once they are known."""
-        if page.host_page == host_page:
+    def _leave_host_page(self, page: _Page, host_page: int | None) -> None:
+        """Free the host page of a page that moves to another one or to none."""
+        if page.host_page is None or page.host_page == host_page:
             return
-        data = page.data
-        page.host_page, page.in_memory = host_page, host_page is not None
-        if data is None:
+        page.host_page, page.in_memory = None, False
+        if page.data is not None:
+            is_needed = host_page is not None or (page.in_store and not page.is_stored)
+            page.data = bytes(page.data) if is_needed else None
+
+    def _enter_host_page(self, name: bytes, page: _Page, host_page: int | None) -> None:
+        """Give a page a host page, to which its bytes move once they are known."""
+        if host_page is None or page.host_page == host_page:
             return
-        if host_page is not None:
+        data, page.host_page, page.in_memory = page.data, host_page, True
+        if data is not None:
             page.data = self.view(name, host_page)
             page.data[:] = data
-        else:  # another page may overwrite the host page before the store has the bytes
-            is_needed = page.in_store and not page.is_stored
-            page.data = bytes(data) if is_needed else None
 
     def _keep(self, page: _Page, data: PageData | None, *, in_memory: bool = False) -> bool:
         """Change the data of a page; returns False without a change if memory has no room."""
@@ -234,12 +245,20 @@ class Pages:
         self._used, page.data, page.in_memory = used, data, in_memory
         return True
 
-    def _encode(self, name: bytes, content: memoryview) -> PageData | None:
+    def _copy(
+        self, name: bytes, page: _Page, content: memoryview, *, in_memory: bool
+    ) -> PageData | None:
+        """Encode and copy a page, once: as the store keeps it, if memory does not keep it."""
         try:
-            data = bytes(self._transform.encode(name, content))
+            encoded = self._transform.encode(name, content)
+            if len(encoded) > self._transform.max_bytes(len(content)):
+                return None
+            if in_memory:
+                return bytes(encoded)
+            page.padded = self._pad(name, encoded)
         except Exception:
             return None
-        return data if len(data) <= self._transform.max_bytes(len(content)) else None
+        return page.padded[_LENGTH_BYTES : _LENGTH_BYTES + len(encoded)]
 
     # --- the store ---
 
@@ -261,7 +280,7 @@ class Pages:
             rows = [memoryview(bytearray(self._stored_bytes(name))) for name in gets]
             self._start(GuardedTier.get, gets, rows, partial(self._end_gets, gets, rows))
         if puts:
-            rows = [self._padded(name) for name in puts]
+            rows = [self._take_padded(name) for name in puts]
             self._start(GuardedTier.put, puts, rows, partial(self._end_puts, puts))
 
     def _leave(self, name: bytes, page: _Page) -> None:
@@ -291,7 +310,8 @@ class Pages:
             page = self._pages[name]
             page.is_busy = False
             if page.data is None and flag:
-                self._fill(name, page, self._unpadded(row))
+                length = int.from_bytes(row[:_LENGTH_BYTES], "big")
+                self._fill(name, page, row[_LENGTH_BYTES : _LENGTH_BYTES + length])
             found = None
             if page.data is not None:
                 found = FoundPage(page.data, page.host_page)
@@ -302,15 +322,16 @@ class Pages:
                 reader.end_page(place, found)
         self._settle(names)
 
-    def _fill(self, name: bytes, page: _Page, data: bytes) -> None:
+    def _fill(self, name: bytes, page: _Page, data: memoryview) -> None:
         """Set the bytes of a page that the store has returned."""
         if page.host_page is not None:
-            page.data = self.view(name, page.host_page)
-            if len(data) != len(page.data):
-                page.data = None
-                return
-            page.data[:] = data
-        elif not self._keep(page, data, in_memory=page.in_memory):
+            view = self.view(name, page.host_page)
+            if len(data) == len(view):
+                view[:] = data
+                page.data = view
+        elif not self._keep(
+            page, bytes(data) if page.in_memory else data, in_memory=page.in_memory
+        ):
             page.in_store, page.in_memory = True, False  # memory has no room
             page.data = data
 
@@ -327,14 +348,14 @@ class Pages:
     def _stored_bytes(self, name: bytes) -> int:
         return _LENGTH_BYTES + self._transform.max_bytes(self._host.page_bytes[group_of(name)])
 
-    def _padded(self, name: bytes) -> memoryview:
+    def _take_padded(self, name: bytes) -> memoryview:
+        page = self._pages[name]
+        padded, page.padded = page.padded, None
+        return self._pad(name, page.data or b"") if padded is None else padded
+
+    def _pad(self, name: bytes, data: PageData | bytearray) -> memoryview:
         """Format a page for the store: its length, its bytes, and zeros."""
-        data = self._pages[name].data or b""
-        stored = bytearray(self._stored_bytes(name))
+        stored = memoryview(bytearray(self._stored_bytes(name)))
         stored[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "big")
         stored[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
-        return memoryview(stored)
-
-    def _unpadded(self, stored: memoryview) -> bytes:
-        length = int.from_bytes(stored[:_LENGTH_BYTES], "big")
-        return bytes(stored[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        return stored
