@@ -135,6 +135,11 @@ class CPUOffloadingManager:
             return _MISS
         return _HIT_PENDING if key in self._storing else _HIT
 
+    def missing(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that are neither held nor being stored, in the given order."""
+        pages = self._pages
+        return [key for key in keys if key not in pages]
+
     def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
         """Return the number of leading keys for which ``lookup`` returns HIT."""
         # This runs in C, because one call of lookup per key takes three times as long.

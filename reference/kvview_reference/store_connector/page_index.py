@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Literal
 
 from kvview.connector import FullBlock, RequestInfo
@@ -25,7 +25,7 @@ Mode = Literal["eager", "finish", "victim", "exclusive"]
 _LONGEST_WAIT = 0.001  # seconds per step to wait for lookups; most requests then wait no step
 _MAX_FAILED = 1 << 16  # keys that are remembered because a job of the key failed
 _NO_REQUEST = ReqContext()
-_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+_HIT = LookupResult.HIT
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,25 @@ class PageIndex:
 
     # --- lookups ---
 
-    def __contains__(self, key: OffloadKey) -> bool:
-        return any(level.lookup(key) is _HIT for level in self._levels)
+    def num_leading_hits(self, keys: Sequence[OffloadKey]) -> int:
+        """Return the number of leading keys whose pages a level holds."""
+        num_hits = 0
+        while num_hits < len(keys):
+            rest = keys[num_hits:] if num_hits else keys
+            found = max(level.num_leading_hits(rest) for level in self._levels)
+            num_hits += found
+            if not found or len(self._levels) == 1:
+                break
+        return num_hits
+
+    def num_leading_hits_or(self, unknown: set[OffloadKey], keys: Sequence[OffloadKey]) -> int:
+        """Return the number of leading keys that a level holds or whose lookup has not ended."""
+        is_there = (key in unknown or self.num_leading_hits([key]) > 0 for key in keys)
+        return sum(takewhile(bool, is_there))
+
+    def num_leading_in_memory(self, keys: Sequence[OffloadKey]) -> int:
+        """Return the number of leading keys whose pages memory holds."""
+        return self.memory.num_leading_hits(keys) if self.memory is not None else 0
 
     def is_in_memory(self, key: OffloadKey) -> bool:
         """Whether memory holds the page of a key."""
@@ -160,7 +177,7 @@ class PageIndex:
         """
         new = list(dict.fromkeys(keys))
         for level in self._levels:
-            new = [key for key in new if level.lookup(key) is _MISS]
+            new = level.missing(new)
         if self._failed:
             new = [key for key in new if not (key in self._failed and self._is_in_flight(key))]
         return new
@@ -227,8 +244,7 @@ class PageIndex:
         memory, store = self.memory, self.store
         if memory is None or store is None:
             return []
-        absent = [key for key in dict.fromkeys(keys) if memory.lookup(key) is _MISS]
-        fetched = self._reserve_in_memory(absent)
+        fetched = self._reserve_in_memory(memory.missing(dict.fromkeys(keys)))
         memory.complete_store(fetched)
         memory.prepare_load(fetched)
         self._moved.update(dict.fromkeys(fetched))
@@ -308,8 +324,7 @@ class PageIndex:
         fitting, displaced = _reserve(self.memory, keys)
         self._moved.update(dict.fromkeys(displaced))
         if (store := self.store) is not None:
-            latest_first = [key for key in reversed(displaced) if store.lookup(key) is _MISS]
-            self._commit_in_store(latest_first)
+            self._commit_in_store(store.missing(reversed(displaced)))
         return fitting
 
     def _commit_in_store(self, keys: Sequence[OffloadKey]) -> None:

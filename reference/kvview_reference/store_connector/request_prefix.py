@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 from kvview.connector import RequestInfo
 from kvview.geometry import CacheGeometry
 from kvview.keys import OffloadKey
+from kvview.prefix_search import CachedBlocks
+
+NumLeadingHits = Callable[[Sequence[OffloadKey]], int]
+"""Returns the number of leading keys that can be loaded."""
+_KEYS_AT_ONCE = 64  # most searches end at one of the first blocks
+
+
+class _HeldBlocks(CachedBlocks):
+    """The blocks of one group of a request that the GPU has or that can be loaded.
+
+    Args:
+        geometry: Geometry of the engine.
+        request: The request.
+        group: Index of the group.
+        num_on_gpu: Number of leading blocks that the GPU has.
+        num_leading_hits: Looks keys up.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        request: RequestInfo,
+        group: int,
+        num_on_gpu: int,
+        num_leading_hits: NumLeadingHits,
+    ) -> None:
+        super().__init__(lambda block: block < num_on_gpu or self._num_held(block, block + 1) > 0)
+        self._keys_of = partial(geometry.block_keys, request.block_hashes, group)
+        self._num_on_gpu = num_on_gpu
+        self._num_leading_hits = num_leading_hits
+
+    def _num_held(self, start: int, stop: int) -> int:
+        return self._num_leading_hits(self._keys_of(range(start, stop)))
+
+    @override
+    def first_missing(self, stop: int) -> int:
+        if self._num_leading is None:
+            block = self._num_on_gpu
+            while block < stop:
+                end = min(stop, block + _KEYS_AT_ONCE)
+                if (found := self._num_held(block, end)) < end - block:
+                    stop = block + found
+                block += found
+            self._num_leading = block
+        return min(stop, self._num_leading)
 
 
 def longest_prefix(
@@ -15,22 +63,21 @@ def longest_prefix(
     request: RequestInfo,
     num_computed_tokens: int,
     most_tokens: int,
-    is_held: Callable[[OffloadKey], bool],
+    num_leading_hits: NumLeadingHits,
 ) -> int:
     """Return the tokens of the longest prefix that the GPU and the held keys cover together.
 
     The prefix has at most ``most_tokens``, unless the GPU has more. The last token is always
     computed, because the engine needs its logits.
     """
-
-    def is_there(group: int, block: int) -> bool:
-        if (block + 1) * geometry.groups[group].block_size <= num_computed_tokens:
-            return True
-        key = geometry.block_key(request.block_hashes, group, block)
-        return key is not None and is_held(key)
-
+    blocks = [
+        _HeldBlocks(
+            geometry, request, index, num_computed_tokens // group.block_size, num_leading_hits
+        )
+        for index, group in enumerate(geometry.groups)
+    ]
     most_tokens = min(most_tokens, request.num_tokens - 1)
-    return max(num_computed_tokens, geometry.longest_prefix(most_tokens, is_there))
+    return max(num_computed_tokens, geometry.search_prefix(most_tokens, blocks))
 
 
 def keys_beyond(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, count
 
 from typing_extensions import override
@@ -110,11 +111,11 @@ class StoreScheduler(SchedulerConnector):
         index, prefix = self._index, (self._geometry, request, num_computed_tokens)
         limits = RequestLimits.of(request.content.transfer_params)
         most_tokens = num_computed_tokens + limits.max_load_tokens
-        is_held = index.__contains__ if limits.uses_store else index.is_in_memory
+        num_hits = index.num_leading_hits if limits.uses_store else index.num_leading_in_memory
         unknown = index.look_up(keys_beyond(*prefix)) if limits.uses_store else ()
-        num_tokens = longest_prefix(*prefix, most_tokens, is_held)
+        num_tokens = longest_prefix(*prefix, most_tokens, num_hits)
         if unknown:
-            most = longest_prefix(*prefix, most_tokens, lambda key: is_held(key) or key in unknown)
+            most = longest_prefix(*prefix, most_tokens, partial(index.num_leading_hits_or, unknown))
             if most > num_tokens and self._may_wait(request.request_id):
                 return None
         if self._settings.prefetch:
