@@ -1,9 +1,8 @@
 """A connector for handoffs between engines, in both roles, in which the consumer pulls the pages.
 
 The consumer requests the pages of a handoff until they arrive or the producer refuses them, but not
-for longer than a lease. The producer sends pages in CPU memory without copying them, so it holds
-the blocks until the wire has read them. The consumer verifies sizes and checksum before it writes
-any page, and then sends a confirmation.
+for longer than a lease. The producer copies the pages into its reply. The consumer verifies sizes
+and checksum before it writes any page, and then sends a confirmation.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.
@@ -309,6 +308,10 @@ class PullWorker(HandoffWorker):
         for handoff in plan.returned if isinstance(plan, HandoffPlan) else ():
             self.close(handoff, self.me.life)
         self.advance()
+
+    @override
+    def shutdown(self) -> None:
+        self.gpu.close()
 
     @override
     def get_finished(self) -> list[TransferResult]:
