@@ -28,7 +28,7 @@ _MODULES = {
     "Namespace": "kvview.tier",
     "Path": "pathlib",
     "ThreadPoolExecutor": "concurrent.futures",
-    "UncheckedPool": "kvview.testing.guard.unchecked",
+    "UncheckedView": "tests.guard.pools",
     "collect": "gc",
     "copy": "copy",
     "current_thread": "threading",

@@ -10,11 +10,8 @@ from kvview.targets import load_target
 from kvview.testing.checks import CHECKS, Check, check, checks_for
 from kvview.testing.connector_checks import NotExercised
 from kvview.testing.effort import Effort
-from kvview.testing.geometry.player import GeometryPlayer
-from kvview.testing.guard.player import GuardPlayer
 from kvview.testing.harness import (
     Capability,
-    GeometryHarness,
     ManagerHarness,
     PoolHarness,
     TierHarness,
@@ -27,19 +24,16 @@ from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
-from kvview.testing.tier.guard_player import TierGuardPlayer
 from kvview.testing.tier.player import TierPlayer
-from kvview.testing.tier.store_harness import GuardedStoreHarness, StoreHarness
+from kvview.testing.tier.store_harness import StoreHarness
 from kvview.testing.transfer.compute import GatedComputeStream
 from kvview.testing.transfer.player import TransferPlayer
 
 # These imports register the checks that a model cannot state.
 for _module in (
-    "guard.examples",
     "offloading.examples",
     "pool.examples",
     "tier.examples",
-    "tier.guard_examples",
     "transfer.examples",
 ):
     import_module(f"{__name__}.{_module}")
@@ -52,10 +46,6 @@ __all__ = [
     "CheckResult",
     "Effort",
     "GatedComputeStream",
-    "GeometryHarness",
-    "GeometryPlayer",
-    "GuardPlayer",
-    "GuardedStoreHarness",
     "LawBroken",
     "ManagerHarness",
     "ManagerPlayer",
@@ -65,7 +55,6 @@ __all__ = [
     "PoolPlayer",
     "Report",
     "StoreHarness",
-    "TierGuardPlayer",
     "TierHarness",
     "TierPlayer",
     "TransferHarness",

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from kvview.geometry import CacheGroup
 from kvview.offloading import OffloadingManager
 from kvview.pool import GPUBlockPoolView
 from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
-Contract = Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
+Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
 """The contract of a harness.
 
 A connector class is its own harness, and the kit makes a harness of a class of stores.
@@ -33,7 +32,6 @@ For connectors, the class itself is passed.
 """
 
 MIN_POOL_BLOCKS = 16
-MIN_CACHED_BLOCKS = 64
 MIN_CAPACITY = 8
 MIN_GPU_BLOCKS = 8
 MIN_CPU_BLOCKS = 8
@@ -137,43 +135,6 @@ class Capability(StrEnum):
     Its ``take_events()`` returns the events since the last call, as :class:`~kvview.BlockStored`,
     :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`.
     """
-    LEASES = "leases", "pool", "view.lease(1)", "harness.advance(1)"
-    """The view is a guard: it has ``lease``; ``advance(seconds)`` moves its clock."""
-    LEAKS = "leaks", "pool", "view.leaks(1)"
-    """The guard has ``leaks(older_than)``, whose items have the fields of :class:`~kvview.Leak`."""
-    PIN_BUDGET = "pin_budget", "pool", "harness.budgeted(1)"
-    """``budgeted(num_blocks)`` makes a harness whose guard may hold this number of blocks."""
-    GUARDS = "guards", "pool", "harness.guard_over(2)"
-    """``guard_over(view, num_blocks)`` makes another guard over any view, with the clock of the
-    first guard. The new guard may hold this number of blocks, or any number with None."""
-    STATS = "stats", "pool", "view.stats"
-    """The guard has ``stats`` with the fields of :class:`~kvview.GuardStats`."""
-    TRACE = "trace", "pool", "harness.traced(0)"
-    """``traced()`` makes a harness whose guard records the line that took each hold."""
-    ENGINE_SIDE = (
-        "engine_side",
-        "pool",
-        "view.speak_of(1)",
-        "view.accounts(0)",
-        "view.guards(0)",
-        "view.free_all(0)",
-    )
-    """The guard has the methods for engines: ``speak_of(request_id)``, ``accounts()``, ``guards()``
-    and ``free_all()``, as in :class:`~kvview.GuardedView`."""
-    ONE_THREAD = "one_thread", "pool"
-    """The view refuses calls from a thread that did not make it."""
-
-    # geometry
-    SLIDING_WINDOW = "sliding_window", "geometry"
-    """``with_geometry`` takes :class:`~kvview.SlidingWindow` groups."""
-    CHUNKED_LOCAL = "chunked_local", "geometry"
-    """``with_geometry`` takes :class:`~kvview.ChunkedLocalAttention` groups."""
-    MAMBA = "mamba", "geometry"
-    """``with_geometry`` takes :class:`~kvview.Mamba` groups."""
-    HYBRID = "hybrid", "geometry"
-    """``with_geometry`` takes several groups."""
-    CACHING_OFF = "caching_off", "geometry", "harness.without_caching(0)"
-    """``without_caching()`` makes a harness of the same geometry whose prefix cache is off."""
 
     # offloading
     RESETS = "resets", "offloading"
@@ -253,8 +214,6 @@ class Capability(StrEnum):
     """The store has ``usage()``."""
     TOUCH = "touch", "tier", "store.touch(1)"
     """The store has ``touch(keys)``."""
-    TIER_GUARD = "tier_guard", "tier", "harness.guard(2)"
-    """``guard(store, namespace, **options)`` makes the guard under test over any store."""
 
 
 class PoolHarness(Protocol):
@@ -292,58 +251,6 @@ class PoolHarness(Protocol):
 
     def release(self, block_ids: Sequence[int], /) -> None:
         """Release one of the engine's references on each block, in the order of eviction."""
-        ...
-
-
-class Coordinator(Protocol):
-    """Finds the cached prefix of a request."""
-
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int, /
-    ) -> tuple[Sequence[Sequence[int]], int]:
-        """Return the longest hit of at most ``max_tokens``, without holding its blocks.
-
-        Returns:
-            Block ids of each group, from block 0 to the end of the hit, and the tokens of the hit.
-        """
-        ...
-
-
-class GeometryHarness(Protocol):
-    """A coordinator under test and its pool; a new harness caches no block.
-
-    1. A factory may return any geometry, because the checks make their own geometries.
-    2. A request is a list of block hashes, one per ``hash_block_size`` tokens; a hash covers all
-       tokens up to its end. Requests with a common prefix share the hashes of this prefix.
-    3. The pool must cache at least 64 blocks before it evicts a block.
-    """
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """The coordinator under test."""
-        ...
-
-    @property
-    def null_block_id(self) -> int:
-        """The block-table entry for a block that is not needed."""
-        ...
-
-    @property
-    def capabilities(self) -> Collection[str]:
-        """Optional features of this implementation."""
-        ...
-
-    def with_geometry(
-        self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup], /
-    ) -> GeometryHarness:
-        """Make a harness of another geometry; sizes that do not divide are refused (GEO-2)."""
-        ...
-
-    def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int, /) -> int:
-        """Cache only block number ``block`` of a request in a group; returns the id of the block.
-
-        The block is free afterwards, as after the end of its request.
-        """
         ...
 
 
@@ -439,7 +346,6 @@ class HandoffHarness(Protocol):
 
 SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "pool": ("view", GPUBlockPoolView, PoolHarness),
-    "geometry": ("coordinator", Coordinator, GeometryHarness),
     "offloading": ("manager", OffloadingManager, ManagerHarness),
     "transfer": ("worker", TransferWorker, TransferHarness),
     "tier": ("store", TierStore, TierHarness),

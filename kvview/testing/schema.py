@@ -123,7 +123,7 @@ class ReportModel(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
-    contract: Literal["pool", "geometry", "offloading", "transfer", "connector", "tier", "handoff"]
+    contract: Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
     seed: int
     is_clean: bool
     is_interrupted: bool

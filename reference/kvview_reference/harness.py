@@ -7,29 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
 from kvview import (
-    CacheGeometry,
-    CacheGroup,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPUBlockPoolView,
     GPUEvent,
-    GuardedView,
     OffloadingManager,
 )
-from kvview.testing import Capability, GatedComputeStream, GuardedStoreHarness, StoreHarness
+from kvview.testing import Capability, GatedComputeStream, StoreHarness
 from kvview_reference.free_queue import NULL_BLOCK_ID
-from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
 from kvview_reference.tier import FileStore
 
 if TYPE_CHECKING:
     from kvview.testing import (
-        GeometryHarness,
         ManagerHarness,
         PoolHarness,
         TierHarness,
@@ -131,113 +124,6 @@ class ReferencePool:
     def sized(self, num_blocks: int) -> ReferencePool:
         """A new harness over a pool of another size."""
         return type(self)(num_blocks)
-
-
-class GuardedReferencePool(ReferencePool):
-    """The block pool behind a guard, with a clock that only ``advance`` moves."""
-
-    Guard: type[GuardedView] = GuardedView
-
-    capabilities = ReferencePool.capabilities | {
-        Capability.LEASES,
-        Capability.LEAKS,
-        Capability.PIN_BUDGET,
-        Capability.GUARDS,
-        Capability.STATS,
-        Capability.TRACE,
-        Capability.ENGINE_SIDE,
-        Capability.ONE_THREAD,
-    }
-
-    def __init__(
-        self, num_blocks: int = 24, pin_budget: float | None = None, trace: bool = False
-    ) -> None:
-        self.seconds = 0.0
-        self.pin_budget = pin_budget
-        self.trace = trace
-        super().__init__(num_blocks)
-
-    @override
-    def make_view(self) -> GPUBlockPoolView:
-        return self.Guard(
-            super().make_view(),
-            owner="conformance",
-            pin_budget=self.pin_budget,
-            clock=lambda: self.seconds,
-            trace=self.trace,
-        )
-
-    def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
-        """A guard over a view of this kind."""
-        budget = None if num_blocks is None else num_blocks / self.num_blocks
-        return self.Guard(view, owner="another", pin_budget=budget, clock=lambda: self.seconds)
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        self.seconds += seconds
-
-    def budgeted(self, num_blocks: int) -> GuardedReferencePool:
-        """A new harness whose guard has a budget."""
-        return type(self)(self.num_blocks, pin_budget=num_blocks / self.num_blocks)
-
-    def traced(self) -> GuardedReferencePool:
-        """A new harness whose guard records the line that took each hold."""
-        return type(self)(self.num_blocks, trace=True)
-
-
-class ReferenceGeometry:
-    """The coordinator of a geometry, over a block pool.
-
-    Args:
-        geometry: Block sizes and groups.
-    """
-
-    capabilities = frozenset(
-        {
-            Capability.SLIDING_WINDOW,
-            Capability.CHUNKED_LOCAL,
-            Capability.MAMBA,
-            Capability.HYBRID,
-            Capability.CACHING_OFF,
-        }
-    )
-    null_block_id = NULL_BLOCK_ID
-    num_blocks = 80
-
-    def __init__(
-        self, geometry: CacheGeometry | None = None, *, enable_caching: bool = True
-    ) -> None:
-        self.geometry = geometry or CacheGeometry.single(_BLOCK_SIZE)
-        self.pool = BlockPool(self.num_blocks, enable_caching=enable_caching)
-        self.coordinator = self.make_coordinator()
-
-    def make_coordinator(self) -> KVCacheCoordinator:
-        """The coordinator under test."""
-        return KVCacheCoordinator(
-            self.geometry.groups,
-            self.pool,
-            scheduler_block_size=self.geometry.scheduler_block_size,
-            hash_block_size=self.geometry.hash_block_size,
-        )
-
-    def with_geometry(
-        self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
-    ) -> ReferenceGeometry:
-        """A new harness of another geometry; unless its sizes divide each other, raise (GEO-2)."""
-        return type(self)(CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups)))
-
-    def without_caching(self) -> ReferenceGeometry:
-        """A new harness of this geometry whose prefix cache is off."""
-        return type(self)(self.geometry, enable_caching=False)
-
-    def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
-        """Cache only block number ``block`` of a request in a group, and return its id."""
-        blocks = self.pool.allocate_blocks(1)
-        block_hash = block_hashes[self.geometry.block_hash_index(group_idx, block)]
-        block_size = self.geometry.groups[group_idx].block_size
-        self.pool.cache_blocks(blocks, [block_hash], block_size=block_size, group_idx=group_idx)
-        self.pool.free_blocks(blocks)
-        return blocks[0]
 
 
 class ReferenceManager:
@@ -411,16 +297,6 @@ def pool() -> ReferencePool:
     return ReferencePool()
 
 
-def guarded_pool() -> GuardedReferencePool:
-    """The block pool behind a :class:`~kvview.GuardedView`."""
-    return GuardedReferencePool()
-
-
-def geometry() -> ReferenceGeometry:
-    """The coordinators, over the block pool."""
-    return ReferenceGeometry()
-
-
 def offloading_lru() -> ReferenceManager:
     """The CPU tier with the LRU policy."""
     return ReferenceManager("lru")
@@ -441,12 +317,7 @@ def tier() -> StoreHarness:
     return StoreHarness(FileStore, {"root": "{tmp}"})
 
 
-def guarded_tier() -> GuardedStoreHarness:
-    """The tier of files behind a :class:`~kvview.tier.GuardedTier`."""
-    return GuardedStoreHarness(FileStore, {"root": "{tmp}", "checksum": "none"})
-
-
 if TYPE_CHECKING:
 
-    def _fit() -> tuple[PoolHarness, GeometryHarness, ManagerHarness, TransferHarness, TierHarness]:
-        return pool(), geometry(), offloading_lru(), transfer(), tier()
+    def _fit() -> tuple[PoolHarness, ManagerHarness, TransferHarness, TierHarness]:
+        return pool(), offloading_lru(), transfer(), tier()

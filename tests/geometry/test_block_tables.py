@@ -23,9 +23,9 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing.effort import Effort
-from kvview.testing.geometry.model import blocks_read
 from kvview.testing.search import Label, Player, observable, operation, search
 from kvview_reference.geometry import KVCacheManager
+from tests.geometry.model import blocks_read
 
 NULL = 0
 Block = tuple[int, tuple[int, ...]]
@@ -73,7 +73,7 @@ class Harness:
 class TablePlayer(Player):
     """Starts, computes, extends and frees requests that share prefixes."""
 
-    contract = "geometry"
+    contract = "pool"
     subject_name = "manager"
     labels: ClassVar[Mapping[str, Label]] = {
         "TABLE-1": Label("A request has room for its tokens."),

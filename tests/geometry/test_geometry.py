@@ -1,11 +1,10 @@
-"""Geometries without a coordinator: errors, the prefix search, keys of blocks."""
+"""Geometries: hits of a coordinator, errors, the prefix search, keys of blocks."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from functools import partial
 from pathlib import Path
@@ -17,37 +16,45 @@ from hypothesis import strategies as st
 from kvview import (
     BlockHash,
     CacheGeometry,
-    CacheGroup,
-    ChunkedLocalAttention,
     FullAttention,
     GeometryError,
-    Mamba,
     SlidingWindow,
     make_offload_key,
 )
-from kvview.testing.geometry.model import blocks_read
 from tests.cases import read_cases
-
-KINDS: dict[str, Callable[[int, int], CacheGroup]] = {
-    "full": lambda block_size, span: FullAttention(block_size),
-    "window": SlidingWindow,
-    "chunked": ChunkedLocalAttention,
-    "mamba": lambda block_size, span: Mamba(block_size),
-}
+from tests.geometry.hits import KINDS, Sizes, compare_hits, sizes
+from tests.geometry.model import GeometryModel, blocks_read, misfits
+from tests.geometry.prefix_cache import PrefixCache
 
 
-@st.composite
-def groups(draw: st.DrawFn, hash_block_size: int = 1) -> CacheGroup:
-    block_size = hash_block_size * draw(st.integers(1, 4))
-    return KINDS[draw(st.sampled_from(sorted(KINDS)))](block_size, draw(st.integers(1, 20)))
+def as_geometry(given_sizes: Sizes) -> CacheGeometry:
+    return CacheGeometry(*given_sizes)
 
 
-@st.composite
-def geometries(draw: st.DrawFn) -> CacheGeometry:
-    hash_block_size = draw(st.integers(1, 3))
-    mix = draw(st.lists(groups(hash_block_size), min_size=1, max_size=4))
-    scheduler = math.lcm(*(group.block_size for group in mix)) * draw(st.integers(1, 2))
-    return CacheGeometry(scheduler, hash_block_size, tuple(mix))
+# --- a coordinator ---
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes(), st.data(), st.sampled_from((True, True, True, False)))
+def test_hits(given_sizes: Sizes, data: st.DataObject, is_on: bool) -> None:
+    cache = PrefixCache(*given_sizes, is_on=is_on)
+    model = GeometryModel(*given_sizes, cache.null_block_id, is_on=is_on)
+    compare_hits(cache, model, data)
+
+
+@given(st.integers(-1, 16), st.integers(-1, 8), st.lists(st.integers(1, 16), min_size=1))
+def test_geo_2_exactly_sizes_that_do_not_divide_are_refused(
+    scheduler_block_size: int, hash_block_size: int, block_sizes: list[int]
+) -> None:
+    found = misfits(scheduler_block_size, hash_block_size, block_sizes)
+    groups = [FullAttention(size) for size in block_sizes]
+    if not found:
+        PrefixCache(scheduler_block_size, hash_block_size, groups)
+        return
+    with pytest.raises(GeometryError, match=r"^GEO-2: ") as caught:
+        PrefixCache(scheduler_block_size, hash_block_size, groups)
+    named = set(map(int, re.findall(r"-?\d+", str(caught.value))))
+    assert any(sizes <= named for sizes in found), f"GEO-2: {caught.value} names one of {found}"
 
 
 # --- GEO-1 ---
@@ -94,7 +101,7 @@ def test_geo_2_sizes_of_a_group_are_positive_ints(kind: str, size: int) -> None:
 
 
 @settings(max_examples=300)
-@given(st.data(), geometries(), st.integers(-2, 70))
+@given(st.data(), sizes().map(as_geometry), st.integers(-2, 70))
 def test_longest_prefixes(data: st.DataObject, geometry: CacheGeometry, max_tokens: int) -> None:
     some = [data.draw(st.sets(st.integers(0, 69), max_size=9)) for _ in geometry.groups]
     is_missing = data.draw(st.booleans())
@@ -140,7 +147,7 @@ def test_single_is_one_full_attention_group() -> None:
     assert CacheGeometry.single(16) == CacheGeometry(16, 16, (FullAttention(16),))
 
 
-@given(geometries(), st.integers(0, 20), st.integers(0, 60))
+@given(sizes().map(as_geometry), st.integers(0, 20), st.integers(0, 60))
 def test_a_block_has_a_key_once_its_last_token_is_hashed(
     geometry: CacheGeometry, block: int, num_hashes: int
 ) -> None:

@@ -1,13 +1,18 @@
-"""The guard, as far as the kit's player does not see it: idents, queries, calls of the engine."""
+"""The guard: random calls against its model, the laws of a pool, and the rest by hand."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import multiprocessing
+import pickle
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvview import (
     BlockNotHeldError,
@@ -15,6 +20,7 @@ from kvview import (
     GPUBlockPoolView,
     GuardedView,
     Lease,
+    NotCopyableError,
     PinBudgetExceeded,
     SupportsBlockKeys,
     SupportsFreeCount,
@@ -25,8 +31,122 @@ from kvview import (
     SupportsReuseNotice,
     WrongThreadError,
 )
-from kvview.testing.guard.unchecked import UncheckedView
+from kvview.testing import BoundCheck, parametrize_with_checks
+from kvview.testing.cost import cost_of, growth_of
 from kvview_reference.pool import BlockPool, BlockPoolView
+from tests.guard.machine import GuardMachine
+from tests.guard.pools import GuardedPool, UncheckedView
+
+TestGuards = GuardMachine.TestCase
+TestGuards.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@parametrize_with_checks(GuardedPool, seeds=12)
+def test_a_guard_satisfies_the_laws_of_a_pool(check: BoundCheck) -> None:
+    check()
+
+
+@pytest.mark.parametrize("way", ["release", "renew"])
+def test_guard_3_ended_leases_leave_nothing_behind(way: str) -> None:
+    guard = GuardedView(BlockPool(10).view())
+    stay = [guard.lease([1], ttl=1e6)]
+
+    def repeat(times: int) -> None:
+        for _ in range(times):
+            guard.lease([2], ttl=1e6).release() if way == "release" else stay[0].renew(1e6)
+
+    few = cost_of(partial(repeat, 50))
+    stay += [guard.lease([1], ttl=1e6) for _ in range(1000)]
+    assert cost_of(partial(repeat, 50)).lines <= few.times(4).lines, (
+        "it costs the same next to others"
+    )
+    many = partial(repeat, 3000)
+    assert growth_of(many, many) <= 200_000  # bytes; a leak of an entry per lease is over 300,000
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_guard_6_copies_are_refused(way: Callable[[object], object]) -> None:
+    guard = GuardedView(BlockPool(10).view())
+    lease = guard.lease([1])
+    for one in (guard, lease):
+        with pytest.raises(NotCopyableError, match=r"^GUARD-6: "):
+            way(one)
+    assert lease.release()
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+@pytest.mark.parametrize("method", ["touch_blocks", "free_blocks", "release"])
+def test_guard_6_a_forked_process_is_refused(method: str) -> None:
+    guard = GuardedView(BlockPool(10).view())
+    guard.touch_blocks([1])
+    lease = guard.lease([2])
+    calls: dict[str, Callable[[], object]] = {
+        "touch_blocks": partial(guard.touch_blocks, [1]),
+        "free_blocks": partial(guard.free_blocks, [1]),
+        "release": lease.release,
+    }
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def call_in_the_child() -> None:
+        try:
+            theirs.send(repr(calls[method]()))
+        except Exception as error:
+            theirs.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=call_in_the_child)
+    child.start()
+    got = ours.recv()
+    child.join()
+    assert got.startswith("WrongThreadError: GUARD-6: ")
+    assert lease.release()
+    guard.free_blocks([1])
+
+
+def test_guard_9_dropped_holds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def num_logged() -> int:
+        gc.collect()
+        return sum("GUARD-9" in message for message in caplog.messages)
+
+    guard = GuardedView(BlockPool(10).view())
+    guard.lease([2], ttl=5)
+    assert num_logged() == 0, "a lease with a deadline ends by itself"
+    guard.lease([1])
+    assert num_logged() == 1
+    other = GuardedView(guard)
+    other.touch_blocks([3])
+    other.free_blocks([3])
+    del other
+    assert num_logged() == 1, "a guard without holds"
+    other = GuardedView(guard)
+    other.touch_blocks([3])
+    del other
+    assert num_logged() == 2
+    ring: list[Any] = [BlockPool(10)]
+    # The collector frees a cycle in one pass, and may free the guard before its pool.
+    ring += [GuardedView(ring[0].view()), ring]
+    ring[1].touch_blocks([1])
+    del ring
+    assert num_logged() == 2, "a guard that goes with its pool"
+
+
+def test_guard_11_with_a_trace_a_leak_names_the_line_of_its_caller() -> None:
+    guard = GuardedView(BlockPool(10).view(), trace=True)
+
+    def take_plain() -> None:
+        guard.touch_blocks([1])
+
+    def take_lease() -> Any:
+        return guard.lease([2])
+
+    take_plain()
+    lease = take_lease()
+    found = {leak.block_ids: leak.taken_at for leak in guard.leaks()}
+    for block, function in ((1, take_plain), (2, take_lease)):
+        code = function.__code__
+        line = f"{code.co_filename}:{code.co_firstlineno + 1} in {function.__name__}"
+        assert found[block,] == line
+    assert lease.release()
 
 
 def test_a_guard_has_the_queries_of_the_view_below() -> None:

@@ -23,6 +23,9 @@ ROOMS = (
 )
 """The contracts: each has a module or package of its name in every layer."""
 
+ROOMS_WITHOUT_A_KIT = ("geometry", "guard")
+"""The contracts that kvview alone implements, so that they have tests instead of a kit."""
+
 
 @dataclass(frozen=True)
 class Module:

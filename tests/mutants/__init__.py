@@ -1,6 +1,6 @@
 """Planted faults: wrong implementations, each a few lines over a right one.
 
-Every module here that has ``MUTANTS`` adds to the list.
+Every module here that has ``MUTANTS`` or ``TESTED`` adds to a list.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ import importlib
 import pkgutil
 
 from .mutant import Mutant
+from .tested import TestedFault
 
 MUTANTS: list[Mutant] = []
-for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-    MUTANTS += getattr(importlib.import_module(f"{__name__}.{_module}"), "MUTANTS", [])
+"""Faults that checks of the kit must detect."""
+TESTED: list[TestedFault] = []
+"""Faults that tests must detect, because kvview alone implements the contract."""
+for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    _module = importlib.import_module(f"{__name__}.{_name}")
+    MUTANTS += getattr(_module, "MUTANTS", [])
+    TESTED += getattr(_module, "TESTED", [])

@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from kvview.guard import view
-from kvview_reference.harness import GuardedReferencePool
+from tests.guard.pools import GuardedPool
 
 from .edits import Base, Variant, inject
+from .tested import read_faults
 
 BASE = Base("GuardedView", (Path(view.__file__),))
 
 
 def make_harness(wrong: Any, variant: Variant) -> Any:
-    """Make a harness of the wrong guard."""
+    """Make a harness of the wrong guard, for the examples of the laws."""
 
-    class Wrong(GuardedReferencePool):
+    class Wrong(GuardedPool):
         Guard = wrong
 
     return Wrong
 
 
-MUTANTS = inject(globals(), BASE, make_harness)
+inject(globals(), BASE, make_harness)
+TESTED = read_faults(__file__, BASE, "kvview.guard.view", "tests/guard")

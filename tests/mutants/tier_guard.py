@@ -5,26 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvview.testing import GuardedStoreHarness
-from kvview.tier import Namespace, TierStore, guarded
-from kvview_reference.tier import FileStore
+from kvview.tier import guarded
 
 from .edits import Base, Variant, inject
+from .tested import read_faults
 
 BASE = Base("GuardedTier", (Path(guarded.__file__),))
 
 
 def make_harness(wrong: Any, variant: Variant) -> Any:
-    """Make a factory of harnesses of the wrong guard."""
-
-    class Wrong(GuardedStoreHarness):
-        patience = 2.0
-
-        def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
-            guard: TierStore = wrong(store, namespace, **options)
-            return guard
-
-    return lambda: Wrong(FileStore, {"root": "{tmp}", "checksum": "none"})
+    """Return a factory of the wrong guard, for the examples of the laws."""
+    return lambda *args, **options: wrong(*args, **options)
 
 
-MUTANTS = inject(globals(), BASE, make_harness)
+inject(globals(), BASE, make_harness)
+TESTED = read_faults(__file__, BASE, "kvview.tier.guarded", "tests/tier/test_tier_guard.py")

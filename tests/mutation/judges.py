@@ -162,8 +162,6 @@ SUBJECTS = [
         Subject(f"kvview_reference.harness:{name}")
         for name in (
             "pool",
-            "guarded_pool",
-            "geometry",
             "offloading_lru",
             "offloading_arc",
             "transfer",
@@ -216,10 +214,7 @@ SUBJECTS = [
 ]
 
 TIER_SUBJECTS = [
-    *(
-        Subject(f"kvview_reference.harness:{name}", examples=(25,))
-        for name in ("tier", "guarded_tier")
-    ),
+    *(Subject(f"kvview_reference.harness:{name}", examples=(25,)) for name in ("tier",)),
     Subject("kvview_reference.tier:ObjectStore", {"url": "file://{tmp}"}, examples=(10,)),
     Subject("examples.folder_store:FolderStore", {"root": "{tmp}"}, examples=(10,)),
     Subject("tests.tier.test_async_store:SlowDictionary", examples=(10,)),

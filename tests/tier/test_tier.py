@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import plan_checks
 from kvview.testing.search import Plan
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.testing.tier.guard_player import ManualClock
 from kvview.testing.tier.player import TierPlayer
-from kvview.tier import GuardedTier, Namespace, Threaded
+from kvview.tier import Namespace, Threaded
 from kvview.tier.checksum import PageSeal
-from kvview_reference.harness import guarded_tier, tier
+from kvview_reference.harness import tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
@@ -40,15 +38,9 @@ def test_the_store_of_files(check: BoundCheck) -> None:
     check()
 
 
-@parametrize_with_checks(guarded_tier, seeds=10)
-def test_the_guard_over_it(check: BoundCheck) -> None:
-    check()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("factory", [tier, guarded_tier])
-def test_longer_runs(factory: Any) -> None:
-    report = run_checks(factory)
+def test_longer_runs() -> None:
+    report = run_checks(tier)
     assert report.is_clean, [str(result.failure) for result in report.failures]
 
 
@@ -58,18 +50,6 @@ def test_the_page_shows_the_results_of_its_programs() -> None:
         alone, _, guarded = said.partition(" | ")
         assert "(2, [False])" in guarded or "right" in guarded, fault
         assert "(2, [False])" not in alone, fault
-
-
-def test_a_lookup_without_a_result_counts_when_the_thread_of_the_guard_notices_it() -> None:
-    clock, store = ManualClock(), FaultyStore()
-    store.fault = "lookup never knows"
-    guard = GuardedTier(store, Namespace("m", weights="1"), trip_after=1, clock=clock)
-    assert guard.lookup([b"key"]) == [None]
-    clock.seconds += 3.0
-    while not guard.stats.unanswered:  # no further call tells the guard the time
-        time.sleep(0.001)
-    assert not guard.is_healthy
-    guard.close()
 
 
 class HasNamesOfItsOwn(FolderStore):
@@ -222,7 +202,7 @@ def test_a_namespace_is_read_as_it_was_written() -> None:
             Namespace.from_json(text)
 
 
-# --- parts of the guard ---
+# --- seals ---
 
 
 def test_a_seal_is_of_key_namespace_and_bytes() -> None:
@@ -236,13 +216,6 @@ def test_a_seal_is_of_key_namespace_and_bytes() -> None:
         assert right == seal.of(b"k", page)
         assert right not in others
         assert len({*others}) == 4
-
-
-@pytest.mark.parametrize("name", ["deadline", "lookup_deadline", "trip_after", "retry_after"])
-def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
-    wrong: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigError, match=f"{name} must be more than 0, got 0"):
-        GuardedTier(FaultyStore(), HERE, **wrong)
 
 
 # --- the store of files ---

@@ -1,4 +1,4 @@
-"""The geometry checks on the real coordinators of a vLLM release that has them.
+"""The hits of the real coordinators of a vLLM release that has them, compared with the model.
 
 Blocks are cached with the real pool's own public methods; nothing is patched.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typing_extensions import override
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvview import (
     CacheGroup,
@@ -22,15 +22,9 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
-from kvview.testing import (
-    BoundCheck,
-    Capability,
-    Effort,
-    GeometryPlayer,
-    parametrize_with_checks,
-)
-from kvview.testing.geometry.player import Sizes
-from kvview.testing.search import search
+from tests.geometry.hits import Sizes, compare_hits
+from tests.geometry.hits import sizes as drawn_sizes
+from tests.geometry.model import GeometryModel
 
 coordinators: Any = importlib.import_module("vllm.v1.core.kv_cache_coordinator")
 torch = importlib.import_module("torch")
@@ -76,21 +70,13 @@ class Ids:
 class VLLMGeometry:
     """The coordinator that vLLM picks for its groups."""
 
-    capabilities = frozenset(
-        {
-            Capability.SLIDING_WINDOW,
-            Capability.CHUNKED_LOCAL,
-            Capability.MAMBA,
-            Capability.HYBRID,
-        }
-    )
     null_block_id = 0
 
     def __init__(
         self,
-        scheduler_block_size: int = 16,
-        hash_block_size: int = 16,
-        groups: Sequence[CacheGroup] = (FullAttention(16),),
+        scheduler_block_size: int,
+        hash_block_size: int,
+        groups: Sequence[CacheGroup],
     ) -> None:
         self.groups = groups
         specs = [
@@ -114,11 +100,6 @@ class VLLMGeometry:
         )
         self.pool = self.coordinator.real.block_pool
 
-    def with_geometry(
-        self, scheduler_block_size: int, hash_block_size: int, groups: Sequence[CacheGroup]
-    ) -> VLLMGeometry:
-        return VLLMGeometry(scheduler_block_size, hash_block_size, groups)
-
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
         (taken,) = self.pool.get_new_blocks(1)
         self.pool.cache_full_blocks(
@@ -134,52 +115,42 @@ class VLLMGeometry:
         return block_id
 
 
-EXPECTED_FAILURES = {
-    "check_geo_2": "asserts that sizes divide, so that python -O raises no error",
-    "check_geo_3": "a window of one token requires the last block to be cached, and a chunk that "
-    "starts inside a block counts as skipped",
-    "check_geo_4": "the same for several groups",
-}
+def differs(sizes: Sizes) -> bool:
+    """Whether vLLM is known to differ, in its hits or because it asserts that sizes fit."""
+    scheduler, hashed, groups = sizes
+    if len(groups) == 1 and not scheduler == hashed == groups[0].block_size:
+        return True  # hits of one group are multiples of its own block size
+    return any(
+        # A chunk that starts inside a block counts as skipped, and a window of one token requires
+        # the last block to be cached.
+        isinstance(group, ChunkedLocalAttention)
+        or (isinstance(group, SlidingWindow) and group.sliding_window == 1)
+        for group in groups
+    )
 
 
-@parametrize_with_checks(VLLMGeometry, EXPECTED_FAILURES)
-def test_coordinators_satisfy_the_laws(check: BoundCheck) -> None:
-    check()
+@settings(max_examples=200, deadline=None)
+@given(drawn_sizes().filter(lambda sizes: not differs(sizes)), st.data())
+def test_hits_are_those_of_the_contract(sizes: Sizes, data: st.DataObject) -> None:
+    cache = VLLMGeometry(*sizes)
+    compare_hits(cache, GeometryModel(*sizes, cache.null_block_id), data)
 
 
-class VLLMGeometryPlayer(GeometryPlayer):
-    """Plays the geometries in which vLLM is not known to differ."""
+@pytest.mark.parametrize(
+    ("sizes", "law"),
+    [
+        ((8, 4, (FullAttention(4),)), "GEO-1"),
+        ((4, 4, (SlidingWindow(4, 1),)), "GEO-3"),
+        ((4, 4, (ChunkedLocalAttention(4, 6),)), "GEO-3"),
+    ],
+    ids=["one group", "a window of one token", "a chunk inside a block"],
+)
+def test_known_differences_are_still_there(sizes: Sizes, law: str) -> None:
+    @settings(max_examples=300, deadline=None, database=None)
+    @given(st.data())
+    def compare(data: st.DataObject) -> None:
+        cache = VLLMGeometry(*sizes)
+        compare_hits(cache, GeometryModel(*sizes, cache.null_block_id), data)
 
-    @override
-    def draw_sizes(self) -> Sizes:
-        while True:
-            scheduler, hashed, groups = sizes = super().draw_sizes()
-            if not any(map(differs, groups)) and (
-                len(groups) > 1 or scheduler == hashed == groups[0].block_size
-            ):
-                return sizes
-
-    @override
-    def refuse(self) -> None:
-        """Skip wrong sizes, because vLLM asserts."""
-
-
-def differs(group: CacheGroup) -> bool:
-    """Whether a group's hits are known to differ."""
-    is_one_token = isinstance(group, SlidingWindow) and group.sliding_window == 1
-    return isinstance(group, ChunkedLocalAttention) or is_one_token
-
-
-def test_all_other_geometries_satisfy_the_contract() -> None:
-    result = search(VLLMGeometryPlayer, VLLMGeometry, Effort())
-    assert not result.failures, next(iter(result.failures.values()))
-
-
-def test_hits_of_one_group_are_multiples_of_its_block_size() -> None:
-    class OneGroup(VLLMGeometryPlayer):
-        @override
-        def draw_sizes(self) -> Sizes:
-            return 8, 4, (FullAttention(4),)
-
-    result = search(OneGroup, VLLMGeometry, replace(Effort(), is_brief=True))
-    assert list(result.failures) == ["GEO-1"]
+    with pytest.raises(AssertionError, match=law):
+        compare()

@@ -200,15 +200,6 @@ class TierPlayer(TierMoves):
 
     # --- observables ---
 
-    @observable("TIER-6", C.TIER_GUARD)
-    def faults(self) -> None:
-        """Compare the faults that a guard counts, which a right store does not have."""
-        if self.model.is_faulty or not hasattr(self.subject, "stats"):
-            return
-        stats = self.subject.stats
-        counts = {name: getattr(stats, name) for name in ("raised", "malformed", "unknown")}
-        self.equal(counts, dict.fromkeys(counts, 0), "a guard counts no fault of a right store")
-
     @observable("TIER-8", C.BUDGET)
     def budget(self) -> None:
         """Compare the bytes on the medium with the bytes that ``usage`` returns."""

@@ -21,7 +21,7 @@ from kvview.testing.placeholders import FOLDER, in_folder
 from kvview.testing.tier.file_damage import damage_files
 from kvview.testing.tier.io_watch import break_connections, open_sockets
 from kvview.testing.tier.writer import Writer
-from kvview.tier import GuardedTier, Namespace, Threaded, TierStore, is_tier_store
+from kvview.tier import Namespace, Threaded, TierStore, is_tier_store
 from kvview.tier.store import missing_methods
 
 SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
@@ -43,7 +43,6 @@ _WITHOUT = {
     Capability.BUDGET: "the store takes no option max_bytes",
     Capability.VERIFIES: "the store does not set verifies = True, so the guard finds damaged pages",
     Capability.PAUSE: "the store is not derived from Threaded",
-    Capability.TIER_GUARD: "the target is a store and not a guard",
 }
 """Reasons why a class of stores lacks a capability; by default, that a method is missing."""
 
@@ -117,9 +116,6 @@ class StoreHarness:
         folder: Folder of another harness; None for a new one.
     """
 
-    guarded = False
-    """Whether the store is wrapped in a :class:`~kvview.tier.GuardedTier`."""
-
     def __init__(
         self,
         make: Callable[..., TierStore],
@@ -137,8 +133,6 @@ class StoreHarness:
         """The threads that were inside a blocking call of the store, if they are known."""
         self._foreign_sockets = open_sockets()
         self.store: TierStore = self._gated(make)(self.namespace, **self._filled_options())
-        if self.guarded:
-            self.store = GuardedTier(self.store, self.namespace)
 
     @property
     def capabilities(self) -> set[str]:
@@ -152,8 +146,7 @@ class StoreHarness:
             found |= {Capability.DAMAGE, Capability.GONE}
             parameters = inspect.signature(self._make).parameters
             found |= {Capability.BUDGET} if "max_bytes" in parameters else set()
-            is_verified = getattr(self._make, "verifies", False) or self.guarded
-            found |= {Capability.VERIFIES} if is_verified else set()
+            found |= {Capability.VERIFIES} if getattr(self._make, "verifies", False) else set()
         if self._is_threaded():
             found.add(Capability.PAUSE)
         for name in _OF_METHODS:
@@ -288,22 +281,6 @@ class StoreHarness:
         calls: dict[str, Any] = {n: waiting(n) for n in ("has", "read_into", "write")}
         calls["remove_later"] = remove_later
         return type(make.__name__, (make,), calls)
-
-
-class GuardedStoreHarness(StoreHarness):
-    """The harness of a :class:`~kvview.tier.GuardedTier` over a store; both are tested."""
-
-    guarded = True
-
-    @property
-    def capabilities(self) -> set[str]:
-        """Return the capabilities of the store and of the guard."""
-        # Entries that a killed process wrote without a guard have no seal.
-        return {*super().capabilities, Capability.TIER_GUARD} - {Capability.KILL}
-
-    def guard(self, store: TierStore, namespace: Namespace, **options: Any) -> TierStore:
-        """Make the guard over any store."""
-        return GuardedTier(store, namespace, **options)
 
 
 def _require_options(make: Any, options: Mapping[str, Any]) -> None:

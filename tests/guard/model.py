@@ -59,8 +59,8 @@ class GuardModel(PoolModel):
         """The time on the clock of the guards."""
         self.request: str | None = None
         """The request that the engine has set (``speak_of``)."""
-        self.below: dict[int, int | None] = {}
-        """The view under each guard; None if the harness does not give access to the view."""
+        self.below: dict[int, int] = {}
+        """The view under each guard."""
         self.budgets: dict[int, int | None] = {}
         self.leases: list[LeaseModel] = []
         """Leases whose blocks are held, including ended leases that the engine refused to free."""
@@ -68,11 +68,18 @@ class GuardModel(PoolModel):
         """Time at which each guard took its first plain reference on each block."""
         self.stats: dict[int, Counter[str]] = {}
 
-    def make_guard(self, at: int, below: int | None, budget: int | None) -> None:
-        """Turn a view into a guard; the smallest of several budgets counts (GUARD-5)."""
-        limits = [one for one in (budget, self.budgets.get(-1 if below is None else below)) if one]
+    def add_guard(self, below: int, budget: int | None) -> int:
+        """Add a guard over a view; the smallest of several budgets counts (GUARD-5)."""
+        at = len(self.held)
+        self.add_view()
+        limits = [one for one in (budget, self.budgets.get(below)) if one]
         self.below[at], self.budgets[at] = below, min(limits, default=None)
         self.since[at], self.stats[at] = {}, Counter()
+        return at
+
+    def guards(self) -> list[int]:
+        """Return the open guards, each after the view under it."""
+        return [at for at in self.stats if at not in self.closed]
 
     # --- guards over guards ---
 
@@ -85,8 +92,8 @@ class GuardModel(PoolModel):
 
     def closing(self, at: int) -> set[int]:
         """Return the views that close with a guard: the views under it, and all their guards."""
-        while (below := self.below.get(at)) is not None:
-            at = below
+        while at in self.below:
+            at = self.below[at]
         return set(self.tree(at))
 
     # --- references ---
@@ -103,11 +110,10 @@ class GuardModel(PoolModel):
         return sum((*(self.held[at] for at in tree), *leased), Counter[int]())
 
     def _owner(self, refs: Counter[int]) -> int | None:
-        """Return the guard to which an account belongs."""
-        for at, held in enumerate(self.held):
-            if held is refs:
-                return at if at in self.stats else None
-        return next((lease.guard for lease in self.leases if lease.refs is refs), None)
+        """Return the guard to which an account belongs; None for a plain view or the engine."""
+        leased = ((lease.guard, lease.refs) for lease in self.leases)
+        owners = [*((at, self.held[at]) for at in self.stats), *leased]
+        return next((at for at, held in owners if held is refs), None)
 
     @override
     def take(self, blocks: Sequence[int], refs: Counter[int]) -> None:
@@ -170,18 +176,35 @@ class GuardModel(PoolModel):
         """Whether the lease has not ended and its view is open (GUARD-7)."""
         return lease.is_active and lease.guard not in self.closed
 
-    def end(self, lease: LeaseModel) -> bool:
-        """Release a lease's references, once; returns whether the lease was active (GUARD-2)."""
-        if not self.is_active(lease):
-            return False
-        lease.is_active = False
-        self._give_back(lease)
-        return True
+    def end(self, lease: LeaseModel) -> None:
+        """Release a lease's references, once (GUARD-2)."""
+        if self.is_active(lease):
+            lease.is_active = False
+            self._give_back(lease)
 
     def _give_back(self, lease: LeaseModel) -> None:
         self.give(lease.blocks, lease.refs)
         self.leases.remove(lease)
         self.stats[lease.guard]["active_leases"] -= 1
+
+    def free_all(self, at: int, place: Sequence[int]) -> None:
+        """Release every reference of a guard and of the guards over it, and close them (GUARD-11).
+
+        Args:
+            at: The guard.
+            place: The order in which the blocks joined the queue, which is the engine's choice.
+        """
+        tree = self.tree(at)
+        leases = [lease for lease in self.leases if lease.guard in tree]
+        self.closed |= self.closing(at)
+        accounts = [*(self.held[guard] for guard in tree), *(lease.refs for lease in leases)]
+        for block in dict.fromkeys([*place, *self.blocks]):
+            for refs in accounts:
+                self.give([block] * refs[block], refs)
+        for lease in leases:
+            lease.is_active = False
+            self.leases.remove(lease)
+            self.stats[lease.guard]["active_leases"] -= 1
 
     def expire(self, at: int, *, is_failing: bool = False) -> list[LeaseModel]:
         """End the due leases of a guard, earliest deadline first (GUARD-3).
@@ -199,7 +222,7 @@ class GuardModel(PoolModel):
                 lease.is_active = False
                 self.stats[at]["expired"] += 1
                 ended.append(lease)
-            if not is_failing:
+            if not (is_failing and lease.blocks):
                 self._give_back(lease)
         return ended
 

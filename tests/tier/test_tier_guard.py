@@ -1,0 +1,126 @@
+"""The guard before a tier: random faults against its models, the laws of a tier, and the rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from kvview import ConfigError
+from kvview.testing import BoundCheck, StoreHarness, parametrize_with_checks
+from kvview.testing.harness import Capability
+from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.model import bytes_of
+from kvview.tier import GuardedTier
+from kvview_reference.tier import FileStore
+from tests.tier.guard_machines import (
+    DEADLINE,
+    HERE,
+    PATIENCE,
+    CountsMachine,
+    FaultsMachine,
+    GuardedStore,
+    ManualClock,
+    await_that,
+)
+from tests.tier.jobs import looked_up, moved
+
+pytest.importorskip("xxhash")
+OLD = {b"old %d" % number: 4096 for number in range(8)}
+
+
+TestFaults = FaultsMachine.TestCase
+TestCounts = CountsMachine.TestCase
+TestFaults.settings = TestCounts.settings = settings(
+    max_examples=60, stateful_step_count=20, deadline=None
+)
+
+
+class GuardedFiles(StoreHarness):
+    """The tier of files behind a guard."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(args or (FileStore, {"root": "{tmp}", "checksum": "none"})))
+        self.store = GuardedTier(self.store, self.namespace)
+
+    @property
+    def capabilities(self) -> set[str]:
+        # Entries that a killed process wrote without a guard have no seal.
+        return {*super().capabilities, Capability.VERIFIES} - {Capability.KILL}
+
+
+@parametrize_with_checks(GuardedFiles, seeds=6)
+def test_a_guard_satisfies_the_laws_of_a_tier(check: BoundCheck) -> None:
+    check()
+
+
+def test_a_guard_counts_no_fault_of_a_right_store(tmp_path: Path) -> None:
+    guard = GuardedTier(FileStore(HERE, root=str(tmp_path)), HERE)
+    assert moved(guard, "put", b"a", b"b") == [True, True]
+    assert moved(guard, "get", b"a", b"missing") == [True, False]
+    assert looked_up(guard, b"a", b"missing") == [True, False]
+    guard.delete([b"a"])
+    assert looked_up(guard, b"a") == [False]
+    guard.close()
+    stats = guard.stats
+    assert (stats.raised, stats.malformed, stats.unknown) == (0, 0, 0), "TIER-12"
+
+
+def test_touches_deletes_and_wake_ups_are_passed_on() -> None:
+    tier, woken = GuardedStore(), threading.Event()
+    tier.guard.on_wake_up(woken.set)
+    tier.submit("put", OLD)
+    assert woken.wait(PATIENCE), "TIER-12: a job that ended wakes up the engine"
+    assert tier.guard.drain(PATIENCE)
+    tier.poll()
+    tier.guard.touch([*OLD][:2])
+    await_that("touch reaches the store", lambda: tier.under.touched == [*OLD][:2])
+    tier.guard.delete([*OLD][:1])
+    tier.model.delete([*OLD][:1])
+    await_that("delete reaches the store", lambda: b"old 0" not in tier.under.held)
+    assert tier.look([*OLD]) == [False] + [True] * 7
+    tier.close()
+
+
+def test_with_zero_copy_the_store_has_the_pages_of_the_engine_until_its_report() -> None:
+    tier = GuardedStore(zero_copy=True, checksum="none", trip_after=99)
+    tier.submit("put", OLD)
+    tier.wait()
+    tier.under.fault = "reports late"
+    mine = memoryview(bytearray(4096))
+    tier.guard.get(900, [b"old 0"], [mine])
+    late = tier.under.late_pages
+    await_that("a get reaches the store", lambda: late)
+    assert late[0].obj is mine.obj, "TIER-12: the store is given the page of the engine"
+    tier.clock.seconds += 9 * DEADLINE
+    time.sleep(0.03)
+    assert tier.guard.poll() == [], "TIER-12: no job is reported while the store has its pages"
+    late.clear()  # otherwise the store would write into the page now
+    tier.under.heal()
+    assert tier.guard.drain(PATIENCE)
+    assert tier.guard.poll() == [(900, [True])]
+    assert mine == bytes_of(b"old 0", 4096)
+    tier.close()
+
+
+def test_a_lookup_without_a_result_counts_when_the_thread_of_the_guard_notices_it() -> None:
+    clock, store = ManualClock(), FaultyStore()
+    store.fault = "lookup never knows"
+    guard = GuardedTier(store, HERE, trip_after=1, clock=clock)
+    assert guard.lookup([b"key"]) == [None]
+    clock.seconds += 3.0
+    # No further call tells the guard the time.
+    await_that("a lookup is late", lambda: guard.stats.unanswered)
+    assert not guard.is_healthy
+    guard.close()
+
+
+@pytest.mark.parametrize("name", ["deadline", "lookup_deadline", "trip_after", "retry_after"])
+def test_the_guard_refuses_numbers_that_are_not_positive(name: str) -> None:
+    wrong: dict[str, Any] = {name: 0}
+    with pytest.raises(ConfigError, match=f"{name} must be more than 0, got 0"):
+        GuardedTier(FaultyStore(), HERE, **wrong)
