@@ -50,7 +50,6 @@ from kvview.events.wire import Batch, codec, encode
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 from tests.cli.test_wrong_inputs import TABLE, values
-from tests.events.cases import STORED
 from tests.replay.test_traces import BAILIAN, MOONCAKE, cc_request, cc_session, cc_subagent
 from tests.tier.test_store_folder import KINDS
 
@@ -208,7 +207,15 @@ def trace(folder: Path, dice: random.Random) -> Input:
     return reporting(folder, command + " --strict" * (dice.random() < 0.2), path)
 
 
-FIELDS = STORED | {"lora_name": "a", "extra_keys": [["s"], None], "locality": "LOCAL"}
+FIELDS = {
+    "block_hashes": [2**64 - 1, 2**62],
+    "parent_block_hash": None,
+    "token_ids": [*range(32)],
+    "block_size": 16,
+    "medium": "GPU",
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+} | {"lora_name": "a", "extra_keys": [["s"], None], "locality": "LOCAL"}
 MEDIA = ({"medium": "CPU"}, {"medium": "GPU"})
 BATCHES = [
     encode(
@@ -235,7 +242,7 @@ def recording(folder: Path, dice: random.Random) -> Input:
             written.write(Message(number + (dice.random() < 0.1), payload, topic, 1.5))
     rows = [json.loads(line) for line in source.read_bytes().splitlines()]
     path = put(folder / "recording.jsonl", wrong_rows(rows, dice), dice)
-    commands = ["events tail", "events validate --consumer all", "size", "replay --gpu-blocks 90"]
+    commands = ["events tail", "events validate", "size", "replay --gpu-blocks 90"]
     commands += ["events validate --format vllm-0.33", "events replay --wait=0"]
     if (command := dice.choice(commands)).startswith("events replay"):
         return Input([*command.split(), "--", str(path), "tcp://127.0.0.1:*"], (0, 2, 4))

@@ -54,7 +54,7 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "upgrade": [upgrade],
     "result": [result],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
-    "events": ["events validate recording.jsonl --consumer all", "events tail recording.jsonl"],
+    "events": ["events validate recording.jsonl", "events tail recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl"],
     "size": ["size --requests=30", "size --requests=30 --model model.json"],
     "bench": [

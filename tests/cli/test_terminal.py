@@ -49,7 +49,7 @@ BATCHES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("command", ["tail", "validate", "validate --consumer all"])
+@pytest.mark.parametrize("command", ["tail", "validate"])
 def test_events(command: str) -> None:
     path = f"{NAME}.jsonl"
     with Recording(path) as recording:

@@ -1,4 +1,4 @@
-"""Streams of KV events: consumers, the fold, the channel, recordings and the command."""
+"""Streams of KV events: the fold, the channel, recordings and the command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gzip
 import json
 import socket
 import threading
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,43 +25,14 @@ from kvview.cli.commands import EntryPointGroup, cli
 from kvview.events.channel import Listener, Publisher, read_frames
 from kvview.events.formats import find_format
 from kvview.events.recording import Message, Recording, read_recording
-from kvview.events.wire import Batch, codec, decode, encode
-from kvview.testing.events import consumers
+from kvview.events.wire import Batch, codec, encode
 from kvview.testing.events.command import events as command
-from kvview.testing.events.consumers import CONSUMERS, Reception, find_consumer
 from kvview.testing.events.stream_fold import StreamFold
-from tests.cases import read_cases
 
 HERE = Path(__file__).parent
 pack = msgspec.msgpack.encode
 ANY_PORT = "tcp://127.0.0.1:*"
-SALTED = [
-    ["BlockStored", [1], None, [5] * 16, 16, None, "GPU"],
-    ["BlockStored", [2], 1, [6] * 16, 16, None, "GPU", {"cache_salt": "tenant"}],
-]  # one event of the batch has metadata: SGLang 0.5.18
-KTHENA = {
-    "type": "BlockStored",
-    "block_hashes": [15760518052499183552],
-    "parent_block_hash": None,
-    "token_ids": [*range(16)],
-    "block_size": 16,
-    "lora_id": None,
-    "medium": "GPU",
-    "lora_name": None,
-    "extra_keys": [None],
-    "group_idx": 0,
-    "kv_cache_spec_kind": "full_attention",
-}
-GROUPED = ["BlockStored", [1], None, [5] * 16, 16, None, "CPU", None, None, 1]
-INCIDENTS = {
-    "ai-dynamo/dynamo#14530": ("dynamo-1.5", SALTED, Reception.BATCH_LOST),
-    "volcano-sh/kthena#1535": ("kthena", [KTHENA], Reception.BATCH_LOST),
-    "vllm-project/aibrix#1720": ("aibrix-0.4", SALTED[:1], Reception.BATCH_LOST),
-    "vllm-project/aibrix#2285": ("aibrix", [GROUPED], Reception.PARTLY),
-}
-
-
-FIRST, SECOND = 1 << 40, 1 << 41  # hashes as long as real ones: llm-d reads no others
+FIRST, SECOND = 1 << 40, 1 << 41
 
 
 def batch_of(name: str, *events: tuple[str, dict[str, Any]]) -> Batch:
@@ -89,47 +59,6 @@ def payload_of(*events: tuple[str, dict[str, Any]], name: str = "vllm-0.30") -> 
 
 
 EMPTY = payload_of()
-
-# --- consumers ---
-
-
-@pytest.mark.parametrize("thread", INCIDENTS)
-def test_an_incident_is_flagged_by_its_thread(thread: str) -> None:
-    name, events, verdict = INCIDENTS[thread]
-    treated = find_consumer(name).treat(decode(pack([1.5, events, 0]), strict=False))
-    assert {treatment.verdict for treatment in treated} == {verdict}
-    assert treated[-1].thread == thread
-
-
-@pytest.mark.parametrize(("name", "values", "expected"), read_cases(HERE / "treatments.txt"))
-def test_the_treatment_of_an_event_by_a_consumer(name: str, values: str, expected: str) -> None:
-    batch = batch_of("vllm-0.30", stored(FIRST, SECOND, **{"medium": "CPU", **json.loads(values)}))
-    (treatment,) = find_consumer(name).treat(batch)
-    verdict, _, why = expected.partition(": ")
-    assert treatment.verdict.name == verdict.upper().replace(" ", "_")
-    assert why in treatment.why
-
-
-def test_arrays_and_their_readers() -> None:
-    grouped = batch_of("vllm-0.22", stored(FIRST, SECOND), removed(FIRST), CLEARED)
-    verdicts = {consumer.name: consumer.treat(grouped)[0].verdict for consumer in CONSUMERS}
-    assert verdicts["dynamo"] is verdicts["aibrix"] is verdicts["vllm-0.23"] is Reception.ACCEPTED
-    assert verdicts["kthena"] is verdicts["llm-d-arrays"] is Reception.ACCEPTED
-    assert verdicts["vllm"] is verdicts["sglang"] is Reception.BATCH_LOST
-    places = batch_of("vllm-0.22", stored(1, 2, medium="CPU", token_ids=[]))
-    (treatment,) = find_consumer("aibrix").treat(places)
-    assert treatment.why == "length mismatch: 2 hashes, 0 blocks of tokens"
-    (treatment,) = find_consumer("vllm").treat(batch_of("sglang-maps", stored(1)))
-    assert treatment.why == "lora_name missing"
-
-
-def test_every_reader_has_its_source() -> None:
-    table = tomllib.loads(Path(consumers.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    assert list(table) == [consumer.name for consumer in CONSUMERS]
-    assert all(row["source"] and row["read_on"] for row in table.values())
-    with pytest.raises(ConfigError, match="--consumer 'x' is unknown; expected dynamo, "):
-        find_consumer("x")
-
 
 # --- the fold ---
 
@@ -473,21 +402,6 @@ def test_validate_finds_faults(recorded: Any) -> None:
     done = run("validate", recorded(payload_of(stored(1))), "--format", "vllm-0.23.0")
     assert done.exit_code == 1
     assert "FORMAT: not a batch of vllm-0.22: " in done.output
-
-
-def test_validate_reports_the_losses_of_a_consumer(recorded: Any) -> None:
-    place = stored(FIRST, medium="CPU", token_ids=[])
-    path = recorded(payload_of(stored(FIRST, SECOND)), payload_of(place))
-    done = run("validate", path, "--consumer", "dynamo", "--consumer", "llm-d", "--json", "-")
-    assert done.exit_code == 1
-    report = json.loads(done.stdout)
-    assert [row["events"] for row in report["consumers"]["dynamo"]] == [1, 1]
-    assert {row["thread"] for row in report["consumers"]["dynamo"]} == {
-        *("", "vllm-project/vllm#43468")
-    }
-    assert "llm-d: 1 accepted, but: taken as a move" in done.stderr
-    assert run("validate", path, "--consumer", "llm-d").exit_code == 0
-    assert run("validate", path, "--consumer", "all").output.count("kthena: ") == 1
 
 
 def test_tail_prints_a_line_for_each_event(recorded: Any) -> None:

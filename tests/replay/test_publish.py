@@ -9,8 +9,6 @@ import pytest
 from kvview import CacheGeometry, OffloadKey, get_offload_group_idx
 from kvview.events.channel import Listener, Publisher
 from kvview.events.formats import find_format
-from kvview.events.wire import StoredEvent
-from kvview.testing.events.consumers import Reception, find_consumer
 from kvview.testing.events.stream_fold import StreamFold
 from kvview_reference.engine import Engine
 from kvview_reference.replay.publish import EventFeed
@@ -86,13 +84,6 @@ def test_the_fold_is_the_cached_blocks_after_every_step(groups: str) -> None:
         assert batch is not None
         for medium, keys in spy.held.get(message.sequence, {}).items():
             assert set(fold.held.get(medium, ())) == keys
-        for name in ("dynamo", "llm-d", "vllm"):
-            for event, judgement in zip(
-                batch.events, find_consumer(name).treat(batch), strict=True
-            ):
-                is_window = isinstance(event, StoredEvent) and event.group_idx == 1
-                wanted = Reception.REJECTED if is_window and name != "vllm" else Reception.ACCEPTED
-                assert judgement.verdict is wanted, judgement
         seen.update(type(event).__name__ for event in batch.events)
     assert seen["BlockStored"]
     assert seen["BlockRemoved"]

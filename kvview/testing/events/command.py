@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from kvview.events.channel import Listener
     from kvview.events.recording import Message
     from kvview.events.wire import AnyEvent, Batch
-    from kvview.testing.events.consumers import Treatment
     from kvview.testing.events.stream_fold import Finding, StreamFold
     from kvview.testing.events.wire_sizes import WireSizes
 
@@ -57,19 +55,11 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("source")
 @_source_options
 @click.option(
-    "--consumer",
-    "consumers",
-    multiple=True,
-    metavar="NAME",
-    help="Report how this reader treats each event. Repeatable; 'all' selects every reader.",
-)
-@click.option(
     "--format", "format_name", metavar="NAME", help="Decode only this format; report deviations."
 )
 @_JSON
 def validate(
     source: str,
-    consumers: tuple[str, ...],
     format_name: str | None,
     json_file: str | None,
     **options: Any,
@@ -80,20 +70,12 @@ def validate(
     """
     from kvview.events.formats import find_format
     from kvview.events.wire import EventDecoder
-    from kvview.testing.events.consumers import CONSUMERS, find_consumer
     from kvview.testing.events.stream_fold import StreamFold
 
-    chosen = CONSUMERS if "all" in consumers else tuple(map(find_consumer, consumers))
     strict = None if format_name is None else find_format(format_name)
     decoder = EventDecoder(strict, strict=strict is not None)
-    report = _Report(StreamFold(decoder), {consumer.name: Counter() for consumer in chosen})
-
-    def treat(_: Message, batch: Batch | None, found: list[Finding]) -> None:
-        if batch is not None:
-            for consumer in chosen:
-                report.treated[consumer.name].update(consumer.treat(batch))
-
-    report.read(_messages(source, report, **options), treat)
+    report = _Report(StreamFold(decoder))
+    report.read(_messages(source, report, **options), lambda *_: None)
     report.show(json_file == "-")
     report.write(json_file, source)
     sys.exit(report.code())
@@ -228,7 +210,6 @@ def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterato
 @dataclass
 class _Report:
     fold: StreamFold
-    treated: dict[str, Counter[Treatment]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     num_findings: int = 0
     num_replayed: int = 0
@@ -265,10 +246,7 @@ class _Report:
         self.connection = [*self.connection, line][-_SHOWN:]
 
     def code(self) -> ExitCode:
-        from kvview.testing.events.consumers import Reception
-
-        worst = max((one.verdict for some in self.treated.values() for one in some), default=0)
-        if self.num_findings or worst >= Reception.REJECTED:
+        if self.num_findings:
             return ExitCode.WRONG
         if not self.has_ended:
             return ExitCode.INTERRUPTED
@@ -282,11 +260,6 @@ class _Report:
             echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
         if self.num_findings > _SHOWN:
             echo(f"... and {self.num_findings - _SHOWN} more findings", err=is_quiet)
-        for name, treated in self.treated.items():
-            for one, count in treated.most_common():
-                thread = f" ({one.thread})" if one.thread else ""
-                why = f": {one.why}" if one.why else ""
-                echo(f"{name}: {count} {one.verdict.text}{why}{thread}", err=is_quiet)
         self.show_held(is_quiet)
 
     def show_held(self, is_quiet: bool = False) -> None:
@@ -322,7 +295,7 @@ class _Report:
             echo("some messages were missed, so the list of blocks is incomplete", err=is_quiet)
 
     def write(self, json_file: str | None, source: str) -> None:
-        from kvview.testing.events.stream_report import StreamReport, TreatedEvents
+        from kvview.testing.events.stream_report import StreamReport
 
         sized = {
             medium: self.fold.sizes.num_tokens(held)
@@ -346,13 +319,6 @@ class _Report:
             findings=self.findings,
             trouble=self.trouble,
             connection=self.connection,
-            consumers={
-                name: [
-                    TreatedEvents(one.verdict.text, one.why, one.thread, count)
-                    for one, count in treated.most_common()
-                ]
-                for name, treated in self.treated.items()
-            },
         )
         write_json(json_file, asdict(report))
 

@@ -9,24 +9,6 @@ from kvview.testing.events.stream_fold import Finding
 
 
 @dataclass(frozen=True)
-class TreatedEvents:
-    """The outcome of some events for a reader.
-
-    Args:
-        verdict: The outcome of these events.
-        why: The part that is lost, or the reason why the whole event is lost; empty if nothing is
-            lost.
-        thread: The public report, ``owner/name#number``; empty if none is known.
-        events: Number of events.
-    """
-
-    verdict: str
-    why: str
-    thread: str
-    events: int
-
-
-@dataclass(frozen=True)
 class StreamReport:
     """The report of ``kvview events validate --json FILE`` and ``kvview events tail``.
 
@@ -50,7 +32,6 @@ class StreamReport:
         findings: The first 10,000 findings.
         trouble: Problems of the connection.
         connection: Changes of the connection: the last 20 lines.
-        consumers: Outcomes of the events, by requested reader.
         schema_version: Version of the JSON; increased when a field is removed or changes its
             meaning.
     """
@@ -72,5 +53,4 @@ class StreamReport:
     findings: list[Finding]
     trouble: list[str]
     connection: list[str]
-    consumers: dict[str, list[TreatedEvents]]
     schema_version: Literal[1] = 1
