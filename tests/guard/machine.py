@@ -38,6 +38,7 @@ from kvview import (
     OffloadKey,
     PinBudgetExceeded,
     StaleBlockError,
+    SupportsGiveBack,
     SupportsPinBudget,
     UnknownBlockError,
     ViewClosedError,
@@ -147,13 +148,14 @@ class GuardMachine(RuleBasedStateMachine):
         calls: dict[str, Callable[[], object]] = {
             "touch": lambda: view.touch_blocks([]),
             "free": lambda: view.free_blocks([]),
-            "give back": lambda: view.give_back_blocks([]),
             "holds": view.held_blocks,
             "is free": lambda: view.is_free(3),
             "keys": lambda: view.block_keys([3]),
             "primary keys": lambda: view.primary_keys([3]),
             "walk": lambda: list(view.iter_free_block_ids_with_hash()),
         }
+        if isinstance(view, SupportsGiveBack):  # some releases of vLLM lack it
+            calls["give back"] = lambda: view.give_back_blocks([])
         if self.is_checked:
             calls["count"] = view.num_free_blocks
             calls["find"] = lambda: view.find_cached_block(MISSING_KEY)
@@ -228,6 +230,7 @@ class GuardMachine(RuleBasedStateMachine):
     def free(self, at: int, to_head: bool, data: st.DataObject) -> None:
         blocks = self.held_by(at, data)
         if at or self.is_checked:
+            to_head = to_head and isinstance(self.views[at], SupportsGiveBack)
             method = "give_back_blocks" if to_head else "free_blocks"
             self.call("POOL-2", at, getattr(self.views[at], method), blocks)
             if at not in self.model.closed:

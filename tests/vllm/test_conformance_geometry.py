@@ -146,7 +146,7 @@ def test_hits_are_those_of_the_contract(sizes: Sizes, data: st.DataObject) -> No
     ids=["one group", "a window of one token", "a chunk inside a block"],
 )
 def test_known_differences_are_still_there(sizes: Sizes, law: str) -> None:
-    @settings(max_examples=300, deadline=None, database=None)
+    @settings(max_examples=300, deadline=None, database=None, report_multiple_bugs=False)
     @given(st.data())
     def compare(data: st.DataObject) -> None:
         cache = VLLMGeometry(*sizes)
