@@ -70,6 +70,17 @@ def test_a_guard_counts_no_fault_of_a_right_store(tmp_path: Path) -> None:
     assert (stats.raised, stats.malformed, stats.unknown) == (0, 0, 0), "TIER-12"
 
 
+def test_a_guard_names_the_keys_that_its_store_evicts(tmp_path: Path) -> None:
+    guard = GuardedTier(FileStore(HERE, root=str(tmp_path), max_bytes=20_000), HERE)
+    keys = [b"%d" % number for number in range(30)]
+    for key in keys:
+        assert moved(guard, "put", key) == [True]
+    evicted: list[bytes] = []
+    await_that("evictions are named", lambda: evicted, lambda: evicted.extend(guard.take_evicted()))
+    assert {*evicted} <= {*keys[:25]}, "TIER-8: the keys stored last stay"
+    guard.close()
+
+
 def test_touches_deletes_and_wake_ups_are_passed_on() -> None:
     tier, woken = GuardedStore(), threading.Event()
     tier.guard.on_wake_up(woken.set)
