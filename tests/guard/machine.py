@@ -256,6 +256,9 @@ class GuardMachine(RuleBasedStateMachine):
         self.call("GUARD-1", at, call, [*blocks, wrong], error=UnknownBlockError)
         if self.has_size:
             self.call("GUARD-1", at, call, [*blocks, NUM_BLOCKS], error=UnknownBlockError)
+        view = self.views[at]
+        for query, arg in ((view.is_free, wrong), (view.block_keys, [wrong])):
+            self.call("POOL-4", at, query, arg, error=UnknownBlockError)
 
     @rule(at=guards, data=st.data())
     def call_on_a_thread(self, at: int, data: st.DataObject) -> None:
