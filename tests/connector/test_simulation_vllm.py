@@ -127,7 +127,7 @@ def test_what_the_simulation_cannot_read_is_refused_in_one_line(
     scenario, _ = engines.fit(generate_scenario(0))
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine: Any = engines.build(scenario, [connector], owner="test", clock=lambda: 0.0)
-    monkeypatch.delattr(engine._scheduler, "requests")
+    monkeypatch.delattr(engine.scheduler.real, "requests")
     with pytest.raises(UnsupportedEngineError) as caught:
         engine.unfinished()
     message = str(caught.value)

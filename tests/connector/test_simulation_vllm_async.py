@@ -33,7 +33,7 @@ from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
-from kvview_vllm.simulation import engine as simulated
+from kvview_vllm.simulation.kvview.harness import KVViewHarness
 from kvview_vllm.simulation.requests import PlannedRequest
 from tests.mutants.connector import load_named
 
@@ -44,7 +44,7 @@ SEEDS = 6
 class Engines(VLLMEngines):
     """Keeps the engine that it built last, to be asked."""
 
-    last: simulated.VLLMConnectorHarness
+    last: KVViewHarness
 
     def build(
         self,
@@ -56,7 +56,7 @@ class Engines(VLLMEngines):
         stream: StepStream | None = None,
     ) -> ConnectorHarness:
         built = super().build(scenario, connectors, owner=owner, clock=clock, stream=stream)
-        assert isinstance(built, simulated.VLLMConnectorHarness)
+        assert isinstance(built, KVViewHarness)
         self.last = built
         return built
 
@@ -102,7 +102,7 @@ class Deferring(Engines):
 
     def build(self, *args: Any, **options: Any) -> ConnectorHarness:
         built = super().build(*args, **options)
-        scheduler = self.last._scheduler
+        scheduler = self.last.scheduler.real
         start = scheduler._drain_deferred_loads
 
         def drain() -> None:

@@ -86,12 +86,8 @@ class Engine:
             num_blocks=num_blocks,
             max_num_batched_tokens=tokens_per_step,
             steps_in_flight=depth,
+            publishes_events=publishes_events,
         )
-        if publishes_events:
-            config: Any = importlib.import_module("vllm.config.kv_events").KVEventsConfig
-            self.vllm_config.kv_events_config = config(
-                enable_kv_cache_events=True, publisher="null"
-            )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)
         self.scheduler = cpu_scheduler.make_scheduler(
             self.vllm_config, self.kv_cache_config, self.geometry
@@ -266,30 +262,6 @@ def _register_layers(vllm_config: Any, layers: Sequence[str]) -> None:
 
     context = vllm_config.compilation_config.static_forward_context
     context.update({layer: Layer() for layer in layers})
-
-
-def make_scheduler(
-    folder: Path, transfer_config: dict[str, Any] | None, *, num_blocks: int, max_num_seqs: int
-) -> Any:
-    """Make a real Scheduler alone, of one full-attention group.
-
-    Args:
-        folder: Folder for the model's configuration.
-        transfer_config: Arguments of `KVTransferConfig`; None for no connector.
-        num_blocks: Blocks of the pool.
-        max_num_seqs: Requests that may run together.
-    """
-    config = cpu_scheduler.make_vllm_config(
-        folder,
-        transfer_config,
-        block_size=BLOCK_SIZE,
-        num_groups=1,
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-    )
-    kv_cache_config = cpu_scheduler.make_kv_cache_config(_groups([None]), num_blocks)
-    geometry = read_geometry(config, kv_cache_config)
-    return cpu_scheduler.make_scheduler(config, kv_cache_config, geometry)
 
 
 _hashes_are_ready = False

@@ -37,7 +37,7 @@ from kvview_vllm.events import to_vllm_events
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.engine import VLLMConnectorHarness
+from kvview_vllm.simulation.kvview.harness import KVViewHarness
 from tests.mutants.connector.each_step import EachStep
 from tests.mutants.connector.two import Two
 
@@ -152,7 +152,7 @@ def play_long_requests(engines: VLLMEngines, scenario: Scenario) -> str:
     """Decode until the pool is full and longer, and return the result."""
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
-    assert isinstance(engine, VLLMConnectorHarness)
+    assert isinstance(engine, KVViewHarness)
     for serial, request_id in enumerate(("one", "two", "three")):
         engine.add(Add(request_id, serial, 40, 40), serial)
     try:
@@ -181,10 +181,11 @@ def test_an_error_of_vllm_is_not_attributed_to_the_connector(engines: VLLMEngine
     scenario, _ = engines.fit(replace(generate_scenario(0), steps_in_flight=1))
     connector = Connector(ConnectorConfig(scenario.geometry))
     engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
-    assert isinstance(engine, VLLMConnectorHarness)
+    assert isinstance(engine, KVViewHarness)
     engine.add(Add("r", 1, 9, 20), 1)
     engine.step()
-    engine._pool.free_blocks([engine._pool.blocks[b] for b in engine.engine_refs()])
+    pool = engine.scheduler.pool
+    pool.free_blocks([pool.blocks[block] for block in engine.engine_refs()])
     engine.abort("r")  # frees them again
     with pytest.raises(InvariantBroken, match=r"ENGINE: squeezing raised AssertionError .*\(vllm"):
         engine.squeeze(engine.num_blocks)

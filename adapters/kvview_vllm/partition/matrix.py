@@ -122,7 +122,7 @@ def _play(
             settings = replace(settings, model=f"{settings.model}-{os.path.basename(folder)}")
             config = settings.fill(given)
             engine = PartitionEngine(connector_class, config, settings, stand_ins)
-            stack.callback(engine.worker.close)
+            stack.callback(engine.close)
             return engine
 
         engine, hashes = None, tuple[bytes, ...]()

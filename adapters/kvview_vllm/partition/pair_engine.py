@@ -6,10 +6,9 @@ Source: vllm/v1/engine/core.py (the making of hashes), 0.11.0 to 0.33.0.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
-
-from typing_extensions import override
 
 from kvview import CacheGeometry, FullAttention
 from kvview.testing.connector.invariants import InvariantBroken
@@ -20,9 +19,9 @@ from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.releases.calls import idle_steps_report
 from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import CacheKind, layouts, use_layout
+from kvview_vllm.releases.worker_caches import layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.raw.harness import RawHarness
+from kvview_vllm.simulation.raw.harness import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.watched import Watch
 from kvview_vllm.simulation.requests import PlannedRequest
@@ -36,7 +35,7 @@ _SECONDS_BETWEEN_STEPS = 0.002  # threads of a store work meanwhile
 _ENCODER_TOKENS = 256
 
 
-class PartitionEngine(RawHarness):
+class PartitionEngine:
     """An engine that serves requests one after the other, with real hashes.
 
     Args:
@@ -53,56 +52,35 @@ class PartitionEngine(RawHarness):
         engine: EngineSettings,
         stand_ins: StandIns,
     ) -> None:
-        self._engine = engine
-        self._ranks, self._rank = engine.ranks, engine.rank
-        self._is_plain = not issubclass(connector_class, KVViewConnector)
-        self._seen_by = Watch()
+        self._block_size = size = engine.block_size
+        self._watch = Watch()
         self._num_requests = 0
         self.last_hashes: tuple[bytes, ...] = ()
-        size = engine.block_size
         geometry = CacheGeometry(size, size, (FullAttention(size),))
         scenario = Scenario(geometry, NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
-        super().__init__(scenario, connector_class, transfer_config, self._seen_by, stand_ins)
-        self._make_hashes = self._hasher(self._geometry.hash_block_size)
+        settings = RawSettings(
+            engine.ranks,
+            engine.rank,
+            engine.kind,
+            is_plain=not issubclass(connector_class, KVViewConnector),
+            adjust=partial(_use, engine),
+        )
+        self._engine = RawHarness(
+            scenario, connector_class, transfer_config, self._watch, stand_ins, settings
+        )
+        self._scheduler = scheduler = self._engine.scheduler.real
+        self.close = self._engine.worker.close
+        self.shutdown = self._engine.shutdown
+        utils = vllm("v1.core.kv_cache_utils")
+        function = hash_function(engine.hash_algorithm)
+        utils.init_none_hash(function)  # reads PYTHONHASHSEED
+        self._make_hashes = utils.get_request_block_hasher(
+            self._engine.scheduler.geometry.hash_block_size, function
+        )
         self._touched: set[int] = {NULL_BLOCK_ID}
         encoder = vllm("v1.core.encoder_cache_manager")
-        self._scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model is text only
-        self._scheduler.encoder_cache_manager = encoder.EncoderCacheManager(_ENCODER_TOKENS)
-
-    @override
-    def _cache_kind(self, scenario: Scenario) -> CacheKind:
-        return self._engine.kind or super()._cache_kind(scenario)
-
-    @override
-    def _tables(self, output: Any) -> dict[str, Sequence[Sequence[int]]]:
-        tables = super()._tables(output)
-        for of_request in tables.values():
-            self._touched.update(*of_request)
-        return tables
-
-    @override
-    def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
-        import torch
-
-        config = super()._make_config(scenario, transfer_config)
-        engine = self._engine
-        model, cache = config.model_config, config.cache_config
-        model.model = model.served_model_name = engine.model
-        model.revision = engine.revision
-        model.dtype = getattr(torch, engine.dtype)
-        cache.cache_dtype = engine.cache_dtype
-        cache.prefix_caching_hash_algo = engine.hash_algorithm
-        config.parallel_config.rank = engine.rank
-        use_layout(config, engine.layout or layouts()[0])
-        if engine.kind is not None and engine.kind.has_states:
-            cache.mamba_cache_mode = "align"
-        return config
-
-    def _hasher(self, block_size: int) -> Any:
-        utils = vllm("v1.core.kv_cache_utils")
-        function = hash_function(self._engine.hash_algorithm)
-        utils.init_none_hash(function)  # reads PYTHONHASHSEED
-        return utils.get_request_block_hasher(block_size, function)
+        scheduler.max_num_encoder_input_tokens = _ENCODER_TOKENS  # the model is text only
+        scheduler.encoder_cache_manager = encoder.EncoderCacheManager(_ENCODER_TOKENS)
 
     def serve(self, arguments: Mapping[str, Any], kv_seed: int) -> int:
         """Serve a request to its end, and wait for its stores.
@@ -119,14 +97,11 @@ class PartitionEngine(RawHarness):
             InvariantBroken: The request read KV of another request (``XFER-1``), or the
                 connector broke another law.
         """
-        before = self._seen_by.coverage["tokens to load"]
+        before = self._watch.coverage["tokens to load"]
         self._num_requests += 1
         name = f"request-{self._num_requests}"
-        planned = _VariedRequest(
-            name, arguments, kv_seed, self._make_hashes, self._engine.block_size
-        )
-        self._scheduler.add_request(planned.request)
-        self._added[name] = planned
+        planned = _VariedRequest(name, arguments, kv_seed, self._make_hashes, self._block_size)
+        self._engine.scheduler.add(planned)
         self.last_hashes = tuple(map(bytes, planned.request.block_hashes))
         ends = time.monotonic() + _SECONDS_TO_END
         while name in self._scheduler.requests:
@@ -135,10 +110,12 @@ class PartitionEngine(RawHarness):
                 raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
         for _ in range(_STEPS_TO_STORE):
             self._step_slowly()
-        return self._seen_by.coverage["tokens to load"] - before
+        return self._watch.coverage["tokens to load"] - before
 
     def _step_slowly(self) -> None:
-        self.step()
+        self._engine.step()
+        for tables in self._engine.last_tables.values():
+            self._touched.update(*tables)
         time.sleep(_SECONDS_BETWEEN_STEPS)
 
     def forget_gpu(self) -> None:
@@ -150,13 +127,13 @@ class PartitionEngine(RawHarness):
         if not idle_steps_report():
             self.serve({"prompt_token_ids": [*PROMPT[:1]]}, kv_seed=1)
         ends = time.monotonic() + _SECONDS_TO_END
-        while not self._pool.reset_prefix_cache():
+        while not self._engine.scheduler.pool.reset_prefix_cache():
             self._step_slowly()
             if time.monotonic() > ends:
                 raise InvariantBroken("CONN-4", "blocks are held although every request has ended")
-        for slots in self.worker.caches.slots:
+        for slots in self._engine.worker.caches.slots:
             slots.zero_()  # a load may get the same blocks, which would have the right bytes
-        self._before = [slots.clone() for slots in self.worker.caches.slots]
+        self._before = [slots.clone() for slots in self._engine.worker.caches.slots]
         self._touched = {NULL_BLOCK_ID}
 
     def check_other_blocks(self) -> None:
@@ -167,7 +144,7 @@ class PartitionEngine(RawHarness):
         """
         others = sorted({*range(NUM_BLOCKS)} - self._touched)
         for layer, before in enumerate(self._before):
-            changed = (self.worker.caches.slots[layer][others] != before[others]).nonzero()
+            changed = (self._engine.worker.caches.slots[layer][others] != before[others]).nonzero()
             if len(changed):
                 number, state = changed[0].tolist()[:2]
                 raise InvariantBroken(
@@ -175,6 +152,22 @@ class PartitionEngine(RawHarness):
                     f"a load wrote into block {others[number]}, which no request has: layer "
                     f"{layer}, token {state} of the block",
                 )
+
+
+def _use(engine: EngineSettings, config: Any) -> None:
+    """Set the settings of an engine in a ``VllmConfig``."""
+    import torch
+
+    model, cache = config.model_config, config.cache_config
+    model.model = model.served_model_name = engine.model
+    model.revision = engine.revision
+    model.dtype = getattr(torch, engine.dtype)
+    cache.cache_dtype = engine.cache_dtype
+    cache.prefix_caching_hash_algo = engine.hash_algorithm
+    config.parallel_config.rank = engine.rank
+    use_layout(config, engine.layout or layouts()[0])
+    if engine.kind is not None and engine.kind.has_states:
+        cache.mamba_cache_mode = "align"
 
 
 class _VariedRequest(PlannedRequest):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from kvview_vllm.releases.calls import make_known, sampled_tokens
+from kvview_vllm.releases.calls import known_arguments, make_known, sampled_tokens
 from kvview_vllm.releases.shapes import reading
 from kvview_vllm.releases.versions import vllm
 
@@ -135,19 +135,19 @@ class _NoModel:
         return (lambda *_: 1) if name.startswith("get_") else False
 
 
-def make_scheduler(
-    kind: Any, num_blocks: int, num_groups: int, transfer_config: Mapping[str, Any] | None
-) -> Any:
-    """Make a scheduler without a model (vllm/v1/core/sched/scheduler.py).
+def make_dry_config(num_blocks: int, transfer_config: Mapping[str, Any] | None) -> Any:
+    """Make a ``VllmConfig`` without a model, whose constructors do not run.
+
+    A server makes it while it starts, so it must not search for devices, write files or log. A
+    simulation, in a process of its own, makes a real one
+    (:func:`kvview_vllm.simulation.scheduler.make_vllm_config`).
 
     Args:
-        kind: vLLM's ``Scheduler``, or a class derived from it.
         num_blocks: Blocks of the pool.
-        num_groups: KV-cache groups, as in :func:`make_kv_cache_config`.
         transfer_config: Fields of ``KVTransferConfig``; None for no connector.
     """
     config = vllm("config")
-    vllm_config = make_unchecked(
+    return make_unchecked(
         config.VllmConfig,
         model_config=_NoModel(),
         scheduler_config=make_unchecked(
@@ -173,14 +173,38 @@ def make_scheduler(
         and make_unchecked(config.KVTransferConfig, **transfer_config),
         use_v2_model_runner=False,  # otherwise vLLM warns about the missing model
     )
+
+
+def make_scheduler(
+    kind: Any,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    block_size: int = BLOCK_SIZE,
+    hash_block_size: int = BLOCK_SIZE,
+    *,
+    log_stats: bool = False,
+) -> Any:
+    """Make a scheduler and its connector (vllm/v1/core/sched/scheduler.py).
+
+    Args:
+        kind: vLLM's ``Scheduler``, or a class derived from it.
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        block_size: Tokens of a scheduler block.
+        hash_block_size: Tokens of a hash.
+        log_stats: Whether the scheduler collects stats.
+    """
     structured = vllm("v1.structured_output").StructuredOutputManager
     values = {
         "vllm_config": vllm_config,
-        "kv_cache_config": make_kv_cache_config(num_blocks, num_groups),
-        "structured_output_manager": object.__new__(structured),
-        "block_size": BLOCK_SIZE,
-        "hash_block_size": BLOCK_SIZE,
+        "kv_cache_config": kv_cache_config,
+        "structured_output_manager": object.__new__(structured),  # no request has such an output
+        "block_size": block_size,
+        "hash_block_size": hash_block_size,
+        "log_stats": log_stats,
     }
+    if "hash_block_size" not in known_arguments(kind, values):
+        values["block_size"] = hash_block_size  # then the only size is that of hashes
     return make_known(kind, **values)
 
 

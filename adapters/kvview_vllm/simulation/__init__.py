@@ -8,7 +8,7 @@ The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are real and
 - VSIM-2 If the installed release cannot simulate a part of a scenario, this part **must** be named,
   and never dropped silently.
 
-Source: :mod:`kvview_vllm.simulation.engine`
+Source: :mod:`kvview_vllm.simulation.harness`
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from kvview_vllm.releases.calls import (
 )
 from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.engine import Configs, VLLMConnectorHarness, named
+from kvview_vllm.simulation.kvview.harness import Configs, KVViewHarness
+from kvview_vllm.simulation.vllm_scheduler import named
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
@@ -190,7 +191,7 @@ class VLLMEngines:
         stream: StepStream | None = None,
     ) -> ConnectorHarness:
         """Build an engine."""
-        return VLLMConnectorHarness(scenario, connectors, clock, stream)
+        return KVViewHarness(scenario, connectors, clock, stream)
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
         """Keep only the first group, unless the release supports failed loads of several."""
@@ -205,10 +206,8 @@ class VLLMEngines:
         self, scenario: Scenario, connector: Connector, life: EngineLife
     ) -> PDHarness:
         """Build an engine that hands KV to others."""
-        from kvview_vllm.simulation.handoff import VLLMPDHarness  # needs vLLM at import
-
         watch_hooks(connector)  # other exceptions are vLLM's (VSIM-1)
-        return VLLMPDHarness(scenario, connector, life)
+        return KVViewHarness(scenario, [connector], life.clock, life=life)
 
     def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
         """Make two engines with an unmodified connector of vLLM."""
@@ -290,7 +289,7 @@ def _try(scenario: Scenario) -> str | None:
             num_gpu_blocks=200,
             max_tokens_per_step=max(scenario.max_tokens_per_step, fewest),
         )
-        engine = VLLMConnectorHarness(tried, connectors, clock=lambda: 0.0)
+        engine = KVViewHarness(tried, connectors, clock=lambda: 0.0)
         size = geometry.scheduler_block_size
         for request_id in ("one", "two"):
             engine.add(Add(request_id, 1, 4 * size + 1, 2 * steps_in_flight), 1)

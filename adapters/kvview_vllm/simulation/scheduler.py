@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -403,22 +403,16 @@ def make_scheduler(
     """
     from kvview_vllm.scheduler import AsyncViewScheduler, ViewScheduler
 
-    sync, ahead = vllm("v1.core.sched.scheduler"), vllm("v1.core.sched.async_scheduler")
-    values = {
-        "vllm_config": vllm_config,
-        "kv_cache_config": kv_cache_config,
-        "structured_output_manager": vllm("v1.structured_output").StructuredOutputManager(
-            vllm_config
-        ),
-        "block_size": geometry.scheduler_block_size,
-        "hash_block_size": geometry.hash_block_size,
-        "log_stats": True,
-    }
-    known = known_arguments(sync.Scheduler, values)
-    if "block_size" in known and "hash_block_size" not in known:
-        known["block_size"] = geometry.hash_block_size  # then the only size is that of hashes
-    kinds = (sync.Scheduler, ahead.AsyncScheduler) if plain else (ViewScheduler, AsyncViewScheduler)
-    return make_known(kinds[vllm_config.scheduler_config.async_scheduling], **known)
+    is_async = vllm_config.scheduler_config.async_scheduling
+    kind: Any = AsyncViewScheduler if is_async else ViewScheduler
+    return samples.make_scheduler(
+        kind.__base__ if plain else kind,
+        vllm_config,
+        kv_cache_config,
+        geometry.scheduler_block_size,
+        geometry.hash_block_size,
+        log_stats=True,
+    )
 
 
 def reset_caches(scheduler: Any, *, running_too: bool = False) -> bool:
@@ -479,12 +473,6 @@ def computed_before(output: Any) -> dict[str, int]:
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return starts
-
-
-def propose_drafts(scheduler: Any, drafts: Mapping[str, list[int]]) -> None:
-    """Set the draft tokens for the next step of requests, as a model runner does after a step."""
-    kind = vllm("v1.outputs").DraftTokenIds
-    scheduler.update_draft_token_ids(kind(list(drafts), list(drafts.values())))
 
 
 def loads_after_launch(output: Any) -> bool:

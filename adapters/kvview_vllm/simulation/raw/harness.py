@@ -7,7 +7,7 @@ processes. With two processes, the scheduler may be some steps ahead of the work
 - VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
   slots that it computes. A connector may rely on vLLM to reuse blocks only through the scheduler.
 
-Source: :mod:`kvview_vllm.simulation.engine`, :mod:`kvview_vllm.simulation.raw.worker`.
+Source: :mod:`kvview_vllm.simulation.harness`, :mod:`kvview_vllm.simulation.raw.worker`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from kvview import CacheGeometry, Mamba, OffloadKey
+from kvview import BlockIds, CacheGeometry, Mamba, OffloadKey
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
@@ -40,31 +40,57 @@ from kvview_vllm.releases.worker_caches import (
     supports_several_groups,
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.engine import (
-    LaunchedStep,
-    VLLMConnectorHarness,
-    named,
-    reads_vllm,
-)
+from kvview_vllm.simulation.harness import LaunchedStep, VLLMHarness
 from kvview_vllm.simulation.raw.ranks import RawRanks
 from kvview_vllm.simulation.raw.target import registered
 from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
 from kvview_vllm.simulation.raw.worker import RawStep, RawWorker, RemoteRawWorker
 from kvview_vllm.simulation.requests import Chunk
-from kvview_vllm.simulation.stream_order import Forward
+from kvview_vllm.simulation.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.harness import ConnectorHarness
     from kvview.testing.connector.scenario import Scenario
+    from kvview.testing.handoff.harness import PDHarness
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 
-
 _REJECTED = 0x2DEAD  # the word of each rejected draft
+_GARBAGE = 0x1BAD
+
+
+@dataclass(frozen=True)
+class RawSettings:
+    """The parts of an engine that a seeded run leaves at their defaults.
+
+    Args:
+        ranks: Tensor-parallel and pipeline-parallel size; the caches are those of one rank.
+        rank: Rank of the worker.
+        kind: Kinds of the model's layers; by default those of the scenario's groups.
+        is_plain: Whether the scheduler is vLLM's own class.
+        adjust: Changes the ``VllmConfig`` of both roles.
+        clock: Clock in seconds.
+        steps_after_work: Seconds for which the engine steps after its work has ended.
+        plays_handoffs: Whether the engine hands KV to others, so that another owner overwrites
+            squeezed blocks, and reads of wrong bytes are counted instead of raised.
+    """
+
+    ranks: tuple[int, int] = (1, 1)
+    rank: int = 0
+    kind: CacheKind | None = None
+    is_plain: bool = True
+    adjust: Callable[[Any], None] = lambda config: None
+    clock: Callable[[], float] = lambda: 0.0
+    steps_after_work: float = 0.0
+    plays_handoffs: bool = False
+
+
+@dataclass(eq=False)
+class _Launched(LaunchedStep):
+    step: Any = None  # a RawStep, or a pickled one
 
 
 @reads_vllm
-class RawHarness(VLLMConnectorHarness):
+class RawHarness(VLLMHarness):
     """A scheduler and a worker with a connector, or without one.
 
     Args:
@@ -73,17 +99,9 @@ class RawHarness(VLLMConnectorHarness):
         transfer_config: Arguments of ``KVTransferConfig`` besides its class.
         watch: Records the connector's calls.
         stand_ins: Replace CUDA copies.
+        settings: The other parts of the engine.
         is_connected: Whether the connector runs; a run without it has the same KV-cache groups.
     """
-
-    _is_plain = True
-    """Whether the scheduler is vLLM's own class."""
-
-    _ranks = (1, 1)
-    """Tensor-parallel and pipeline-parallel size; the caches are those of one rank."""
-
-    _rank = 0
-    """Rank of the worker."""
 
     def __init__(
         self,
@@ -92,53 +110,33 @@ class RawHarness(VLLMConnectorHarness):
         transfer_config: Mapping[str, Any],
         watch: Watch,
         stand_ins: StandIns,
+        settings: RawSettings = RawSettings(),
         *,
         is_connected: bool = True,
     ) -> None:
-        self._connector_class = connector_class
-        self._is_connected = is_connected
-        self._transfer_config = transfer_config
         self._watch = watch
-        self._stand_ins = stand_ins
+        self._settings = settings
         self._words = TokenWords()
         self._has_process = scenario.worker_half == "in_a_process"
         self._lags = self._has_process and scenario.compute_lags
         self._loses_a_rank = scenario.ends_abruptly
-        if scenario.ranks:
-            self._ranks = len(scenario.ranks), 1
-        super().__init__(scenario, (), lambda: 0.0)
-        watch.watch_pool(self._pool)
-
-    @override
-    def _build(self, scenario: Scenario, connectors: object, clock: object) -> None:
-        watched = make_watched(self._connector_class, self._watch)
+        self._load_of: dict[str, RequestInStep] = {}
+        self._loaded: set[str] = set()  # requests whose load was right
+        self._num_wrong_reads = 0
+        self._steps_until = 0.0
+        ranks = (len(scenario.ranks), 1) if scenario.ranks else settings.ranks
+        watched = make_watched(connector_class, watch)
         setattr(sys.modules[__name__], watched.__name__, watched)
         transfer_config = {
             "kv_role": "kv_both",
-            **self._transfer_config,
+            **transfer_config,
             "kv_connector": watched.__name__,
             "kv_connector_module_path": __name__,
         }
-        groups = scenario.geometry.groups
-        config = self._make_config(scenario, transfer_config)
-        with registered(watched):
-            takes_groups = supports_several_groups(watched, config)
-        if not takes_groups and any(isinstance(group, Mamba) for group in groups):
-            self._watch.left_out.add("a Mamba group: the connector takes one group")
-            scenario = replace(scenario, geometry=CacheGeometry.single(groups[0].block_size))
-            self._geometry = scenario.geometry
-            config = self._make_config(scenario, transfer_config)
-        if not self._is_connected:
-            config = self._make_config(scenario, None)
-        if not takes_groups:
-            config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        kind = self._cache_kind(scenario)
-        cache_config = make_config(config, kind, scenario.num_gpu_blocks)
-        self._longest = config.model_config.max_model_len
-        self._geometry = read_geometry(config, cache_config)
-        if len(self._geometry.groups) < len(groups):
-            self._watch.left_out.add("several KV-cache groups: the connector takes one")
-        self._watch.coverage["with several groups"] = len(self._geometry.groups) > 1
+        config, cache_config, kind = self._configure(
+            scenario, watched, transfer_config, ranks, is_connected=is_connected
+        )
+        geometry = read_geometry(config, cache_config)
 
         def connect(rank: int) -> Any:
             with registered(watched):
@@ -146,17 +144,16 @@ class RawHarness(VLLMConnectorHarness):
 
         def make_worker(rank: int = 0) -> RawWorker:
             if scenario.ranks:
-                join(self._ranks, rank)
+                join(ranks, rank)
+            role = partial(connect, rank if scenario.ranks else settings.rank)
             return RawWorker(
                 config,
                 cache_config,
                 kind,
-                self._geometry.groups,
-                partial(connect, rank if scenario.ranks else self._rank)
-                if self._is_connected
-                else None,
-                self._watch,
-                self._stand_ins,
+                geometry.groups,
+                role if is_connected else None,
+                watch,
+                stand_ins,
                 rank,
             )
 
@@ -170,35 +167,71 @@ class RawHarness(VLLMConnectorHarness):
         else:
             self.worker = RemoteRawWorker(make_worker) if self._has_process else make_worker()
         try:
-            with named("building the scheduler"), registered(watched):
-                self._scheduler = cpu_scheduler.make_scheduler(
-                    *own, self._geometry, plain=self._is_plain
-                )
+            with registered(watched):
+                scheduler = VLLMScheduler(*own, geometry, plain=settings.is_plain)
         except BaseException:
             self.worker.close()
             raise
+        longest = config.model_config.max_model_len
+        super().__init__(scenario, scheduler, longest, plays_handoffs=settings.plays_handoffs)
+        watch.watch_pool(scheduler.pool)
 
-    def _cache_kind(self, scenario: Scenario) -> CacheKind:
-        """Return the kinds of the model's layers."""
-        return make_layers(scenario.geometry.groups)
+    def _configure(
+        self,
+        scenario: Scenario,
+        watched: type,
+        transfer_config: dict[str, Any],
+        ranks: tuple[int, int],
+        *,
+        is_connected: bool,
+    ) -> tuple[Any, Any, CacheKind]:
+        """Make both configurations and the layers, of the groups that the connector takes."""
+        geometry = scenario.geometry
+        make = partial(self._make_config, scenario, ranks)
+        config = make(geometry, transfer_config)
+        with registered(watched):
+            takes_groups = supports_several_groups(watched, config)
+        is_reduced = not takes_groups and any(isinstance(one, Mamba) for one in geometry.groups)
+        if is_reduced:
+            self._watch.left_out.add("a Mamba group: the connector takes one group")
+            geometry = CacheGeometry.single(geometry.groups[0].block_size)
+        if is_reduced or not is_connected:
+            config = make(geometry, transfer_config if is_connected else None)
+        if not takes_groups:
+            config.scheduler_config.disable_hybrid_kv_cache_manager = True
+        kind = self._settings.kind or make_layers(geometry.groups)
+        cache_config = make_config(config, kind, scenario.num_gpu_blocks)
+        num_groups = len(cache_config.kv_cache_groups)
+        if num_groups < len(scenario.geometry.groups):
+            self._watch.left_out.add("several KV-cache groups: the connector takes one")
+        self._watch.coverage["with several groups"] = num_groups > 1
+        return config, cache_config, kind
 
-    def _make_config(self, scenario: Scenario, transfer_config: dict[str, Any] | None) -> Any:
+    def _make_config(
+        self,
+        scenario: Scenario,
+        ranks: tuple[int, int],
+        geometry: CacheGeometry,
+        transfer_config: dict[str, Any] | None,
+    ) -> Any:
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-            return cpu_scheduler.make_vllm_config(
+            config = cpu_scheduler.make_vllm_config(
                 Path(folder),
                 transfer_config,
-                block_size=self._geometry.hash_block_size,
-                num_groups=len(self._geometry.groups),
-                has_states=any(isinstance(group, Mamba) for group in self._geometry.groups),
-                ranks=self._ranks,
+                block_size=geometry.hash_block_size,
+                num_groups=len(geometry.groups),
+                has_states=any(isinstance(group, Mamba) for group in geometry.groups),
+                ranks=ranks,
                 **cpu_scheduler.sizes_of(scenario),
             )
+        self._settings.adjust(config)
+        return config
 
     @override
     def _finish(self, request_ids: Sequence[str]) -> None:
         if not aborted_loads_keep_blocks():
             loading = {name for name, status in self.unfinished().items() if status == "loading"}
-            loading -= set(self._scheduler.finished_recving_kv_req_ids)
+            loading -= self.scheduler.loaded
             if loading.intersection(request_ids):
                 self._watch.left_out.add("aborts while loading: vLLM frees the blocks of the load")
             request_ids = [name for name in request_ids if name not in loading]
@@ -207,57 +240,73 @@ class RawHarness(VLLMConnectorHarness):
     # --- queries ---
 
     @property
-    @override
     def mismatch(self) -> str:
         """Return an empty text, because the step that reads wrong bytes reports them itself."""
         return ""
 
     @property
-    @override
     def wrong_block(self) -> None:
         """Return None, as for :attr:`mismatch`."""
 
     def finished_requests(self) -> list[str]:
         """Return ended requests whose blocks the connector has promised to free later."""
-        requests = self._scheduler.requests
+        requests = self.scheduler.real.requests
         return [name for name, request in requests.items() if request.is_finished()]
 
     def preempted_again_and_again(self) -> list[str]:
         """Return unfinished requests with more preemptions than scarce blocks can explain."""
-        requests = self._scheduler.requests
+        requests = self.scheduler.real.requests
         return [name for name, request in requests.items() if num_preemptions(request) > 10]
 
     @override
     def has_work(self) -> bool:
-        return (
-            bool(self._launched or self._scheduler.requests)
+        """Whether the engine must step; in a handoff also for a while after its work has ended."""
+        now = self._settings.clock()
+        has_work = (
+            bool(self._launched or self.scheduler.real.requests)
             or self._has_pending_work()
             or bool(self.held_blocks())
         )
+        if has_work or (self._plays_handoffs and self._has_requests()):
+            self._steps_until = now + self._settings.steps_after_work
+            return True
+        return now < self._steps_until
 
     @override
     def _has_pending_work(self) -> bool:
-        return has_pending_work(self._scheduler.connector)
+        return has_pending_work(self.scheduler.real.connector)
 
     @override
     def held_blocks(self) -> Mapping[int, int]:
         """Return the references that belong neither to requests nor to the scenario."""
-        refs = {block.block_id: block.ref_cnt for block in self._pool.blocks if block.ref_cnt > 0}
-        refs.pop(0, None)
-        return +(Counter(refs) - self.engine_refs())
+        return self.scheduler.foreign_refs(self.engine_refs())
 
     @override
+    def engine_refs(self) -> Counter[int]:
+        """Return the references except those of finished prompts, which the connector holds."""
+        refs = super().engine_refs()
+        for name in self._prefills.intersection(self.finished_requests()):
+            for table in self.scheduler.table(name):
+                refs.subtract(block for block in table if block)
+        return +refs
+
     def free_block_ids(self) -> Sequence[int]:
         """Return the free queue, read from its links, which a connector may have broken."""
-        return free_queue(self._pool)
+        return free_queue(self.scheduler.pool)
 
-    @override
     def expected_keys(self, request_id: str) -> dict[int, OffloadKey]:
+        """Return nothing, because the harness compares the loads itself."""
         return {}
 
+    def num_wrong_blocks(self) -> int:
+        """Count the reads of wrong bytes by requests without a successful load."""
+        return self._num_wrong_reads
+
     @override
-    def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
-        return [tuple(keys) for keys in self._look.block_keys(block_ids)]
+    def take_offered(self) -> Mapping[str, tuple[Mapping[str, Any], BlockIds]]:
+        """Return the offers, with only the blocks that their requests still have."""
+        offered = super().take_offered()
+        return {name: (params, self.scheduler.table(name)) for name, (params, _) in offered.items()}
 
     @override
     def reset(self, *, after_reports: bool = False) -> bool:
@@ -270,17 +319,17 @@ class RawHarness(VLLMConnectorHarness):
             self._words.change_weights()
         return has_reset
 
-    @override
     def shutdown(self) -> Mapping[int, int]:
+        """Shut both roles down; the blocks of open offers do not count as leaked."""
         if self._loses_a_rank:
             self.worker.kill_last()
         while self._launched and not self._loses_a_rank:
             self._run(self._launched.popleft())
         with named("shutdown"):
-            self._scheduler.shutdown()
+            self.scheduler.real.shutdown()
         self._watch.seen.update(self.worker.shutdown())
         # Without a rank the engine ends, and its pool with it.
-        return {} if self._loses_a_rank else self.held_blocks()
+        return {} if self._loses_a_rank else self.scheduler.foreign_refs(super().engine_refs())
 
     @override
     def alias(self) -> bool:
@@ -288,32 +337,31 @@ class RawHarness(VLLMConnectorHarness):
 
     @override
     def _overwrite(self, block_ids: Sequence[int]) -> None:
-        """Do nothing, because only requests may write into blocks (VSIM-3)."""
+        """Overwrite blocks in a handoff; otherwise only requests write into blocks (VSIM-3)."""
+        if self._plays_handoffs:
+            for slots in self.worker.caches.slots:
+                slots[list(block_ids)] = _GARBAGE
 
     # --- one step ---
 
     @override
-    def _launch(self) -> Any:
-        output = self._schedule()
-        chunks = self._chunks(output)
+    def _launch_step(self, output: Any, chunks: Mapping[str, Chunk]) -> _Launched:
         step: RawStep | bytes = RawStep(output, self._batch(output, chunks), self._loads())
         if self._has_process:  # so that the message keeps its contents until it is read
             with hook("pickling what build_connector_meta returned", "CONN-3"):
                 step = pickle.dumps(step)
-        launched = _RawLaunched(output, None, Forward(), (), chunks, step)
-        self._launched.append(launched)
+        launched = _Launched(output, chunks, step=step)
         if not self._lags:
             self._execute(launched)
-        self.stats.most_in_flight = max(self.stats.most_in_flight, len(self._launched))
-        return output
+        return launched
 
     @override
     def _run(self, step: LaunchedStep) -> None:
-        assert isinstance(step, _RawLaunched), "this engine launches no other steps"
+        assert isinstance(step, _Launched), "this engine launches no other steps"
         if step.answer is None:
             self._execute(step)
 
-    def _execute(self, launched: _RawLaunched) -> None:
+    def _execute(self, launched: _Launched) -> None:
         """Run a step in the worker, and process its result."""
         answer = self.worker.execute(launched.step)
         transfers = answer.transfers
@@ -328,11 +376,11 @@ class RawHarness(VLLMConnectorHarness):
         invalid = {b for step in (*self._launched, launched) for b in step.invalid}
         for one in answer.wrong:
             if one.block_id not in invalid:
-                self._raise_wrong(one)
+                self._on_wrong(one)
 
     def _batch(self, output: Any, chunks: Mapping[str, Chunk]) -> list[RequestInStep]:
         """Return the tokens that a step computes, with the current block tables."""
-        tables = self._tables(output)
+        tables = self.scheduler.tables(output)
         return [
             self._tokens_of(name, tables[name], chunk.start, chunk.kept, chunk.num_rejected)
             for name, chunk in chunks.items()
@@ -346,7 +394,9 @@ class RawHarness(VLLMConnectorHarness):
         end: int,
         num_rejected: int = 0,
     ) -> RequestInStep:
-        words = self._words.words(self._added[request_id], end) + [_REJECTED] * num_rejected
+        words = (
+            self._words.words(self.scheduler.planned[request_id], end) + [_REJECTED] * num_rejected
+        )
         return RequestInStep(request_id, [*map(list, tables)], start, end + num_rejected, words)
 
     def _loads(self) -> list[RequestInStep]:
@@ -354,10 +404,10 @@ class RawHarness(VLLMConnectorHarness):
         to_load, self._watch.to_load = self._watch.to_load, {}
         loads: list[RequestInStep] = []
         for name, (start, end) in to_load.items():
-            if name not in self._scheduler.requests:
+            if name not in self.scheduler.real.requests:
                 continue
-            tables = self._manager.get_block_ids(name)
-            for group, table in zip(self._geometry.groups, tables, strict=True):
+            tables = self.scheduler.table(name)
+            for group, table in zip(self.scheduler.geometry.groups, tables, strict=True):
                 if len(table) * group.block_size < end:
                     raise InvariantBroken(
                         "CONN-2",
@@ -366,10 +416,32 @@ class RawHarness(VLLMConnectorHarness):
                         f"tokens",
                     )
             loads.append(self._tokens_of(name, tables, start, end))
+        if self._plays_handoffs:
+            self._load_of |= {load.request_id: load for load in loads}
         return loads
 
-    def _raise_wrong(self, wrong: Wrong) -> None:
-        self.stats.mismatches += 1
+    @override
+    def _check_loads(self, transfers: Any) -> None:
+        invalid = {*cpu_scheduler.invalid_blocks(transfers)}
+        failed = cpu_scheduler.failed_requests(transfers)
+        for name in (transfers and transfers.finished_recving) or ():
+            load = self._load_of.pop(name)
+            blocks = {block for table in load.tables for block in table}
+            if name in failed or name not in self.unfinished() or not invalid.isdisjoint(blocks):
+                continue
+            self.num_loaded_blocks += len(blocks)
+            self._loaded.add(name)
+            self._stats.mismatches += not self.worker.holds(load)
+
+    def _on_wrong(self, wrong: Wrong) -> None:
+        """Raise an error for wrong bytes; in a handoff, count them."""
+        if self._plays_handoffs:
+            # A request whose load was right reads a block that the load does not have.
+            is_loaded = wrong.request_id in self._loaded
+            self._stats.mismatches += is_loaded
+            self._num_wrong_reads += not is_loaded
+            return
+        self._stats.mismatches += 1
         start, number, _ = self._watch.promised.get(wrong.request_id, (0, 0, False))
         source = "a block that was hit or computed"
         if start <= wrong.position < start + number:
@@ -383,10 +455,5 @@ class RawHarness(VLLMConnectorHarness):
         )
 
 
-@dataclass(eq=False)
-class _RawLaunched(LaunchedStep):
-    step: Any  # a RawStep, or a pickled one
-
-
 if TYPE_CHECKING:
-    _: type[ConnectorHarness] = RawHarness
+    _: type[PDHarness] = RawHarness

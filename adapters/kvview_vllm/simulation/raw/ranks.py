@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.engine import named
 from kvview_vllm.simulation.raw.worker import RemoteRawWorker, StepAnswer
+from kvview_vllm.simulation.vllm_scheduler import named
 
 
 class RawRanks:

@@ -79,9 +79,13 @@ class StandIns:
 
     Args:
         fates: Delays of the copies, in steps, which are used in turn.
+        before_step: Called at the start of each step.
     """
 
-    def __init__(self, fates: Sequence[Fate]) -> None:
+    def __init__(
+        self, fates: Sequence[Fate], before_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self._before_step = before_step
         self._delays = [fate.move_after for fate in fates] or [1]
         self._num_copies = 0
         self._queues: list[CopyQueue] = []
@@ -91,6 +95,7 @@ class StandIns:
 
     def tick(self) -> None:
         """Start a step."""
+        self._before_step()
         self.now += 1
         for queue in self._queues:
             queue.advance()

@@ -17,13 +17,13 @@ from kvview.testing.connector.process import Child, Serve
 from kvview_vllm.releases.calls import handle_preemptions
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.releases.worker_caches import CacheKind, add_layers, allocate
-from kvview_vllm.simulation.engine import named
 from kvview_vllm.simulation.raw.token_bytes import (
     RequestInStep,
     TokenCompute,
     Wrong,
     attention_metadata,
 )
+from kvview_vllm.simulation.vllm_scheduler import named
 
 if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.stand_ins import StandIns
