@@ -38,9 +38,7 @@ from kvview_vllm.connector.canary_half import (
 from kvview_vllm.connector.messages import JobReport, KVViewWorkerMetadata, stats_of
 from kvview_vllm.releases import ConnectorSeam, engine_version, installed, reading, refusal
 from kvview_vllm.releases.samples import (
-    make_dry_config,
     make_filled,
-    make_kv_cache_config,
     make_model_output,
     make_request,
     make_scheduler,
@@ -138,11 +136,7 @@ class _Play:
                     "contain_faults": False,
                 },
             }
-        self._scheduler = make_scheduler(
-            scheduler,
-            make_dry_config(NUM_BLOCKS, transfer_config),
-            make_kv_cache_config(NUM_BLOCKS, num_groups),
-        )
+        self._scheduler = make_scheduler(scheduler, NUM_BLOCKS, num_groups, transfer_config)
 
     def run(self) -> None:
         """Serve the requests, and compare the calls that the connector receives."""

@@ -176,15 +176,29 @@ def make_dry_config(num_blocks: int, transfer_config: Mapping[str, Any] | None) 
 
 
 def make_scheduler(
+    kind: Any, num_blocks: int, num_groups: int, transfer_config: Mapping[str, Any] | None
+) -> Any:
+    """Make a scheduler without a model, of :func:`make_dry_config`.
+
+    Args:
+        kind: vLLM's ``Scheduler``, or a class derived from it.
+        num_blocks: Blocks of the pool.
+        num_groups: KV-cache groups, as in :func:`make_kv_cache_config`.
+        transfer_config: Fields of ``KVTransferConfig``; None for no connector.
+    """
+    config = make_dry_config(num_blocks, transfer_config)
+    return build_scheduler(kind, config, make_kv_cache_config(num_blocks, num_groups))
+
+
+def build_scheduler(
     kind: Any,
     vllm_config: Any,
     kv_cache_config: Any,
     block_size: int = BLOCK_SIZE,
     hash_block_size: int = BLOCK_SIZE,
-    *,
-    log_stats: bool = False,
+    **more: Any,
 ) -> Any:
-    """Make a scheduler and its connector (vllm/v1/core/sched/scheduler.py).
+    """Build a scheduler and its connector (vllm/v1/core/sched/scheduler.py).
 
     Args:
         kind: vLLM's ``Scheduler``, or a class derived from it.
@@ -192,7 +206,7 @@ def make_scheduler(
         kv_cache_config: vLLM's ``KVCacheConfig``.
         block_size: Tokens of a scheduler block.
         hash_block_size: Tokens of a hash.
-        log_stats: Whether the scheduler collects stats.
+        **more: Further arguments of the scheduler.
     """
     structured = vllm("v1.structured_output").StructuredOutputManager
     values = {
@@ -201,11 +215,10 @@ def make_scheduler(
         "structured_output_manager": object.__new__(structured),  # no request has such an output
         "block_size": block_size,
         "hash_block_size": hash_block_size,
-        "log_stats": log_stats,
     }
     if "hash_block_size" not in known_arguments(kind, values):
         values["block_size"] = hash_block_size  # then the only size is that of hashes
-    return make_known(kind, **values)
+    return make_known(kind, **values, **more)
 
 
 @contextmanager

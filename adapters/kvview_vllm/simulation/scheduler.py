@@ -405,7 +405,7 @@ def make_scheduler(
 
     is_async = vllm_config.scheduler_config.async_scheduling
     kind: Any = AsyncViewScheduler if is_async else ViewScheduler
-    return samples.make_scheduler(
+    return samples.build_scheduler(
         kind.__base__ if plain else kind,
         vllm_config,
         kv_cache_config,
