@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from examples.host_cache import HostCacheConnector, HostCacheWorker
 from kvview import CacheGeometry, TransferResult, WorkerConnector
-from kvview_vllm.releases.worker_caches import RealCaches
+from kvview_vllm.releases.cpu.worker_caches import RealCaches
 
 
 class RightConnector(HostCacheConnector):

@@ -286,7 +286,7 @@ def test_vsim_6_a_failure_has_the_result_of_its_controls(engines: VLLMEngines) -
 def test_vsim_6_a_failure_without_the_connector_is_the_engines(
     engines: VLLMEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = "kvview_vllm.simulation.raw.token_bytes.TokenCompute.write"
+    target = "kvview_vllm.simulation.raw.worker.token_bytes.TokenCompute.write"
     monkeypatch.setattr(target, lambda *args: None)
     (failure,) = check_connector(HostConnector, seeds=1, engines=engines).failures
     assert failure.law == "ENGINE"

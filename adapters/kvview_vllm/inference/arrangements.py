@@ -15,8 +15,8 @@ from kvview.targets import is_engine_connector, name_target
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD
+from kvview_vllm.releases.cpu.worker_caches import overridden
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import overridden
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.stand_ins import copies_on_cuda
 from kvview_vllm.simulation.raw.target import classes_of, split_options

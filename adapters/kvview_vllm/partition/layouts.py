@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvview_vllm.partition.pair_engine import NUM_BLOCKS
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
-from kvview_vllm.releases.cache_kinds import cache_kinds
-from kvview_vllm.releases.worker_caches import (
+from kvview_vllm.releases.cpu.cache_kinds import cache_kinds
+from kvview_vllm.releases.cpu.worker_caches import (
     BLOCK_SIZE,
     CacheKind,
     layouts,

@@ -17,7 +17,7 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.partition.pair_engine import PartitionEngine
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
-from kvview_vllm.releases.process_groups import process_groups
+from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import classes_of, split_options
 

@@ -17,9 +17,9 @@ from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings
 from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.releases.calls import idle_steps_report
+from kvview_vllm.releases.cpu.worker_caches import layouts, use_layout
 from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import layouts, use_layout
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.stand_ins import StandIns

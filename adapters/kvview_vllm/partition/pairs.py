@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvview_vllm.releases.calls import known_arguments
-from kvview_vllm.releases.worker_caches import CacheKind, layouts
+from kvview_vllm.releases.cpu.worker_caches import CacheKind, layouts
 
 PROMPT = tuple(range(10, 74))
 """Tokens of the first request: four blocks of 16."""

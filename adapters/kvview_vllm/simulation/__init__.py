@@ -211,7 +211,7 @@ class VLLMEngines:
 
     def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
         """Make two engines with an unmodified connector of vLLM."""
-        from kvview_vllm.simulation.raw.handoff import RawPair
+        from kvview_vllm.simulation.raw.nixl.pair import RawPair
 
         return RawPair(connector_class, options)
 

@@ -14,7 +14,7 @@ from kvview_vllm.releases.calls import (
     states_are_hit_with_the_rest,
     states_take_loads,
 )
-from kvview_vllm.releases.worker_caches import BLOCK_SIZE, NUM_LAYERS, can_allocate_states
+from kvview_vllm.releases.cpu.worker_caches import BLOCK_SIZE, NUM_LAYERS, can_allocate_states
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 _MOST_BLOCKS = 300

@@ -7,7 +7,7 @@ processes. With two processes, the scheduler may be some steps ahead of the work
 - VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
   slots that it computes. A connector may rely on vLLM to reuse blocks only through the scheduler.
 
-Source: :mod:`kvview_vllm.simulation.harness`, :mod:`kvview_vllm.simulation.raw.worker`.
+Source: :mod:`kvview_vllm.simulation.harness`, :mod:`kvview_vllm.simulation.raw.worker.role`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.calls import aborted_loads_keep_blocks, num_preemptions
-from kvview_vllm.releases.process_groups import join
-from kvview_vllm.releases.worker_caches import (
+from kvview_vllm.releases.cpu.process_groups import join
+from kvview_vllm.releases.cpu.worker_caches import (
     CacheKind,
     config_of_scheduler,
     has_pending_work,
@@ -41,11 +41,11 @@ from kvview_vllm.releases.worker_caches import (
 )
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.harness import LaunchedStep, VLLMHarness
-from kvview_vllm.simulation.raw.ranks import RawRanks
 from kvview_vllm.simulation.raw.target import registered
-from kvview_vllm.simulation.raw.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.raw.watched import Watch, free_queue, make_watched
-from kvview_vllm.simulation.raw.worker import RawStep, RawWorker, RemoteRawWorker
+from kvview_vllm.simulation.raw.worker.ranks import RawRanks
+from kvview_vllm.simulation.raw.worker.role import RawStep, RawWorker, RemoteRawWorker
+from kvview_vllm.simulation.raw.worker.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.requests import Chunk
 from kvview_vllm.simulation.vllm_scheduler import VLLMScheduler, named, reads_vllm
 

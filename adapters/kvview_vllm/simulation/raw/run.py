@@ -19,8 +19,8 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.run import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview_vllm.releases import engine_version
-from kvview_vllm.releases.process_groups import process_groups
-from kvview_vllm.releases.worker_caches import BLOCK_BYTES
+from kvview_vllm.releases.cpu.process_groups import process_groups
+from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness
 from kvview_vllm.simulation.raw.stand_ins import StandIns

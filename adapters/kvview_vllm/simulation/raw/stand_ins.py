@@ -156,4 +156,4 @@ def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _copies(module: str) -> Any:
-    return importlib.import_module(f"kvview_vllm.releases.{module}")
+    return importlib.import_module(f"kvview_vllm.releases.cpu.{module}")

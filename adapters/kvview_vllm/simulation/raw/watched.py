@@ -14,7 +14,7 @@ from typing import Any
 
 from kvview.testing.connector.hook_calls import hook
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.worker_caches import is_hook, overridden
+from kvview_vllm.releases.cpu.worker_caches import is_hook, overridden
 
 _LAW_OF_METHOD = {
     "__init__": "CONN-1",

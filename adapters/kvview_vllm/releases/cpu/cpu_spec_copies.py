@@ -1,7 +1,7 @@
 """The copies of vLLM's own ``CPUOffloadingSpec`` on a CPU.
 
 1. From 0.25 on vLLM's own worker runs, and computes every address. Only CUDA is replaced
-   (:mod:`kvview_vllm.releases.cuda_on_cpu`).
+   (:mod:`kvview_vllm.releases.cpu.cuda_on_cpu`).
 2. Up to 0.24 a stand-in with the interface of the spec's handlers makes the copies. Managers, specs
    and the bookkeeping of jobs are unmodified code of vLLM.
 
@@ -58,7 +58,7 @@ def replace_worker(make_queue: MakeQueue, stack: ExitStack, _: type) -> None:
 
 
 def _replace_cuda(spec: Any, make_queue: MakeQueue, stack: ExitStack) -> None:
-    from kvview_vllm.releases.cuda_on_cpu import Device, Torch, as_gpu_tensor
+    from kvview_vllm.releases.cpu.cuda_on_cpu import Device, Torch, as_gpu_tensor
 
     def get_worker(self: Any, kv_caches: Any) -> Any:
         if self._worker is None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from kvview_vllm.releases.simple_offload_copies import NoStream
+from kvview_vllm.releases.cpu.simple_offload_copies import NoStream
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.raw.worker import RemoteRawWorker, StepAnswer
+from kvview_vllm.simulation.raw.worker.role import RemoteRawWorker, StepAnswer
 from kvview_vllm.simulation.vllm_scheduler import named
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kvview import CacheGroup
 from kvview.testing.connector.process import Child, Serve
 from kvview_vllm.releases.calls import handle_preemptions
+from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate
 from kvview_vllm.releases.versions import vllm
-from kvview_vllm.releases.worker_caches import CacheKind, add_layers, allocate
-from kvview_vllm.simulation.raw.token_bytes import (
+from kvview_vllm.simulation.raw.worker.token_bytes import (
     RequestInStep,
     TokenCompute,
     Wrong,

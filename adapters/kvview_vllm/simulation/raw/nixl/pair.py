@@ -1,7 +1,7 @@
 """Two schedulers of vLLM with an unmodified NIXL connector, connected by the simulated network.
 
 Both roles of the connector are vLLM's own. The NIXL library, the side channel and the clock are
-replaced (:mod:`~kvview_vllm.simulation.raw.nixl_agents`).
+replaced (:mod:`~kvview_vllm.simulation.raw.nixl.agents`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvview.testing.handoff.network import Fault, Network
 from kvview_vllm.releases import engine_version
 from kvview_vllm.simulation.raw.fit import RawEngines
 from kvview_vllm.simulation.raw.harness import RawHarness, RawSettings
-from kvview_vllm.simulation.raw.nixl_agents import Fabric
+from kvview_vllm.simulation.raw.nixl.agents import Fabric
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.target import split_options
 from kvview_vllm.simulation.raw.watched import Watch

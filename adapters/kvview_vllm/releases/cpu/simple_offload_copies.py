@@ -47,7 +47,7 @@ def _module_of(kind: type) -> Any:
 
 def _copy_batch(targets: int, sources: int, sizes: int, count: int, *_: Any) -> int:
     """Replaces ``cuMemcpyBatchAsync``, for arrays at three addresses."""
-    from kvview_vllm.releases.cuda_on_cpu import copy_bytes
+    from kvview_vllm.releases.cpu.cuda_on_cpu import copy_bytes
 
     array = ctypes.c_uint64 * count
     copy_bytes(array.from_address(sources), array.from_address(targets), array.from_address(sizes))

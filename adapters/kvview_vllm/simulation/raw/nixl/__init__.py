@@ -1,0 +1,1 @@
+"""Handoffs of a NIXL connector of vLLM between two simulated engines."""
