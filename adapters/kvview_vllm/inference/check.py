@@ -72,14 +72,20 @@ def check_tokens(
     """
     prepare()
     version = require_vllm()
-    check = _Check(connector_class, dict(options or {}), range(first_seed, first_seed + seeds))
-    check.hook_seconds, check.on_progress = hook_seconds, on_progress
-    check.arrangements = arrangements
     start = time.perf_counter()
     is_interrupted = False
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+        check = _Check(
+            connector_class,
+            dict(options or {}),
+            tuple(range(first_seed, first_seed + seeds)),
+            arrangements,
+            hook_seconds,
+            on_progress,
+            Path(folder),
+        )
         try:
-            check.run(Path(folder))
+            check.run()
         except KeyboardInterrupt:
             is_interrupted = True
     return TokenRuns(
@@ -99,58 +105,80 @@ def check_tokens(
 class _Check:
     """Runs the engines of one check, and compares their results."""
 
-    def __init__(self, connector_class: type, options: dict[str, Any], seeds: range) -> None:
-        self.hook_seconds = watchdog.HOOK_SECONDS
-        self.arrangements: Sequence[Arrangement] = ()
-        self.on_progress: Callable[[str], None] = lambda text: None
+    def __init__(
+        self,
+        connector_class: type,
+        options: dict[str, Any],
+        seeds: tuple[int, ...],
+        arrangements: Sequence[Arrangement],
+        hook_seconds: float,
+        on_progress: Callable[[str], None],
+        folder: Path,
+    ) -> None:
         self.coverage: Counter[str] = Counter()
         self.gaps: list[Gap] = []
         self._connector_class = connector_class
         self._options = options
-        self._seeds = tuple(seeds)
+        self._seeds = seeds
+        self._arrangements = arrangements
+        self._plains = [arrangement for arrangement in arrangements if arrangement.is_plain]
+        self._hook_seconds = hook_seconds
+        self._on_progress = on_progress
+        self._folder = folder
         self._configured = Configured(connector_class, options)
         self._truth: dict[str, Served] = {}
         self._broken: list[_Broken] = []
         self._models: dict[str, Path] = {}
-        self._folder = Path()
 
-    def run(self, folder: Path) -> None:
+    def run(self) -> None:
         """Run all engines."""
-        plains = [arrangement for arrangement in self.arrangements if arrangement.is_plain]
-        self._folder = folder
-        self._models = {plain.kind: make_model(plain.kind, folder / plain.kind) for plain in plains}
-        bare = [self._job(plain, is_bare=True) for plain in plains]
-        for plain, served in zip(plains, self._run(bare), strict=True):
-            self._truth[plain.kind] = served
-            if served.law:
-                message = f"without a connector: {served.message}"
-                self._broken.append(_Broken(plain.name, "ENGINE", message, self._seeds))
+        kinds = [plain.kind for plain in self._plains]
+        self._models = {kind: make_model(kind, self._folder / kind) for kind in kinds}
+        self._run_without_connector()
         if self._broken:
             return
-        reasons = {each.name: self._configured.why_not(each) for each in self.arrangements}
-        self._leave_out(*(f"{name}: {why}" for name, why in reasons.items() if why))
-        arrangements = [each for each in self.arrangements if not reasons[each.name]]
+        arrangements = [each for each in self._arrangements if self._is_possible(each)]
         jobs = [self._job(arrangement) for arrangement in arrangements]
-        jobs += [self._job(plain, "corrupted") for plain in plains]
+        jobs += [self._job(plain, "corrupted") for plain in self._plains]
         results = self._run(jobs)
         if not any(served.is_up for served in results):  # wrong options, or another engine's
             name, message = self._connector_class.__name__, results[0].message
             raise ConfigError(f"{name} cannot start in this vLLM: {message}")
-        names = [plain.name for plain in plains]
+        names = [plain.name for plain in self._plains]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
         for arrangement, served in zip(arrangements, results, strict=False):
-            if served.is_refused:
-                self._leave_out(f"{arrangement.name}: {served.message}")
-                continue
-            broken = self._broken_in(arrangement, served)
-            if broken is not None and all(broken.law != other.law for other in self._broken):
-                broken = self._with_controls(broken, arrangement)
-            if broken is not None:
-                self._broken.append(broken)
-                self.coverage.update(served.coverage)
-            elif not served.law:
-                self._count(arrangement, served, controls.get(arrangement.name))
+            self._judge(arrangement, served, controls.get(arrangement.name))
         self._add_gaps()
+
+    def _run_without_connector(self) -> None:
+        """Serve the traffic without the connector, whose tokens are the truth."""
+        bare = self._run([self._job(plain, is_bare=True) for plain in self._plains])
+        for plain, served in zip(self._plains, bare, strict=True):
+            self._truth[plain.kind] = served
+            if served.law:
+                message = f"without a connector: {served.message}"
+                self._broken.append(_Broken(plain.name, "ENGINE", message, self._seeds))
+
+    def _is_possible(self, arrangement: Arrangement) -> bool:
+        """Whether the connector can run in an arrangement; record the reason if not."""
+        why = self._configured.why_not(arrangement)
+        if why:
+            self._leave_out(f"{arrangement.name}: {why}")
+        return not why
+
+    def _judge(self, arrangement: Arrangement, served: Served, control: Served | None) -> None:
+        """Record the failure or the coverage of an arrangement."""
+        if served.is_refused:
+            self._leave_out(f"{arrangement.name}: {served.message}")
+            return
+        broken = self._broken_in(arrangement, served)
+        if broken is not None and all(broken.law != other.law for other in self._broken):
+            broken = self._with_controls(broken, arrangement)
+        if broken is not None:
+            self._broken.append(broken)
+            self.coverage.update(served.coverage)
+        elif not served.law:
+            self._count(arrangement, served, control)
 
     def failures(self) -> list[ConnectorFailure]:
         """Return one failure per law and seed, which names all arrangements with this failure."""
@@ -184,7 +212,7 @@ class _Check:
             truth=None if truth is None else truth.answers,
             control=control,
             more=dict(arrangement.more) if is_bare else configured.more(arrangement),
-            hook_seconds=self.hook_seconds,
+            hook_seconds=self._hook_seconds,
         )
         if is_bare:
             return job
@@ -195,8 +223,8 @@ class _Check:
         )
 
     def _run(self, jobs: list[ServeJob]) -> list[Served]:
-        silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
-        return run_engines(jobs, serve, silence, self.on_progress)
+        silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self._hook_seconds)
+        return run_engines(jobs, serve, silence, self._on_progress)
 
     # --- the results ---
 
@@ -273,7 +301,7 @@ class _Check:
             self.gaps.append(Gap(f"control in {name}", why))
 
     def _add_gaps(self) -> None:
-        names = [arrangement.name for arrangement in self.arrangements]
+        names = [arrangement.name for arrangement in self._arrangements]
         compared = [name for name in names if self.coverage[f"answers compared in {name}"]]
         if compared and not self.coverage["loads"]:
             if not self.coverage["hits"]:

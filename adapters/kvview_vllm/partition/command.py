@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -110,23 +110,35 @@ def partition(
     rows = [ResultFinding(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
     by_class = {"keys": rows[: len(keys)], "layouts": rows[len(keys) :]}
     replaced = sorted({part for cell in cells for part in cell.replaced})
-    styles = Counter(_STYLES.get(row.outcome) for row in rows)
-    num_wrong, num_unchecked = styles["red"], styles[_UNCHECKED]
-    if all(row.outcome == "refused" for row in rows):
-        num_unchecked = len(rows)
-    title = f"{target} on {release}: {num_wrong} wrong, {num_unchecked} not checked"
-    if keys:
-        console.print(_table_of_keys(by_class["keys"], title))
-    if layouts:
-        console.print(_table_of_layouts(by_class["layouts"], title))
-        for text in _details(by_class["layouts"]):
-            console.print(text)
+    code = _print_verdict(console, f"{target} on {release}", rows, by_class)
     for part in replaced:
         console.print(Text(f"not checked, because this check replaces it: {part}", style="yellow"))
     profiles = [_profile(name, by_class[name]) for name in names]
     write_result(result_file, target, profiles, versions_of(found), replaced, release)
-    code = ExitCode.NOT_CHECKED if num_unchecked else ExitCode.CLEAN
-    sys.exit(ExitCode.WRONG if num_wrong else code)
+    sys.exit(code)
+
+
+def _print_verdict(
+    console: Console,
+    subject: str,
+    rows: Sequence[ResultFinding],
+    by_class: Mapping[str, Sequence[ResultFinding]],
+) -> ExitCode:
+    """Print the tables, and return the exit code."""
+    styles = Counter(_STYLES.get(row.outcome) for row in rows)
+    num_wrong, num_unchecked = styles["red"], styles[_UNCHECKED]
+    if all(row.outcome == "refused" for row in rows):
+        num_unchecked = len(rows)
+    title = f"{subject}: {num_wrong} wrong, {num_unchecked} not checked"
+    if by_class["keys"]:
+        console.print(_table_of_keys(by_class["keys"], title))
+    if by_class["layouts"]:
+        console.print(_table_of_layouts(by_class["layouts"], title))
+        for text in _details(by_class["layouts"]):
+            console.print(text)
+    if num_wrong:
+        return ExitCode.WRONG
+    return ExitCode.NOT_CHECKED if num_unchecked else ExitCode.CLEAN
 
 
 def _profile(name: str, rows: Sequence[ResultFinding]) -> Profile:

@@ -86,7 +86,7 @@ def check_partition(
     is_shared = {False: False, True: False}  # equal requests: in one engine, after a restart
     for pair in pairs:
         stand_ins = StandIns(())
-        cell = _play(connector_class, options, pair, stand_ins)
+        cell = _Play(connector_class, options, pair, stand_ins).run()
         replaced = frozenset(replaced_parts(dict.fromkeys(stand_ins.used, 1)))
         cell = replace(cell, replaced=replaced)
         if replaced and cell.outcome in (PairOutcome.EXACT, PairOutcome.WRONG):
@@ -107,13 +107,44 @@ def check_partition(
         yield cell
 
 
-def _play(
-    connector_class: type, options: Mapping[str, Any], pair: Pair, stand_ins: StandIns
-) -> Cell:
-    with tempfile.TemporaryDirectory(prefix="kvview-") as folder, ExitStack() as stack:
-        given = in_folder(split_options(options), folder)
-        classes = classes_of(connector_class, given)
-        stack.enter_context(stand_ins.installed(classes))
+class _Play:
+    """The engines of one pair, in a new folder.
+
+    Args:
+        connector_class: The connector.
+        options: Its options.
+        pair: The two requests.
+        stand_ins: Replacements for code that needs CUDA.
+    """
+
+    def __init__(
+        self, connector_class: type, options: Mapping[str, Any], pair: Pair, stand_ins: StandIns
+    ) -> None:
+        self._class, self._options = connector_class, options
+        self._pair, self._stand_ins = pair, stand_ins
+        self._stack = ExitStack()
+        self._engine: PartitionEngine | None = None
+        self._hashes: tuple[bytes, ...] = ()
+
+    def run(self) -> Cell:
+        """Serve both requests, and return the result."""
+        with self._stack as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvview-"))
+            given = in_folder(split_options(self._options), folder)
+            classes = classes_of(self._class, given)
+            stack.enter_context(self._stand_ins.installed(classes))
+            try:
+                return self._cell(self._serve(folder, given, classes))
+            except InvariantBroken as broken:
+                return self._cell_of(broken)
+            except MissingLibraryError:  # no verdict
+                raise
+            except Exception as error:  # whatever the connector or vLLM raises is the result
+                return Cell(self._pair, PairOutcome.FAILED, line_of(error))
+
+    def _serve(self, folder: str, given: Mapping[str, Any], classes: Sequence[type]) -> int:
+        """Serve both requests; return the number of tokens that the second one loaded."""
+        pair, stack = self._pair, self._stack
 
         def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
@@ -121,48 +152,49 @@ def _play(
             # A server may outlive the row, and must not find the pages of another row.
             settings = replace(settings, model=f"{settings.model}-{os.path.basename(folder)}")
             config = settings.fill(given)
-            engine = PartitionEngine(connector_class, config, settings, stand_ins)
+            self._engine = engine = PartitionEngine(self._class, config, settings, self._stand_ins)
             stack.callback(engine.close)
             return engine
 
-        engine, hashes = None, tuple[bytes, ...]()
-        try:
-            engine = start(pair.first_engine)
-            engine.serve(pair.first(), kv_seed=1)
-            hashes = engine.last_hashes
-            if pair.second_engine is None:
-                engine.forget_gpu()
-            else:
-                engine.shutdown()
-                stand_ins.end_process(classes)
-                engine = None
-                engine = start(pair.second_engine)
-            # Other tokens have other bytes; other properties need another seed for that.
-            num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)
-            if pair.second_engine is None:
-                engine.check_other_blocks()
+        engine = start(pair.first_engine)
+        engine.serve(pair.first(), kv_seed=1)
+        self._hashes = engine.last_hashes
+        if pair.second_engine is None:
+            engine.forget_gpu()
+        else:
             engine.shutdown()
-        except InvariantBroken as broken:
-            cause = broken.__cause__
-            if engine is None and cause is not None and str(cause):
-                return Cell(pair, PairOutcome.REFUSED, line_of(cause))
-            if broken.law == "XFER-1" and cause is None and pair.num_same_tokens < len(PROMPT):
-                has_equal_hashes = engine is not None and engine.last_hashes == hashes
-                is_vllm = has_equal_hashes and pair.second_engine is None
-                outcome = PairOutcome.SHARED_BY_VLLM if is_vllm else PairOutcome.SHARED_WRONGLY
-                return Cell(pair, outcome, str(pair))
-            is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
-            outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
-            return Cell(pair, outcome, line_of(f"{broken.law}: {broken.message}"))
-        except MissingLibraryError:  # no verdict
-            raise
-        except Exception as error:  # whatever the connector or vLLM raises is the result
-            return Cell(pair, PairOutcome.FAILED, line_of(error))
-    if pair.is_of_layouts:
-        if not num_loaded:
-            return Cell(pair, PairOutcome.NOT_CHECKED, "the connector loaded nothing")
-        return Cell(pair, PairOutcome.EXACT)
-    if pair.num_same_tokens:
-        return Cell(pair, PairOutcome.SHARED if num_loaded else PairOutcome.NOT_SHARED)
-    detail = "the load failed, so the tokens were computed" if num_loaded else ""
-    return Cell(pair, PairOutcome.SEPARATED, detail)
+            self._stand_ins.end_process(classes)
+            self._engine = None
+            engine = start(pair.second_engine)
+        # Other tokens have other bytes; other properties need another seed for that.
+        num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)
+        if pair.second_engine is None:
+            engine.check_other_blocks()
+        engine.shutdown()
+        return num_loaded
+
+    def _cell(self, num_loaded: int) -> Cell:
+        """Return the result of requests that were served without an error."""
+        pair = self._pair
+        if pair.is_of_layouts:
+            if not num_loaded:
+                return Cell(pair, PairOutcome.NOT_CHECKED, "the connector loaded nothing")
+            return Cell(pair, PairOutcome.EXACT)
+        if pair.num_same_tokens:
+            return Cell(pair, PairOutcome.SHARED if num_loaded else PairOutcome.NOT_SHARED)
+        detail = "the load failed, so the tokens were computed" if num_loaded else ""
+        return Cell(pair, PairOutcome.SEPARATED, detail)
+
+    def _cell_of(self, broken: InvariantBroken) -> Cell:
+        """Return the result of a broken law."""
+        pair, engine, cause = self._pair, self._engine, broken.__cause__
+        if engine is None and cause is not None and str(cause):
+            return Cell(pair, PairOutcome.REFUSED, line_of(cause))
+        if broken.law == "XFER-1" and cause is None and pair.num_same_tokens < len(PROMPT):
+            has_equal_hashes = engine is not None and engine.last_hashes == self._hashes
+            is_vllm = has_equal_hashes and pair.second_engine is None
+            outcome = PairOutcome.SHARED_BY_VLLM if is_vllm else PairOutcome.SHARED_WRONGLY
+            return Cell(pair, outcome, str(pair))
+        is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
+        outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
+        return Cell(pair, outcome, line_of(f"{broken.law}: {broken.message}"))
