@@ -164,7 +164,7 @@ class Load:
             self.worker = cpu_scheduler.make_worker_connector(vllm_config, kv_cache)
             layers = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
             if config["kv_connector"] == "OffloadingConnector":
-                lane._register_layers(vllm_config, layers)
+                lane.register_layers(vllm_config, kv_cache)
             tensor = torch.zeros((NUM_BLOCKS, 2, lane.BLOCK_SIZE, PAGE))
             self.worker.register_kv_caches(dict.fromkeys(layers, tensor))
             for name in CALLS:

@@ -27,6 +27,7 @@ from kvview import (
 from kvview.connector.hooks import hooks_of
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases import installed
+from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers
 from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
@@ -98,7 +99,7 @@ class Engine:
             name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names
         ]
         if transfer_config["kv_connector"] == "OffloadingConnector":
-            _register_layers(self.vllm_config, layers)
+            register_layers(self.vllm_config, self.kv_cache_config)
         # Layers of several groups share memory, as in vLLM: a block belongs to one group.
         tensor = torch.zeros((num_blocks, 2, BLOCK_SIZE, 64), dtype=torch.float32)
         self.kv_caches = dict.fromkeys(layers, tensor)
@@ -237,31 +238,24 @@ def _groups(windows: Sequence[int | None]) -> list[CacheGroup]:
     ]
 
 
-def _register_layers(vllm_config: Any, layers: Sequence[str]) -> None:
-    """Register layers with the shape of their tensors: OffloadingConnector reads it up to 0.28."""
-    kv_connector = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
-    kind = getattr(importlib.import_module(kv_connector), "Attention", None)  # up to 0.17
-    if kind is None:
-        name = "vllm.model_executor.layers.attention_layer_base"
-        kind = importlib.import_module(name).AttentionLayerBase
+class _Backend:
+    """The shape of the tensors, which OffloadingConnector reads up to 0.28."""
 
-    class Backend:
-        @staticmethod
-        def get_kv_cache_shape(
-            num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any
-        ) -> tuple[int, ...]:
-            return (num_blocks, 2, block_size, num_kv_heads * head_size)
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_: Any
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, block_size, num_kv_heads * head_size)
 
-    class Layer(kind):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None: ...
 
-        def get_attn_backend(self) -> Any:
-            return Backend
-
-        def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
-
-    context = vllm_config.compilation_config.static_forward_context
-    context.update({layer: Layer() for layer in layers})
+def register_layers(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Add the layers of a KV cache to a configuration."""
+    layers = [
+        (_Backend, group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+        for _ in group.layer_names
+    ]
+    add_layers(vllm_config, CacheKind("", tuple(layers)))
 
 
 _hashes_are_ready = False

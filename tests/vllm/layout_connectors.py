@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from examples.host_cache import HostCacheConnector, HostCacheWorker
-from kvview import CacheGeometry, TransferResult, WorkerConnector
+from kvview import TransferResult, WorkerConnector
 from kvview_vllm.releases.cpu.worker_caches import RealCaches
 
 
@@ -94,19 +94,15 @@ class InjectsFault(RightConnector):
     fault: Fault
     caches: RealCaches
     """The memory of the engine that runs."""
-    expected: str
-    """The first wrong element, as a report names it; empty if the fault changes no byte."""
+    has_changed: bool
+    """Whether the fault changed a byte."""
 
     @override
     def make_worker(self) -> WorkerConnector:
-        return _Injecting(self.config.geometry)
+        return _Injecting(100)
 
 
 class _Injecting(HostCacheWorker):
-    def __init__(self, geometry: CacheGeometry) -> None:
-        super().__init__(100)
-        self.geometry = geometry
-
     @override
     def copy(
         self, job_id: int, src: Any, src_pages: list[torch.Tensor], dst: Any, dst_pages: list[Any]
@@ -126,30 +122,5 @@ class _Injecting(HostCacheWorker):
         for page, old in zip(wrong[fault.pages], before[fault.pages], strict=True):
             page.copy_(fault.change(page.clone(), old))
         caches.slots[layer][blocks] = wrong
-        position, head, block = self._first_wrong(wrong != right, number, dst.block_indices[number])
-        InjectsFault.expected = (
-            f"at token {position}, in block {blocks[block]}, layer {layer}, head {head}:"
-            if block >= 0
-            else ""
-        )
+        InjectsFault.has_changed = bool((wrong != right).any())
         return result
-
-    def _first_wrong(
-        self, differs: torch.Tensor, group: int, first_block: int
-    ) -> tuple[int, int, int]:
-        """The position of the first wrong token that is read, its head and the number of its page.
-
-        Args:
-            differs: Whether each element is wrong, ``(blocks, states, heads ..., words)``.
-            group: The group of the layer.
-            first_block: The number of the first block in its request.
-        """
-        geometry = self.geometry.groups[group]
-        size = geometry.block_size
-        per_state = size // differs.shape[1]
-        end = (first_block + len(differs)) * size
-        for block, state, *element in differs.nonzero().tolist():
-            position = (first_block + block) * size + (state + 1) * per_state - 1
-            if position >= geometry.num_skipped_tokens(end):
-                return position, element[-2] if element[1:] else 0, block
-        return -1, -1, -1
