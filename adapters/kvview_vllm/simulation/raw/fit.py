@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, Mamba, SlidingWindow
-from kvview.testing.connector.scenario import Add, Alias, Event, Reset, Scenario, Squeeze
+from kvview.testing.connector.scenario import Add, Event, Reset, Scenario, Squeeze
 from kvview_vllm.releases.calls import (
     ended_requests_take_no_output,
     has_draft_models,
@@ -16,6 +16,7 @@ from kvview_vllm.releases.calls import (
 )
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_SIZE, NUM_LAYERS, can_allocate_states
 from kvview_vllm.simulation import scheduler as cpu_scheduler
+from kvview_vllm.simulation.fitting import Fitting
 
 _MOST_BLOCKS = 300
 # Two resets with no step between them end many connectors, and hide other faults.
@@ -46,63 +47,48 @@ class RawEngines:
         groups = _played_groups(scenario, left_out)
         if groups != scenario.geometry.groups:
             scenario = _scaled(scenario, groups)
-
-        def leave_out(when: bool, part: str, **changes: object) -> None:
-            nonlocal scenario
-            if when:
-                left_out.append(part)
-                scenario = replace(scenario, **changes)  # type: ignore[arg-type]
-
-        scenario = replace(scenario, decode_tokens=1, group_pages=(), pin_budget=None)
-        leave_out(
-            scenario.num_gpu_blocks > _MOST_BLOCKS,
-            f"a pool of more than {_MOST_BLOCKS} blocks: it takes long",
-            num_gpu_blocks=_MOST_BLOCKS,
-        )
-        leave_out(
+        fitting = Fitting(scenario)
+        fitting.change(pin_budget=None)
+        fitting.limit_pool(_MOST_BLOCKS)
+        fitting.drop(
             scenario.num_connectors > 1,
             "two connectors side by side: name MultiConnector and its children",
             num_connectors=1,
         )
-        leave_out(
+        fitting.drop(
             scenario.worker_half == "whole_plans",
             "delayed copies in a raw worker: its threads are unknown",
             worker_half="in_a_process",
         )
-        leave_out(
-            scenario.compute_lags and scenario.worker_half != "in_a_process",
+        fitting.drop(
+            scenario.compute_lags and fitting.scenario.worker_half != "in_a_process",
             "a worker behind its scheduler, in one process",
             compute_lags=False,
         )
         most = cpu_scheduler.most_steps_in_flight() if ended_requests_take_no_output() else 1
         number = "several" if most == 1 else f"more than {most}"
-        leave_out(
+        fitting.drop(
             scenario.steps_in_flight > most, f"{number} steps in flight", steps_in_flight=most
         )
-        leave_out(
-            bool(scenario.lookahead_tokens) and not has_draft_models(),
-            "slots for lookahead",
-            lookahead_tokens=0,
-        )
-        leave_out(
-            bool(scenario.drafts) and not preemptions_drop_drafts(),
+        fitting.drop_lookahead(has_draft_models())
+        fitting.drop(
+            scenario.drafts and not preemptions_drop_drafts(),
             "draft tokens: a preempted request keeps its own",
             drafts=(),
             lookahead_tokens=0,
         )
         if scenario.ranks:
             ranks = (NUM_LAYERS,) * len(scenario.ranks)
-            scenario = replace(scenario, ranks=ranks, worker_half="in_a_process")
-        leave_out(
+            fitting.change(ranks=ranks, worker_half="in_a_process")
+        fitting.drop(
             scenario.ends_abruptly and not scenario.ranks,
             "an end with transfers in flight, unless a rank is killed",
             ends_abruptly=False,
         )
-        events = tuple(event for event in scenario.events if not isinstance(event, Alias))
-        leave_out(events != scenario.events, "a second hash of a block", events=events)
+        fitting.drop_aliases()
         resets = any(isinstance(event, Reset) for event in scenario.events)
-        leave_out(resets and not cpu_scheduler.can_reset_connectors(), "resets of the connector")
-        return scenario, left_out
+        fitting.drop(resets and not cpu_scheduler.can_reset_connectors(), "resets of the connector")
+        return fitting.scenario, [*left_out, *fitting.left_out]
 
 
 def can_load_in_groups() -> bool:
