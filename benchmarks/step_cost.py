@@ -215,7 +215,7 @@ class Load:
         transfers = None
         if self.worker is not None:
             cpu_scheduler.bind_transfers(self.worker, output, output.kv_connector_metadata)
-            cpu_scheduler.start_transfers(self.worker)
+            self.worker.start_load_kv(None)
             transfers = cpu_scheduler.take_transfers(self.worker, output)
             cpu_scheduler.end_transfers(self.worker)
         answer = lane.make_model_output(self.scheduler, output, transfers)

@@ -26,9 +26,8 @@ from kvview import (
 )
 from kvview.connector.hooks import hooks_of
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import installed, samples
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers
-from kvview_vllm.releases.samples import hash_function
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
@@ -183,7 +182,7 @@ class Engine:
         self._metadata.clear()
         for one in metadata:
             cpu_scheduler.bind_transfers(self.worker, output, one)
-            cpu_scheduler.start_transfers(self.worker)
+            self.worker.start_load_kv(None)
         return cpu_scheduler.take_transfers(self.worker, output)
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
@@ -266,10 +265,10 @@ def make_request(request_id: str, tokens: list[int], max_tokens: int, **more: An
     global _hashes_are_ready
     utils: Any = importlib.import_module("vllm.v1.core.kv_cache_utils")
     if not _hashes_are_ready:
-        utils.init_none_hash(hash_function())
+        utils.init_none_hash(samples.hash_function())
         _hashes_are_ready = True
-    hasher = utils.get_request_block_hasher(BLOCK_SIZE, hash_function())
-    return cpu_scheduler.make_request(request_id, tokens, max_tokens, hasher, **more)
+    hasher = utils.get_request_block_hasher(BLOCK_SIZE, samples.hash_function())
+    return samples.make_request(request_id, tokens, max_tokens, block_hasher=hasher, **more)
 
 
 FAULTY_CONNECTOR = f"{Path(__file__).with_name('faulty_connectors.py')}:BrokenConnector"

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,30 +102,23 @@ def check_tokens(
     )
 
 
+@dataclass(eq=False)
 class _Check:
     """Runs the engines of one check, and compares their results."""
 
-    def __init__(
-        self,
-        connector_class: type,
-        options: dict[str, Any],
-        seeds: tuple[int, ...],
-        arrangements: Sequence[Arrangement],
-        hook_seconds: float,
-        on_progress: Callable[[str], None],
-        folder: Path,
-    ) -> None:
-        self.coverage: Counter[str] = Counter()
-        self.gaps: list[Gap] = []
-        self._connector_class = connector_class
-        self._options = options
-        self._seeds = seeds
-        self._arrangements = arrangements
-        self._plains = [arrangement for arrangement in arrangements if arrangement.is_plain]
-        self._hook_seconds = hook_seconds
-        self._on_progress = on_progress
-        self._folder = folder
-        self._configured = Configured(connector_class, options)
+    connector_class: type
+    options: dict[str, Any]
+    seeds: tuple[int, ...]
+    arrangements: Sequence[Arrangement]
+    hook_seconds: float
+    on_progress: Callable[[str], None]
+    folder: Path
+    coverage: Counter[str] = field(default_factory=Counter)
+    gaps: list[Gap] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._configured = Configured(self.connector_class, self.options)
+        self._plains = [each for each in self.arrangements if each.is_plain]
         self._truth: dict[str, Served] = {}
         self._broken: list[_Broken] = []
         self._models: dict[str, Path] = {}
@@ -133,16 +126,16 @@ class _Check:
     def run(self) -> None:
         """Run all engines."""
         kinds = [plain.kind for plain in self._plains]
-        self._models = {kind: make_model(kind, self._folder / kind) for kind in kinds}
+        self._models = {kind: make_model(kind, self.folder / kind) for kind in kinds}
         self._run_without_connector()
         if self._broken:
             return
-        arrangements = [each for each in self._arrangements if self._is_possible(each)]
+        arrangements = [each for each in self.arrangements if self._is_possible(each)]
         jobs = [self._job(arrangement) for arrangement in arrangements]
         jobs += [self._job(plain, "corrupted") for plain in self._plains]
         results = self._run(jobs)
         if not any(served.is_up for served in results):  # wrong options, or another engine's
-            name, message = self._connector_class.__name__, results[0].message
+            name, message = self.connector_class.__name__, results[0].message
             raise ConfigError(f"{name} cannot start in this vLLM: {message}")
         names = [plain.name for plain in self._plains]
         controls = dict(zip(names, results[len(arrangements) :], strict=True))
@@ -157,7 +150,7 @@ class _Check:
             self._truth[plain.kind] = served
             if served.law:
                 message = f"without a connector: {served.message}"
-                self._broken.append(_Broken(plain.name, "ENGINE", message, self._seeds))
+                self._broken.append(_Broken(plain.name, "ENGINE", message, self.seeds))
 
     def _is_possible(self, arrangement: Arrangement) -> bool:
         """Whether the connector can run in an arrangement; record the reason if not."""
@@ -206,25 +199,25 @@ class _Check:
             f"{arrangement.name}, without the connector" if is_bare else arrangement.name,
             kind,
             self._models[kind],
-            self._seeds,
+            self.seeds,
             is_own=configured.is_own,
             resets=configured.resets,
             truth=None if truth is None else truth.answers,
             control=control,
             more=dict(arrangement.more) if is_bare else configured.more(arrangement),
-            hook_seconds=self._hook_seconds,
+            hook_seconds=self.hook_seconds,
         )
         if is_bare:
             return job
-        own = Path(tempfile.mkdtemp(dir=self._folder))  # an engine must not find another's files
+        own = Path(tempfile.mkdtemp(dir=self.folder))  # an engine must not find another's files
         config, connector_class = configured.config(arrangement, own)
         return replace(
             job, config=config, connector_class=connector_class, classes=configured.classes
         )
 
     def _run(self, jobs: list[ServeJob]) -> list[Served]:
-        silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self._hook_seconds)
-        return run_engines(jobs, serve, silence, self._on_progress)
+        silence = max(_FEWEST_SILENT_SECONDS, _WAITS * self.hook_seconds)
+        return run_engines(jobs, serve, silence, self.on_progress)
 
     # --- the results ---
 
@@ -249,10 +242,10 @@ class _Check:
             seeds = tuple(sorted({int(one.partition(":")[0]) for one in wrong}))
             return _Broken(name, "CONN-11" if is_stale else "XFER-1", message, seeds)
         if served.law:
-            return _Broken(name, served.law, served.message, self._seeds)
+            return _Broken(name, served.law, served.message, self.seeds)
         if served.lost:
             lost = f"{len(served.lost)} requests ended without an answer, {served.lost[0]!r} first"
-            return _Broken(name, "CONN-3", lost, self._seeds)
+            return _Broken(name, "CONN-3", lost, self.seeds)
         return None
 
     def _with_controls(self, broken: _Broken, arrangement: Arrangement) -> _Broken | None:
@@ -301,7 +294,7 @@ class _Check:
             self.gaps.append(Gap(f"control in {name}", why))
 
     def _add_gaps(self) -> None:
-        names = [arrangement.name for arrangement in self._arrangements]
+        names = [arrangement.name for arrangement in self.arrangements]
         compared = [name for name in names if self.coverage[f"answers compared in {name}"]]
         if compared and not self.coverage["loads"]:
             if not self.coverage["hits"]:
@@ -315,12 +308,12 @@ class _Check:
         ]
 
     def _script(self, seed: int, message: str) -> str:
-        target = name_target(self._connector_class)
+        target = name_target(self.connector_class)
         return (
             f"# seed {seed}: {message}\n"
             "from kvview.testing import load_target, run_checks\n\n"
             f"report = run_checks(load_target({target!r}), inference=True, seed={seed}, seeds=1,\n"
-            f"    options={self._options!r})\n"
+            f"    options={self.options!r})\n"
             "assert report.is_clean, report.summary()"
         )
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from unittest.mock import patch
@@ -107,6 +107,7 @@ def check_partition(
         yield cell
 
 
+@dataclass(eq=False)
 class _Play:
     """The engines of one pair, in a new folder.
 
@@ -117,22 +118,21 @@ class _Play:
         stand_ins: Replacements for code that needs CUDA.
     """
 
-    def __init__(
-        self, connector_class: type, options: Mapping[str, Any], pair: Pair, stand_ins: StandIns
-    ) -> None:
-        self._class, self._options = connector_class, options
-        self._pair, self._stand_ins = pair, stand_ins
-        self._stack = ExitStack()
-        self._engine: PartitionEngine | None = None
-        self._hashes: tuple[bytes, ...] = ()
+    connector_class: type
+    options: Mapping[str, Any]
+    pair: Pair
+    stand_ins: StandIns
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _engine: PartitionEngine | None = None
+    _hashes: tuple[bytes, ...] = ()
 
     def run(self) -> Cell:
         """Serve both requests, and return the result."""
         with self._stack as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvview-"))
-            given = in_folder(split_options(self._options), folder)
-            classes = classes_of(self._class, given)
-            stack.enter_context(self._stand_ins.installed(classes))
+            given = in_folder(split_options(self.options), folder)
+            classes = classes_of(self.connector_class, given)
+            stack.enter_context(self.stand_ins.installed(classes))
             try:
                 return self._cell(self._serve(folder, given, classes))
             except InvariantBroken as broken:
@@ -140,11 +140,11 @@ class _Play:
             except MissingLibraryError:  # no verdict
                 raise
             except Exception as error:  # whatever the connector or vLLM raises is the result
-                return Cell(self._pair, PairOutcome.FAILED, line_of(error))
+                return Cell(self.pair, PairOutcome.FAILED, line_of(error))
 
     def _serve(self, folder: str, given: Mapping[str, Any], classes: Sequence[type]) -> int:
         """Serve both requests; return the number of tokens that the second one loaded."""
-        pair, stack = self._pair, self._stack
+        pair, stack = self.pair, self._stack
 
         def start(settings: EngineSettings) -> PartitionEngine:
             stack.enter_context(patch.dict(os.environ, PYTHONHASHSEED=settings.hash_seed))
@@ -152,7 +152,9 @@ class _Play:
             # A server may outlive the row, and must not find the pages of another row.
             settings = replace(settings, model=f"{settings.model}-{os.path.basename(folder)}")
             config = settings.fill(given)
-            self._engine = engine = PartitionEngine(self._class, config, settings, self._stand_ins)
+            self._engine = engine = PartitionEngine(
+                self.connector_class, config, settings, self.stand_ins
+            )
             stack.callback(engine.close)
             return engine
 
@@ -163,7 +165,7 @@ class _Play:
             engine.forget_gpu()
         else:
             engine.shutdown()
-            self._stand_ins.end_process(classes)
+            self.stand_ins.end_process(classes)
             self._engine = None
             engine = start(pair.second_engine)
         # Other tokens have other bytes; other properties need another seed for that.
@@ -175,7 +177,7 @@ class _Play:
 
     def _cell(self, num_loaded: int) -> Cell:
         """Return the result of requests that were served without an error."""
-        pair = self._pair
+        pair = self.pair
         if pair.is_of_layouts:
             if not num_loaded:
                 return Cell(pair, PairOutcome.NOT_CHECKED, "the connector loaded nothing")
@@ -187,7 +189,7 @@ class _Play:
 
     def _cell_of(self, broken: InvariantBroken) -> Cell:
         """Return the result of a broken law."""
-        pair, engine, cause = self._pair, self._engine, broken.__cause__
+        pair, engine, cause = self.pair, self._engine, broken.__cause__
         if engine is None and cause is not None and str(cause):
             return Cell(pair, PairOutcome.REFUSED, line_of(cause))
         if broken.law == "XFER-1" and cause is None and pair.num_same_tokens < len(PROMPT):

@@ -18,7 +18,7 @@ from kvview_vllm.partition.pairs import PROMPT, EngineSettings
 from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.releases.calls import idle_steps_report
 from kvview_vllm.releases.cpu.worker_caches import layouts, use_layout
-from kvview_vllm.releases.samples import hash_function
+from kvview_vllm.releases.samples import hash_function, make_request
 from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.harness import RawHarness, RawSettings
@@ -184,4 +184,4 @@ class _VariedRequest(PlannedRequest):
         prompt = arguments.get("prompt_token_ids") or PROMPT
         super().__init__(request_id, prompt, 0, 1, None, block_size)
         self.kv_seed = kv_seed
-        self.request = cpu_scheduler.make_request(request_id, prompt, 1, hasher, **arguments)
+        self.request = make_request(request_id, prompt, 1, block_hasher=hasher, **arguments)

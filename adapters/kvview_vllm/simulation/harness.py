@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +113,8 @@ class VLLMHarness(ABC):
         """Return the references that connectors hold."""
 
     @abstractmethod
-    def _check_loads(self, transfers: Any) -> None:
-        """Compare the bytes of loads that a worker reports as complete."""
+    def _take_load(self, request_id: str) -> tuple[Collection[int], Callable[[], int]]:
+        """Return the blocks of a load that has ended, and a function that counts wrong ones."""
 
     def _salt_of(self, prompt: Sequence[int]) -> str | None:
         """Return the cache salt of a request."""
@@ -325,6 +325,17 @@ class VLLMHarness(ABC):
             chunks = step.chunks.items()
             drafts = {name: one.planned.next_drafts() for name, one in chunks if one.sampled}
             self.scheduler.propose_drafts(drafts)
+
+    def _check_loads(self, transfers: Any) -> None:
+        """Compare the bytes of loads that a worker reports as complete."""
+        invalid = {*cpu_scheduler.invalid_blocks(transfers)}
+        failed = cpu_scheduler.failed_requests(transfers)
+        for name in (transfers and transfers.finished_recving) or ():
+            blocks, count_wrong = self._take_load(name)
+            if name in failed or name not in self.unfinished() or not invalid.isdisjoint(blocks):
+                continue
+            self.num_loaded_blocks += len(blocks)
+            self._stats.mismatches += count_wrong()
 
     def _on_outputs(self, outputs: Mapping[int, Any]) -> None:
         """Receive the outputs of a step, by client."""

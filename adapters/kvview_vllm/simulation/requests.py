@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview.testing.connector.invariants import InvariantBroken
+from kvview_vllm.releases.samples import make_request
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 
 if TYPE_CHECKING:
@@ -86,11 +87,12 @@ class PlannedRequest:
         self._num_output_tokens = stops_after if stops_after and self._stops else num_output_tokens
         self._hash_block_size = hash_block_size
         self._num_checked = 0
-        self.request = cpu_scheduler.make_request(
+        self.request = make_request(
             request_id,
             prompt,
             num_output_tokens,
-            _block_hasher(hash_block_size),
+            block_hasher=_block_hasher(hash_block_size),
+            end_token=cpu_scheduler.END_TOKEN,
             transfer_params=transfer_params,
             cache_salt=cache_salt,
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -446,27 +446,6 @@ def make_worker_connector(vllm_config: Any, kv_cache_config: Any, rank: int = 0)
 # --- requests and outputs ---
 
 
-def make_request(
-    request_id: str,
-    tokens: Iterable[int],
-    max_tokens: int,
-    block_hasher: Callable[[Any], list[Any]],
-    **more: Any,
-) -> Any:
-    """Make a ``Request`` with greedy sampling, which :data:`END_TOKEN` ends early.
-
-    Args:
-        request_id: Its id.
-        tokens: Tokens of the prompt.
-        max_tokens: Tokens to generate.
-        block_hasher: Called with the request, returns the hashes of its new full blocks.
-        **more: Further arguments of ``Request``.
-    """
-    return samples.make_request(
-        request_id, tokens, max_tokens, block_hasher=block_hasher, end_token=END_TOKEN, **more
-    )
-
-
 def computed_before(output: Any) -> dict[str, int]:
     """Return, for each scheduled request, the number of tokens whose KV exists before the step."""
     cached = output.scheduled_cached_reqs
@@ -484,11 +463,6 @@ def bind_transfers(worker: Any, output: Any, metadata: Any) -> None:
     """Make the calls that a model runner makes first in a step."""
     handle_preemptions(worker, output, metadata)
     worker.bind_connector_metadata(metadata)
-
-
-def start_transfers(worker: Any) -> None:
-    """Start the transfers of a step, before or after the launch of its forward pass."""
-    worker.start_load_kv(None)
 
 
 def end_transfers(worker: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
@@ -362,7 +362,7 @@ class KVViewHarness(VLLMHarness):
 
     def _start_transfers(self) -> None:
         for worker in self._workers:
-            cpu_scheduler.start_transfers(worker)
+            worker.start_load_kv(None)
 
     @override
     def _run(self, step: LaunchedStep) -> None:
@@ -388,17 +388,10 @@ class KVViewHarness(VLLMHarness):
         self._loading = loading
 
     @override
-    def _check_loads(self, transfers: Any) -> None:
-        invalid = {*cpu_scheduler.invalid_blocks(transfers)}
-        failed = cpu_scheduler.failed_requests(transfers)
-        for name in (transfers and transfers.finished_recving) or ():
-            loaded = self.expected_keys(name)
-            if name in failed or name not in self.unfinished() or not invalid.isdisjoint(loaded):
-                continue
-            self.num_loaded_blocks += len(loaded)
-            self._stats.mismatches += self._compute.kv_bytes.count_mismatches(
-                [*loaded], [*loaded.values()]
-            )
+    def _take_load(self, request_id: str) -> tuple[Collection[int], Callable[[], int]]:
+        loaded = self.expected_keys(request_id)
+        count = self._compute.kv_bytes.count_mismatches
+        return loaded, lambda: count([*loaded], [*loaded.values()])
 
 
 if TYPE_CHECKING:

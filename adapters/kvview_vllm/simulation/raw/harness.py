@@ -17,7 +17,7 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -421,17 +421,14 @@ class RawHarness(VLLMHarness):
         return loads
 
     @override
-    def _check_loads(self, transfers: Any) -> None:
-        invalid = {*cpu_scheduler.invalid_blocks(transfers)}
-        failed = cpu_scheduler.failed_requests(transfers)
-        for name in (transfers and transfers.finished_recving) or ():
-            load = self._load_of.pop(name)
-            blocks = {block for table in load.tables for block in table}
-            if name in failed or name not in self.unfinished() or not invalid.isdisjoint(blocks):
-                continue
-            self.num_loaded_blocks += len(blocks)
-            self._loaded.add(name)
-            self._stats.mismatches += not self.worker.holds(load)
+    def _take_load(self, request_id: str) -> tuple[Collection[int], Callable[[], int]]:
+        load = self._load_of.pop(request_id)
+
+        def count_wrong() -> int:
+            self._loaded.add(request_id)
+            return not self.worker.holds(load)
+
+        return {block for table in load.tables for block in table}, count_wrong
 
     def _on_wrong(self, wrong: Wrong) -> None:
         """Raise an error for wrong bytes; in a handoff, count them."""
