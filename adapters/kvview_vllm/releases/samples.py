@@ -138,8 +138,8 @@ class _NoModel:
 def make_dry_config(num_blocks: int, transfer_config: Mapping[str, Any] | None) -> Any:
     """Make a ``VllmConfig`` without a model, whose constructors do not run.
 
-    A server makes it while it starts, so it must not search for devices, write files or log. A
-    simulation, in a process of its own, makes a real one
+    A server makes it while it starts, so it must not search for devices, write files or log. The
+    simulation runs in another process and makes a real one
     (:func:`kvview_vllm.simulation.scheduler.make_vllm_config`).
 
     Args:

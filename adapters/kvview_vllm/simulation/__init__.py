@@ -22,8 +22,8 @@ from kvview.connector.hook_errors import watch_hooks
 from kvview_vllm.releases import engine_version, refusal
 from kvview_vllm.releases.versions import importing
 from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.kvview.fit import KVViewFit
 from kvview_vllm.simulation.kvview.harness import Configs, KVViewHarness
+from kvview_vllm.simulation.kvview.release_fit import KVViewFit
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory

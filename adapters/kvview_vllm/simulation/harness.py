@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import BlockIds, ConfigError, OffloadKey
-from kvview_vllm.connector.handoffs import OFFER
 from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.requests import Chunk, PlannedRequest, make_prompt
 from kvview_vllm.simulation.vllm_scheduler import VLLMScheduler, named, reads_vllm
@@ -168,6 +167,8 @@ class VLLMHarness(ABC):
 
     def add_prefill(self, add: Add, serial: int) -> None:
         """Queue a request whose KV is offered when it has finished."""
+        from kvview_vllm.connector.handoffs import OFFER  # needs vLLM at import
+
         self.add(add, serial, {OFFER: True})
         self._prefills.add(add.request_id)
 

@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,8 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.handoff import Peer, Wire
 from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview_vllm.binding import walk_connectors
-from kvview_vllm.connector.handoffs import HandoffOptions
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.releases.calls import can_name_groups, child_connectors
@@ -64,36 +62,6 @@ class HandedConnector(Connector):
     @override
     def make_worker(self) -> WorkerConnector:
         return self._connector.make_worker()
-
-
-class _SimulatedHandoffs(HandoffOptions):
-    """The setting ``handoffs``, with objects of the simulation.
-
-    Args:
-        life: The ``EngineLife`` of the engine.
-    """
-
-    life: Any
-
-    @override
-    def peer(self, engine_id: str, life: str, split: str) -> Peer:
-        me: Peer = replace(self.life.me, split=split)
-        return me
-
-    @override
-    def make_wire(self, rank: int) -> Wire:
-        wire: Wire = self.life.wires[rank]
-        return wire
-
-
-def _handoffs(life: EngineLife | None) -> dict[str, Any]:
-    """Return the settings of an engine that hands over KV; none for other engines."""
-    if life is None:
-        return {}
-    handoffs = _SimulatedHandoffs(
-        wire="", address=life.me.address, lease_seconds=life.lease_seconds, life=life
-    )
-    return {"handoffs": handoffs}
 
 
 class Configs:
@@ -202,8 +170,14 @@ class KVViewHarness(VLLMHarness):
     ) -> Configs:
         target = f"{__name__}:{HandedConnector.__name__}"
         children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
+        extra: dict[str, Any] = _BARE | {"pin_budget": scenario.pin_budget}
+        if life is not None:
+            from kvview_vllm.simulation.kvview.simulated_handoffs import (
+                SimulatedHandoffs,  # imports vLLM
+            )
+
+            extra["handoffs"] = SimulatedHandoffs.of(life)
         for child in children:  # because the kit looks for faults, and its clock counts steps
-            extra = _BARE | {"pin_budget": scenario.pin_budget, **_handoffs(life)}
             child["kv_connector_extra_config"] |= extra
         return Configs(
             scenario.geometry.groups,
