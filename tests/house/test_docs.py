@@ -51,7 +51,9 @@ def test_a_page_of_the_api_links_to_its_sources(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     for module in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
         path = "/".join(module.split("."))
-        assert f"(../../{path}.py)" in text or f"(../../{path}/__init__.py)" in text, module
+        roots = ("../..", "../../reference")
+        links = [f"({root}/{path}{end})" for root in roots for end in (".py", "/__init__.py")]
+        assert any(link in text for link in links), module
 
 
 @pytest.mark.parametrize("maker", [make_hooks, make_results, make_support_matrix])

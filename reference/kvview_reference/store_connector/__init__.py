@@ -1,7 +1,7 @@
 """A connector that is built from a store of pages by key, and does all the bookkeeping.
 
 ``connector`` has the base class, ``scheduler`` and ``worker`` its halves. ``page_index`` tracks the
-place of each page with one manager for each level, and ``pages`` keeps the bytes. Authors may
+place of each page with one manager for each level, and ``named_pages`` keeps the bytes. Authors may
 replace the ``transform``. Without a store, this is the offloading connector: a manager and a
 transfer worker.
 """

@@ -32,8 +32,8 @@ from kvview.tier import (
 )
 from kvview_reference.offloading import PolicyFactory
 from kvview_reference.offloading.policies import policy_factory
+from kvview_reference.store_connector.named_pages import Pages
 from kvview_reference.store_connector.page_index import Mode, TierSettings
-from kvview_reference.store_connector.pages import Pages
 from kvview_reference.store_connector.scheduler import StoreScheduler
 from kvview_reference.store_connector.transform import Transform
 from kvview_reference.store_connector.worker import HostWorker, StoreWorker

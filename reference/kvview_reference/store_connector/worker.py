@@ -18,7 +18,7 @@ from kvview.transfer import (
     GPULoadStoreSpec,
     TransferResult,
 )
-from kvview_reference.store_connector.pages import FoundPage, Pages
+from kvview_reference.store_connector.named_pages import FoundPage, Pages
 from kvview_reference.store_connector.store_plan import StorePlan, StoreSpec
 from kvview_reference.transfer import CPUGPUTransferWorker
 from kvview_reference.transfer.host_pages import HostPages
