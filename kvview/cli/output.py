@@ -36,6 +36,7 @@ _EXTRAS = {
     "zmq": "events",
     "xxhash": "tier",
     "obstore": "objects",
+    "matplotlib": "chart",
 }
 
 

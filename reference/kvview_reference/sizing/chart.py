@@ -16,7 +16,8 @@ def write_chart(report: SizeReport, path: str) -> None:
         ConfigError: The file cannot be written.
     """
     scale = 1.0 if report.block_bytes is None else report.block_bytes / 2**30
-    curve = [(blocks, rate) for blocks, rate in report.lru_curve if blocks]
+    first = max(1, report.full_blocks // 200)
+    curve = [(blocks, rate) for blocks, rate in report.lru_curve if blocks >= first]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(
@@ -34,15 +35,16 @@ def write_chart(report: SizeReport, path: str) -> None:
         axes.axvline(at, color="grey", linewidth=0.8)
         axes.annotate(f" knee: {at:,.4g}", (at, 0), color="grey")
     axes.set(
-        title=report.trace,
+        title=report.trace.replace("$", r"\$"),  # otherwise the start of a formula
         xlabel="blocks" if report.block_bytes is None else "GiB",
         ylabel="hit blocks (% of the prompt blocks)",
         xscale="log",
         ylim=(0, None),
     )
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.legend()
     axes.grid(alpha=0.3)
-    with rc_context({"svg.hashsalt": "kvview", "text.parse_math": False}):
+    with rc_context({"svg.hashsalt": "kvview"}):
         try:
             figure.savefig(path, format="svg", metadata={"Date": None})
         except OSError as error:

@@ -89,7 +89,9 @@ def size(
 def _show(report: SizeReport, headline: str) -> None:
     console = Console()
     counted = f"{report.requests:,} requests, {report.blocks:,} blocks of {report.block_size:,} "
-    after = f", after {report.warmup_requests:,} to fill the cache" if report.warmup_requests else ""
+    after = (
+        f", after {report.warmup_requests:,} to fill the cache" if report.warmup_requests else ""
+    )
     console.print(headline, f"{counted}tokens{after}", sep="\n", highlight=False, soft_wrap=True)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     has_bytes = report.block_bytes is not None

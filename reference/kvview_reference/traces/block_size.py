@@ -39,13 +39,14 @@ def find_block_size(lengths: Iterable[tuple[int, int]], default: int) -> int:
         return fitting[0]
     low = max((tokens // (ids + 1) + 1 for tokens, ids in counts), default=1)
     high = min((-(-tokens // (ids - 1)) - 1 for tokens, ids in counts if ids > 1), default=None)
-    if fitting or (high is not None and low < high):
-        end = "more" if high is None else f"{high:,}"
-        raise ConfigError(f"the rows fit blocks of {low:,} to {end} tokens; pass --block-size")
     if low == high:
         return low
+    is_common = 2 * by_size[default] >= counts.total()
+    if fitting or (high is not None and low < high and not is_common):
+        end = "more" if high is None else f"{high:,}"
+        raise ConfigError(f"the rows fit blocks of {low:,} to {end} tokens; pass --block-size")
     best = max(by_size, key=by_size.__getitem__)  # the default, if no other size fits more rows
-    if 2 * by_size[best] >= counts.total() + (best != default):
+    if is_common or 2 * by_size[best] > counts.total():
         return best
     raise ConfigError(
         "no block size fits the prompt lengths and numbers of hash_ids of most rows; pass "

@@ -70,7 +70,7 @@ def read_trace(
         rows = [row for row in rows if reader.check(row, size)]
         kind = turns or find_turns(rows, size)
     except ConfigError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     if kind == "incremental" and skipped.num_requests:
         raise ConfigError(
             f"{path}: later turns contain the turns before them (--turns incremental), so "
@@ -134,7 +134,7 @@ class _Reader:
         if size is not None:
             expected = self._stated or self._row_size or size
             if size != expected:
-                raise RowError(f"{size}, expected {expected}", "block_size", len(found))
+                raise RowError(f"{size}, expected {expected}", "block_size", max(1, len(found)))
             self._row_size = size
         return found
 
@@ -149,7 +149,14 @@ class _Reader:
             return known
         assert self._format is not None
         lengths = [(row.num_prompt_tokens, len(row.hash_ids)) for row in rows]
-        size = find_block_size(lengths, DEFAULT_BLOCK_SIZES[self._format])
+        default = DEFAULT_BLOCK_SIZES[self._format]
+        try:
+            size = find_block_size(lengths, default)
+        except ConfigError as error:
+            first = next(row for row in rows if not _fits(row, default))
+            raise ConfigError(
+                f"line {first.line}: {_misfit(first, default)}, but {error}"
+            ) from None
         if all(tokens < size for tokens, _ in lengths):
             raise ConfigError(
                 f"no prompt fills a block of {size:,} tokens, so no block can be hit; pass "
@@ -159,11 +166,20 @@ class _Reader:
 
     def check(self, row: Row, block_size: int) -> bool:
         """Whether the ids of a row fit its tokens; otherwise the row is skipped."""
-        tokens, ids = row.num_prompt_tokens, len(row.hash_ids)
-        if fits(tokens, ids, block_size):
-            return True
-        full, rest = divmod(tokens, block_size)
-        expected = f"{full} or {full + 1}" if rest else f"{full}"
-        problem = f"{ids} ids for {tokens} prompt tokens in blocks of {block_size}"
-        self._skip(row.place, RowError(f"{problem}, expected {expected}", row.field))
-        return False
+        if not _fits(row, block_size):
+            self._skip(row.place, RowError(_misfit(row, block_size), row.field))
+            return False
+        return True
+
+
+def _fits(row: Row, block_size: int) -> bool:
+    return fits(row.num_prompt_tokens, len(row.hash_ids), block_size)
+
+
+def _misfit(row: Row, block_size: int) -> str:
+    full, rest = divmod(row.num_prompt_tokens, block_size)
+    expected = f"{full} or {full + 1}" if rest else f"{full}"
+    return (
+        f"{len(row.hash_ids)} ids for {row.num_prompt_tokens} prompt tokens in blocks of "
+        f"{block_size}, expected {expected}"
+    )

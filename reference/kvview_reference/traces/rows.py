@@ -95,9 +95,7 @@ class _MooncakeRow(_Model):
     input_length: _PromptTokens = Field(
         validation_alias=AliasChoices("input_length", "input_tokens")
     )
-    output_length: _Tokens = Field(
-        validation_alias=AliasChoices("output_length", "output_tokens")
-    )
+    output_length: _Tokens = Field(validation_alias=AliasChoices("output_length", "output_tokens"))
     hash_ids: _HashIds
 
     def rows(self, place: str, line: int) -> Iterator[Row | RowError]:
@@ -215,9 +213,9 @@ def _time_of(entry: Any) -> float:
 
 
 def _num_requests(entry: Any) -> int:
-    """Count the requests in a row that may be malformed; a row without a list counts as one."""
+    """Count the requests in an entry that may be malformed, at least one."""
     inner = entry.get("requests") if isinstance(entry, dict) else None
-    return sum(map(_num_requests, inner)) if isinstance(inner, list) else 1
+    return max(1, sum(map(_num_requests, inner))) if isinstance(inner, list) else 1
 
 
 _MODELS: dict[FormatName, type[_MooncakeRow] | type[_BailianRow] | type[_WekaSession]] = {
@@ -303,6 +301,9 @@ def parse(
     return valid.num_block_tokens, list(valid.rows(place, line))
 
 
+_PYDANTIC_OBJECT = "dictionary or object to extract fields from"
+
+
 def _explain(error: ValidationError, where: str, num_requests: int) -> RowError:
     first, *others = error.errors(include_url=False)
     # Numbers are indices of a list; "n", "s" and "subagent" name a kind, not a field.
@@ -317,6 +318,7 @@ def _explain(error: ValidationError, where: str, num_requests: int) -> RowError:
     elif first["type"] == "union_tag_invalid":
         problem = f"should be one of {first['ctx']['expected_tags']}, got {first['ctx']['tag']!r}"
     else:
-        problem = f"{first['msg'].removeprefix('Input ')}, got {reprlib.repr(first['input'])}"
+        text = first["msg"].removeprefix("Input ").replace(_PYDANTIC_OBJECT, "object")
+        problem = f"{text}, got {reprlib.repr(first['input'])}"
     more = f" (and {len(others)} more in this row)" if others else ""
     return RowError(problem + more, field.removeprefix("."), num_requests)
