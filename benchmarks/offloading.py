@@ -128,7 +128,7 @@ def play_round(
     return [hits / num_blocks for hits in found], [took / num_blocks for took in seconds]
 
 
-def read_trace() -> Requests:
+def read_requests() -> Requests:
     if not TRACE.exists():
         print(f"no {TRACE.name}: generated conversations instead\n")
         return list(islice(conversations(14), 12_000))
@@ -166,7 +166,7 @@ def _key(number: int) -> OffloadKey:
 
 
 def measure(rounds: int) -> None:
-    sides, requests = both_sides(), read_trace()
+    sides, requests = both_sides(), read_requests()
     figures = Figures("us a block", 1e6, PEER, "hits", f"hits of {PEER}")
 
     def add(name: str, policy: str, played: Sequence[tuple[list[float], list[float]]]) -> None:

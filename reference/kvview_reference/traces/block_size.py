@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvview.errors import ConfigError
 
-_POWERS = [2**power for power in range(21)]
+_POWERS = [1 << power for power in range(21)]
 
 
 def fits(num_tokens: int, num_ids: int, block_size: int) -> bool:
@@ -33,12 +33,15 @@ def find_block_size(lengths: Iterable[tuple[int, int]], default: int) -> int:
     def num_fitting(size: int) -> int:
         return sum(count for (tokens, ids), count in counts.items() if fits(tokens, ids, size))
 
-    by_size = {size: num_fitting(size) for size in (default, *_POWERS)}
+    sizes: list[int] = [default, *_POWERS]
+    by_size = {size: num_fitting(size) for size in sizes}
     fitting = [size for size, number in by_size.items() if number == counts.total()]
     if default in fitting or len(fitting) == 1:
         return fitting[0]
     low = max((tokens // (ids + 1) + 1 for tokens, ids in counts), default=1)
-    high = min((-(-tokens // (ids - 1)) - 1 for tokens, ids in counts if ids > 1), default=None)
+    high: int | None = min(
+        (-(-tokens // (ids - 1)) - 1 for tokens, ids in counts if ids > 1), default=None
+    )
     if low == high:
         return low
     is_common = 2 * by_size[default] >= counts.total()

@@ -9,7 +9,7 @@ from io import BufferedReader
 from typing import BinaryIO, cast
 
 from kvview.errors import ConfigError
-from kvview.input_files import DAMAGED_GZIP, InputFile, open_rows, read_rows
+from kvview.input_files import DAMAGED_GZIP, open_rows, read_rows
 from kvview_reference.traces.rows import RowError
 
 MAX_ROW_BYTES = 32 * 2**20
@@ -66,13 +66,13 @@ def is_recording(path: str) -> bool:
 
 
 def rows_of(
-    path: str, on_progress: Callable[[float], object] = lambda share: None
+    path: str, on_progress: Callable[[str], object] = lambda text: None
 ) -> Iterator[tuple[int, bytes | RowError]]:
     """Yield the line and the content of each row that is not blank, or the error of a row.
 
     Args:
         path: JSON Lines, compressed with gzip or not.
-        on_progress: Called with the share of the file that was read.
+        on_progress: Called with the name of the file and the share that was read.
 
     Raises:
         ConfigError: The file cannot be read, or is no trace.
@@ -81,7 +81,7 @@ def rows_of(
         with open_rows(path) as (file, rows):
             for line, row in _rows(path, rows):
                 yield line, row
-                on_progress(file.tell() / max(1, file.num_bytes))
+                on_progress(f"{os.path.basename(path)}, {file.tell() / file.num_bytes:.0%}")
     except OSError as error:
         raise ConfigError(f"cannot read trace {path!r}: {error.strerror}") from error
 
@@ -114,7 +114,7 @@ def _require_trace(path: str, start: bytes) -> None:
     first, *others = start.removeprefix(_BOM).lstrip()[:_START_BYTES].splitlines() or [b""]
     if first.startswith(b"["):
         kind = "a JSON array; write one element per line with \"jq -c '.[]'\""
-    elif first.rstrip() == b"{" and others:
+    elif first.rstrip() == b"{" and others and not others[0].startswith(b"{"):
         kind = "one JSON object over several lines; write it in one line with 'jq -c .'"
     elif b"," in first and (first[:1].isalpha() or first.startswith(b'"')):
         kind = "a CSV file, which lacks the hash_ids of each request's prompt; hits need them"

@@ -110,8 +110,7 @@ class _Reader:
     def read(self, path: str, on_progress: Callable[[str], object]) -> Iterator[Row]:
         """Yield the requests of all files that can be read."""
         for name in files_of(path):
-            base = os.path.basename(name)
-            for line, content in rows_of(name, lambda share: on_progress(f"{base}, {share:.0%}")):
+            for line, content in rows_of(name, on_progress):
                 place = f"{name}:{line}"
                 try:
                     found = self._parse(content, place, line)

@@ -2,8 +2,9 @@
 
 A prompt has an id for each full block, and may have an id for its partial last block.
 
-Source: ``mooncake``: kvcache-ai/Mooncake, ``FAST25-release/traces``; its sessions: ai-dynamo/dynamo,
-``docs/benchmarks/mocker-trace-replay.md``, and ai-dynamo/aiperf, ``docs/benchmark-modes``;
+Source: ``mooncake``: kvcache-ai/Mooncake, ``FAST25-release/traces``;
+its sessions: ai-dynamo/dynamo, ``docs/benchmarks/mocker-trace-replay.md``, and ai-dynamo/aiperf,
+``docs/benchmark-modes/trace-replay.md``;
 ``bailian``: alibaba-edu/qwen-bailian-usagetraces-anon, ``README.md``;
 ``weka``: callanjfox/kv-cache-tester, ``docs/trace_replay_tester.md``.
 """

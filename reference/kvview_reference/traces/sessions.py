@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -136,7 +136,7 @@ class Timeline:
             raise RowError("is missing, but the first row has it", "timestamp")
         return session.arrival_s + row.delay_s
 
-    def _put_together(self, session: _Session, row: Row) -> tuple[int, Iterator[int]]:
+    def _put_together(self, session: _Session, row: Row) -> tuple[int, Sequence[int]]:
         """Append a turn to its session, and return the tokens and ids of the whole prompt.
 
         A block that starts or ends after a generated token has content of its own.
@@ -148,4 +148,4 @@ class Timeline:
         session.num_tokens = num_tokens + row.num_output_tokens
         own = _GENERATED + session.number
         rest = -(-num_tokens // size) - len(session.hash_ids)
-        return num_tokens, iter([*session.hash_ids, *[own] * rest])
+        return num_tokens, [*session.hash_ids, *[own] * rest]
