@@ -20,7 +20,7 @@ from harness import DATA, Table, add_vllm_to_path  # type: ignore[import-not-fou
 
 from kvview import OffloadKey, make_offload_key
 from kvview_reference.sizing.report import size
-from kvview_reference.traces.options import open_source
+from kvview_reference.traces.command import open_source
 from kvview_reference.traces.reader import read_trace
 
 STEP_TOKENS = 8192

@@ -19,7 +19,7 @@ from kvview.cli.interrupt import UntilInterrupted
 from kvview.cli.output import Seconds, Whole, json_option, naming, target_options, write_json
 from kvview.errors import ConfigError
 from kvview.targets import load_connector
-from kvview_reference.traces.options import open_source, trace_options
+from kvview_reference.traces.command import open_source, trace_options
 
 if TYPE_CHECKING:
     from kvview import CacheGeometry

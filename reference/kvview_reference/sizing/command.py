@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvview.cli.console import Console, progress
 from kvview.cli.output import OutputFile, Whole, json_option, write_json
-from kvview_reference.traces.options import open_source, trace_options
+from kvview_reference.traces.command import open_source, trace_options
 
 if TYPE_CHECKING:
     from kvview_reference.sizing.report import SizeReport

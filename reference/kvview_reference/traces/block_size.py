@@ -39,9 +39,8 @@ def find_block_size(lengths: Iterable[tuple[int, int]], default: int) -> int:
     if default in fitting or len(fitting) == 1:
         return fitting[0]
     low = max((tokens // (ids + 1) + 1 for tokens, ids in counts), default=1)
-    high: int | None = min(
-        (-(-tokens // (ids - 1)) - 1 for tokens, ids in counts if ids > 1), default=None
-    )
+    limits = [-(-tokens // (ids - 1)) - 1 for tokens, ids in counts if ids > 1]
+    high = min(limits, default=None)
     if low == high:
         return low
     is_common = 2 * by_size[default] >= counts.total()

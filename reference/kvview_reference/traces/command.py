@@ -1,4 +1,4 @@
-"""The argument TRACE of a command, with its options."""
+"""The argument TRACE of ``kvview replay`` and ``kvview size``, with its options."""
 
 from __future__ import annotations
 
