@@ -19,7 +19,7 @@ import click
 from harness import DATA, Table, add_vllm_to_path  # type: ignore[import-not-found, unused-ignore]
 
 from kvview import OffloadKey, make_offload_key
-from kvview_reference.sizing.report import size
+from kvview_reference.sizing.hit_curve import size
 from kvview_reference.traces.command import open_source
 from kvview_reference.traces.reader import read_trace
 

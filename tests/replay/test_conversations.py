@@ -10,7 +10,7 @@ from kvview_reference.engine.request import Request, Status
 from kvview_reference.replay.conversations import Conversations, TurnQueue
 from kvview_reference.replay.run import ReplayConfig, replay
 from kvview_reference.replay.workload import generate_trace
-from kvview_reference.traces.requests import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 SIZE = 4
 

@@ -22,12 +22,12 @@ from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
 from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
+from kvview_reference.sizing.hit_curve import SizeReport, parse_sizes
+from kvview_reference.sizing.hit_curve import size as run_size
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.report import SizeReport, parse_sizes
-from kvview_reference.sizing.report import size as run_size
 from kvview_reference.traces.reader import read_trace
 from kvview_reference.traces.recordings import SAME_REQUEST_S
-from kvview_reference.traces.requests import SkippedRows, Trace, TraceRequest
+from kvview_reference.traces.trace import SkippedRows, Trace, TraceRequest
 from tests.traces import MOONCAKE, trace_file
 
 BLOCK_SIZE = 4

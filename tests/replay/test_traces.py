@@ -20,7 +20,7 @@ from kvview.errors import ConfigError, KVViewError, TraceError
 from kvview_reference.replay.workload import generate_trace
 from kvview_reference.traces import files
 from kvview_reference.traces.reader import read_trace
-from kvview_reference.traces.requests import SkippedRows, Trace, TraceRequest
+from kvview_reference.traces.trace import SkippedRows, Trace, TraceRequest
 from tests.cases import read_cases
 from tests.replay import trace_rows
 from tests.replay.trace_oracle import Hits, RefusedError, hits_of

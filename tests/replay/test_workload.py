@@ -11,7 +11,7 @@ import pytest
 
 from kvview.errors import ConfigError
 from kvview_reference.replay.workload import generate_trace
-from kvview_reference.traces.requests import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 from tests.replay.test_traces import prefix_hits
 from tests.replay.trace_rows import to_lines
 from tests.traces import mooncake_row

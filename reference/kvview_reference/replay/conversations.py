@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvview import BlockHash
 from kvview_reference.engine.request import Request, Status, chain_hashes
-from kvview_reference.traces.requests import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 _MAX_TURNS = 4096
 """Number of latest turns that are remembered, so that memory does not grow with the trace."""

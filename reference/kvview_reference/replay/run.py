@@ -31,7 +31,7 @@ from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Status
 from kvview_reference.replay.conversations import TurnQueue
 from kvview_reference.replay.transfers import end_each_step
-from kvview_reference.traces.requests import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
 _COUNTED = (  # by the engine

@@ -16,7 +16,7 @@ from itertools import pairwise
 from random import Random
 
 from kvview.errors import ConfigError
-from kvview_reference.traces.requests import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 REQUESTS_PER_SECOND = 3.4
 SYSTEM_PROMPT_TOKENS = 600

@@ -6,7 +6,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from kvview.errors import ConfigError
-from kvview_reference.sizing.report import SizeReport
+from kvview_reference.sizing.hit_curve import SizeReport
 
 
 def write_chart(report: SizeReport, path: str) -> None:

@@ -14,7 +14,7 @@ from kvview.cli.output import OutputFile, Whole, json_option, write_json
 from kvview_reference.traces.command import open_source, trace_options
 
 if TYPE_CHECKING:
-    from kvview_reference.sizing.report import SizeReport
+    from kvview_reference.sizing.hit_curve import SizeReport
     from kvview_reference.traces.sessions import Turns
 
 _NUM_GENERATED = 12_000
@@ -47,7 +47,7 @@ _BAR = 30
     metavar="FILE.svg",
     help="Draw the hit curve; needs the extra 'chart'.",
 )
-@json_option({"size": "kvview_reference.sizing.report:SizeReport"})
+@json_option({"size": "kvview_reference.sizing.hit_curve:SizeReport"})
 def size(
     trace: str | None,
     requests: int | None,
@@ -67,8 +67,8 @@ def size(
     sessions (JSONL or JSONL.gz), a folder of such files, or a recording of KV
     events (kvview events record). Without TRACE, a seeded workload is generated.
     """
-    from kvview_reference.sizing.report import parse_sizes
-    from kvview_reference.sizing.report import size as run
+    from kvview_reference.sizing.hit_curve import parse_sizes
+    from kvview_reference.sizing.hit_curve import size as run
 
     if chart is not None:
         from kvview_reference.sizing.chart import write_chart  # fails before the trace is read

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from random import Random
 
-from kvview_reference.traces.requests import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from kvview.cli.output import Whole
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvview_reference.traces.requests import Trace
     from kvview_reference.traces.sessions import Turns
+    from kvview_reference.traces.trace import Trace
 
 _GENERATED_BLOCK_SIZE = 512
 
@@ -85,7 +85,7 @@ def open_source(
     """
     from kvview_reference.replay.workload import generate_trace
     from kvview_reference.traces.reader import read_trace
-    from kvview_reference.traces.requests import SkippedRows, Trace
+    from kvview_reference.traces.trace import SkippedRows, Trace
 
     if path is None:
         if block_size is not None or turns is not None or skip_bad_rows:

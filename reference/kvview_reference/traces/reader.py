@@ -14,7 +14,6 @@ from kvview.errors import ConfigError, TraceError
 from kvview.urls import DOCS_URL
 from kvview_reference.traces.block_size import find_block_size, fits
 from kvview_reference.traces.files import CutError, files_of, is_recording, rows_of
-from kvview_reference.traces.requests import SkippedRows, Trace
 from kvview_reference.traces.rows import (
     DEFAULT_BLOCK_SIZES,
     FormatName,
@@ -25,6 +24,7 @@ from kvview_reference.traces.rows import (
     recognise,
 )
 from kvview_reference.traces.sessions import Timeline, Turns, find_turns
+from kvview_reference.traces.trace import SkippedRows, Trace
 
 
 def read_trace(

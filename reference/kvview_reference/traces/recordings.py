@@ -22,8 +22,8 @@ from kvview.errors import ConfigError, TraceError, WireFormatError
 from kvview.events import MEDIUM_GPU
 from kvview.events.recording import read_recording
 from kvview.events.wire import EventDecoder, Hash, StoredEvent
-from kvview_reference.traces.requests import SkippedRows, TraceRequest
 from kvview_reference.traces.sessions import PrefixIds
+from kvview_reference.traces.trace import SkippedRows, TraceRequest
 
 SAME_REQUEST_S = 5.0
 """Time within which a turn counts as a part of the previous turn, which the GPU still has."""

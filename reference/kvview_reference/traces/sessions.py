@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvview.errors import ConfigError
-from kvview_reference.traces.requests import TraceRequest
 from kvview_reference.traces.rows import Row, RowError
+from kvview_reference.traces.trace import TraceRequest
 
 Turns = Literal["cumulative", "incremental"]
 

@@ -14,7 +14,7 @@ from typing import Literal
 from kvview.errors import ConfigError
 from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
 from kvview_reference.sizing.references import read_references
-from kvview_reference.traces.requests import Trace
+from kvview_reference.traces.trace import Trace
 
 _CURVE_POINTS = 120
 _KNEE_POINTS = 1000
