@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import click
@@ -80,7 +80,7 @@ _CLOSED_LOOP = 16
     show_default=True,
     help="Seconds to wait for subscribers, before and after the run.",
 )
-@json_option({"replay": "kvview_reference.replay.run:ReplayFile"})
+@json_option({"replay": "kvview_reference.replay.run:ReplayReport"})
 def replay(
     trace: str | None,
     requests: int | None,
@@ -109,7 +109,7 @@ def replay(
     """
     from kvview.options import read_options
     from kvview_reference.replay.figures import explain, figures_of
-    from kvview_reference.replay.run import ReplayConfig, ReplayFile, make_geometry
+    from kvview_reference.replay.run import ReplayConfig, make_geometry
     from kvview_reference.replay.run import replay as run
 
     if publish is None and publish_replay is not None:
@@ -144,20 +144,19 @@ def replay(
             lambda number: show(f"{number:,} of {len(source.requests):,} requests"),
             on_step,
         )
-    skipped = source.skipped
+    result = replace(
+        result, malformed_rows=source.skipped.num_requests, lost=source.skipped.reasons
+    )
     table = Table(title=source.headline, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    for name, value, is_bad in figures_of(result, skipped.num_requests):
+    for name, value, is_bad in figures_of(result):
         table.add_row(name, value, style="red" if is_bad else None)
     console = Console()
     console.print(table)
     for line in explain(result):
         console.print(line, highlight=False, soft_wrap=True)
-    report_file = ReplayFile(
-        **vars(result), malformed_rows=skipped.num_requests, lost=skipped.reasons
-    )
-    write_json(json_file, asdict(report_file))
+    write_json(json_file, asdict(result))
     if not result.is_clean:
         sys.exit(ExitCode.WRONG)
     sys.exit(ExitCode.INTERRUPTED if until.is_interrupted else ExitCode.CLEAN)

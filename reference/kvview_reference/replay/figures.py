@@ -6,7 +6,7 @@ from kvview.errors import line_of
 from kvview_reference.replay.run import ReplayReport
 
 
-def figures_of(report: ReplayReport, num_malformed: int) -> list[tuple[str, str, bool]]:
+def figures_of(report: ReplayReport) -> list[tuple[str, str, bool]]:
     """List the figures of the table: name, value, and whether the value shows a fault."""
 
     def hits(name: str, number: int, share: float) -> tuple[str, str, bool]:
@@ -33,7 +33,7 @@ def figures_of(report: ReplayReport, num_malformed: int) -> list[tuple[str, str,
         fault("holds left at the end", report.holds_at_end),
         figure("preemptions", report.preemptions),
         fault("failed transfers", report.failed_transfers),
-        fault("malformed rows", num_malformed),
+        fault("malformed rows", report.malformed_rows),
         ("seconds", f"{report.seconds:.1f}", False),
         ("blocks per second", f"{report.blocks_per_s:,.0f}", False),
     ]

@@ -64,7 +64,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The result of a replay; the fields have the same names as in the JSON report.
+    """The result of a replay, and the report of ``kvview replay --json FILE``.
 
     Args:
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
@@ -77,6 +77,10 @@ class ReplayReport:
         holds_at_end: Number of GPU blocks that were not free at the end; must be 0.
         blocks_per_s: ``blocks`` over ``seconds``.
         closed_loop: Number of requests in the engine at once.
+        malformed_rows: Requests of the trace that could not be read.
+        lost: The first 10,000 reasons.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     requests: int
@@ -100,6 +104,9 @@ class ReplayReport:
     closed_loop: int
     first_failure: str | None = None
     media: list[str] = field(default_factory=list)
+    malformed_rows: int = 0
+    lost: list[str] = field(default_factory=list)
+    schema_version: Literal[1] = 1
 
     @property
     def tier(self) -> str:
@@ -110,22 +117,6 @@ class ReplayReport:
     def is_clean(self) -> bool:
         """Whether every byte was right and every block was released."""
         return not self.mismatches and not self.holds_at_end
-
-
-@dataclass(frozen=True)
-class ReplayFile(ReplayReport):
-    """The report of ``kvview replay --json FILE``.
-
-    Args:
-        malformed_rows: Requests of the trace that could not be read.
-        lost: The first 10,000 reasons.
-        schema_version: Version of the JSON format, which grows when a field is removed or changes
-            its meaning.
-    """
-
-    malformed_rows: int = 0
-    lost: list[str] = field(default_factory=list)
-    schema_version: Literal[1] = 1
 
 
 def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:

@@ -71,20 +71,20 @@ def read_trace(
         kind = turns or find_turns(rows, size)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if kind == "incremental" and skipped.num_requests:
-        raise ConfigError(
-            f"{path}: later turns contain the turns before them (--turns incremental), so "
-            "--skip-bad-rows would change prompts; correct the bad rows"
-        )
-    timeline = Timeline(size, kind, has_times=bool(rows) and rows[0].at_s is not None)
+    timeline = Timeline(size, kind, has_times=any(row.at_s is not None for row in rows[:1]))
     requests = []
     for row in rows:
         try:
             requests.append(timeline.add(row))
         except RowError as error:
-            skipped.add(TraceError(f"{row.place}: {error}"))
+            reader.skip(row.place, error)
     if not requests:
-        raise ConfigError(f"cannot read trace {path!r}: no row fits")
+        raise ConfigError(f"cannot read trace {path!r}: {reader.problem}")
+    if kind == "incremental" and skipped.num_requests:
+        raise ConfigError(
+            f"{path}: later turns contain the turns before them (--turns incremental), so "
+            "--skip-bad-rows would change prompts; correct the bad rows"
+        )
     requests.sort(key=lambda request: request.arrival_s)
     return Trace(title, requests, size, skipped)
 
@@ -115,11 +115,11 @@ class _Reader:
                 try:
                     found = self._parse(content, place, line)
                 except RowError as error:
-                    self._skip(place, error)
+                    self.skip(place, error)
                     continue
                 for row in found:
                     if isinstance(row, RowError):
-                        self._skip(place, row)
+                        self.skip(place, row)
                     else:
                         yield row
 
@@ -137,7 +137,8 @@ class _Reader:
             self._row_size = size
         return found
 
-    def _skip(self, place: str, error: RowError) -> None:
+    def skip(self, place: str, error: RowError) -> None:
+        """Count a bad row, or raise its error."""
         self.problem = f"no row can be read; {place}: {error}"
         message = TraceError(f"{place}: {error}")
         self._skipped.add(message, error.num_requests, ends_file=isinstance(error, CutError))
@@ -166,7 +167,7 @@ class _Reader:
     def check(self, row: Row, block_size: int) -> bool:
         """Whether the ids of a row fit its tokens; otherwise the row is skipped."""
         if not _fits(row, block_size):
-            self._skip(row.place, RowError(_misfit(row, block_size), row.field))
+            self.skip(row.place, RowError(_misfit(row, block_size), row.field))
             return False
         return True
 
