@@ -68,6 +68,8 @@ WEKA: Rows = [
         weka(1.5, 195, 0, 1, 2),
         subagent(2.0, weka(0.0, 131, 0, 1), weka(3.0, 259, 0, 1, 2, 3, type="s")),
         weka(4.0, 323, 0, 1, 2, 3, 4),
+        # In other releases a sub-agent's requests have the session's own clock.
+        subagent(20.0, weka(21.0, 67, 9), subagent(30.0, weka(0.5, 67, 9))),
         hash_id_scope=scope,
     )
     for scope in ("local", "global", "local", "global")
