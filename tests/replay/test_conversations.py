@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvview import ConfigError, ConnectorError, WorkerConnector
-from kvview_reference.connector import OffloadConnector
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.replay.conversations import Conversations, TurnQueue
 from kvview_reference.replay.run import ReplayConfig, replay
 from kvview_reference.replay.workload import generate_trace
+from kvview_reference.store_connector import StoreConnector
 from kvview_reference.traces.trace import TraceRequest
 
 SIZE = 4
@@ -104,14 +104,14 @@ def test_a_turn_waits_for_the_previous_turn_and_then_behind_the_rows_read_meanwh
 
 def test_a_request_that_does_not_fit_is_counted_and_skipped() -> None:
     rows = [row("a", 16, 1, "abcd"), row("b", 200, 1, "x" * 50), row("c", 16, 1, "abcd", "b")]
-    report = replay(rows, SIZE, OffloadConnector, ReplayConfig(20, 8, 2))
+    report = replay(rows, SIZE, StoreConnector, ReplayConfig(20, 8, 2))
     assert (report.requests, report.requests_too_large, report.blocks) == (2, 1, 8)
     assert report.is_clean
     with pytest.raises(ConfigError, match=r"line 1 of the trace: .* use more GPU blocks"):
-        replay([rows[1]], SIZE, OffloadConnector, ReplayConfig(20, 8, 2))
+        replay([rows[1]], SIZE, StoreConnector, ReplayConfig(20, 8, 2))
 
 
-class _NeverReports(OffloadConnector):
+class _NeverReports(StoreConnector):
     def make_worker(self) -> WorkerConnector:
         worker = super().make_worker()
         worker.get_finished = list  # type: ignore[method-assign]
