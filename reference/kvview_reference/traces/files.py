@@ -1,4 +1,4 @@
-"""The rows of the files of a trace, and files that are no trace."""
+"""The rows of the files of a trace, and files that are not traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FOREIGN = {
     b"BZh": "compressed with bzip2; decompress it with 'bzip2 -d'",
     b"PK\x03\x04": "a zip archive; unpack it",
 }
-"""Files that are no trace, by their first bytes."""
+"""Kinds of files that are not traces, by their first bytes."""
 
 
 class CutError(RowError):
@@ -75,7 +75,7 @@ def rows_of(
         on_progress: Called with the name of the file and the share that was read.
 
     Raises:
-        ConfigError: The file cannot be read, or is no trace.
+        ConfigError: The file cannot be read, or is not a trace.
     """
     try:
         with open_rows(path) as (file, rows):
@@ -108,7 +108,7 @@ def _require_trace(path: str, start: bytes) -> None:
     """Refuse a file of another kind, by its first bytes.
 
     Raises:
-        ConfigError: The file is no trace.
+        ConfigError: The file is not a trace.
     """
     kind = next((text for magic, text in _FOREIGN.items() if start.startswith(magic)), None)
     first, *others = start.removeprefix(_BOM).lstrip()[:_START_BYTES].splitlines() or [b""]

@@ -48,7 +48,7 @@ def read_trace(
         on_progress: Called with the state of the reading.
 
     Raises:
-        ConfigError: The file cannot be read, is no trace, or its meaning is ambiguous.
+        ConfigError: The file cannot be read, is not a trace, or its meaning is ambiguous.
         TraceError: A row does not fit.
     """
     path = os.fspath(path)
