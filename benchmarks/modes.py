@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from harness import DATA, Table  # type: ignore[import-not-found, unused-ignore]
 
 from kvview_reference.replay.command import replay
-from kvview_reference.replay.traces import open_trace
 from kvview_reference.store_connector import StoreOptions
+from kvview_reference.traces.reader import read_trace
 
 MODES = ("victim", "exclusive", "eager", "finish")
 GPU_TOKENS = 1 << 20
@@ -52,7 +52,7 @@ def main() -> None:
     table = Table("trace", "host blocks", "none", *MODES)
     is_best = True
     for trace in (None, *sorted(DATA.glob("*.jsonl*"))):
-        gpu_blocks = GPU_TOKENS // (open_trace(trace).block_size if trace else 512)
+        gpu_blocks = GPU_TOKENS // (read_trace(trace).block_size if trace else 512)
         hit = partial(percent_hit, trace, num_requests, gpu_blocks)
         none = hit(0, default)
         for times in TIMES_GPU:

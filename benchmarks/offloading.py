@@ -32,7 +32,7 @@ from harness import (  # type: ignore[import-not-found, unused-ignore]
 
 from kvview import LookupResult, OffloadKey, ReqContext, make_offload_key
 from kvview_reference.offloading import CPUOffloadingManager
-from kvview_reference.replay.traces import open_trace
+from kvview_reference.traces.reader import read_trace
 
 TRACE = DATA / "mooncake_conversation_trace.jsonl"
 CAPACITIES = (1_000, 10_000, 50_000)
@@ -128,16 +128,12 @@ def play_round(
     return [hits / num_blocks for hits in found], [took / num_blocks for took in seconds]
 
 
-def read_trace() -> Requests:
+def read_requests() -> Requests:
     if not TRACE.exists():
         print(f"no {TRACE.name}: generated conversations instead\n")
         return list(islice(conversations(14), 12_000))
-    keys: dict[tuple[str, int], OffloadKey] = {}
-    return [
-        [keys.setdefault((request.scope, i), _key(len(keys))) for i in request.hash_ids]
-        for request in open_trace(TRACE)
-        if request.hash_ids
-    ]
+    trace = read_trace(TRACE)
+    return [[*map(_key, request.hash_ids)] for request in trace.requests if request.hash_ids]
 
 
 def conversations(blocks_a_turn: int, seed: int = 0) -> Iterator[list[OffloadKey]]:
@@ -170,7 +166,7 @@ def _key(number: int) -> OffloadKey:
 
 
 def measure(rounds: int) -> None:
-    sides, requests = both_sides(), read_trace()
+    sides, requests = both_sides(), read_requests()
     figures = Figures("us a block", 1e6, PEER, "hits", f"hits of {PEER}")
 
     def add(name: str, policy: str, played: Sequence[tuple[list[float], list[float]]]) -> None:

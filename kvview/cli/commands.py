@@ -25,7 +25,7 @@ SUMMARIES = {
     "new": "Write a complete connector, its test and a CI job.",
     "partition": "Check the keys and the memory layouts of a connector.",
     "replay": "Run a request trace through the reference engine.",
-    "size": "Compute the hits and costs of a host tier at every size.",
+    "size": "Compute the hits of a cache of every size.",
     "tier": "Check and measure tiers below the host.",
 }
 """Summaries of kvview's own commands, so that the help does not import the commands."""

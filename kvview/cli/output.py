@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import traceback
@@ -36,6 +35,7 @@ _EXTRAS = {
     "zmq": "events",
     "xxhash": "tier",
     "obstore": "objects",
+    "matplotlib": "chart",
 }
 
 
@@ -101,19 +101,6 @@ def silence() -> Iterator[None]:
             yield
     finally:
         _STDOUT.reset(before)
-
-
-class Rate(click.types.FloatParamType):
-    """A finite number above 0."""
-
-    name = "number"
-
-    @override
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not 0 < number < math.inf:
-            self.fail(f"expected a finite number above 0, got {number:g}", param, ctx)
-        return number
 
 
 class Seconds(click.types.FloatParamType):

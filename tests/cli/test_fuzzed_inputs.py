@@ -50,7 +50,7 @@ from kvview.events.wire import Batch, codec, encode
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 from tests.cli.test_wrong_inputs import TABLE, values
-from tests.replay.test_traces import BAILIAN, MOONCAKE, cc_request, cc_session, cc_subagent
+from tests.replay.trace_rows import TRACES, flat
 from tests.tier.test_store_folder import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -177,13 +177,6 @@ def put(path: Path, content: bytes, dice: random.Random) -> Path:
 # --- the kinds of inputs ---
 
 SPECIAL_FILES = [make for kind, make in KINDS.items() if kind != "large file"]
-SHORT = {**BAILIAN, "output_length": 13}
-SESSION = cc_session(cc_request(0.5, [1, 2]), cc_subagent(1.0, cc_request(0.5, [1, 2])))
-TRACES: list[list[dict[str, Any]]] = [
-    [{**MOONCAKE, "timestamp": 100 * n, "hash_ids": [0, n]} for n in range(8)],
-    [{**SHORT, "chat_id": n, "parent_chat_id": n - 1} for n in range(8)],
-    [{**SESSION, "id": f"trace_{n}"} for n in range(3)],
-]
 
 
 def trace(folder: Path, dice: random.Random) -> Input:
@@ -200,11 +193,11 @@ def trace(folder: Path, dice: random.Random) -> Input:
         (
             "replay --gpu-blocks 40",
             "replay --closed-loop 3 --gpu-blocks 40",
-            "size --sizes 10,50%",
-            "size",
+            "size --sizes 10,50MiB --block-bytes 1000",
+            "size --skip 2",
         )
     )
-    return reporting(folder, command + " --strict" * (dice.random() < 0.2), path)
+    return reporting(folder, command + " --skip-bad-rows" * (dice.random() < 0.6), path)
 
 
 FIELDS = {
@@ -296,7 +289,7 @@ OPTIONS = {
 
 
 def options(folder: Path, dice: random.Random) -> Input:
-    (folder / "t.jsonl").write_bytes(to_lines([{**MOONCAKE, "hash_ids": [0, n]} for n in range(4)]))
+    (folder / "t.jsonl").write_bytes(to_lines([flat(1024, 0, n) for n in range(4)]))
     with Recording(str(folder / "recording.jsonl")) as written:
         written.write(Message(0, BATCHES[0]))
     command = dice.choice(COMMANDS)
@@ -310,7 +303,7 @@ def options(folder: Path, dice: random.Random) -> Input:
 
 def connector_options(folder: Path, dice: random.Random) -> Input:
     """Options of a connector and of a store, which are read as JSON."""
-    (folder / "t.jsonl").write_bytes(to_lines([MOONCAKE] * 4))
+    (folder / "t.jsonl").write_bytes(to_lines([flat(1024, 0, 1)] * 4))
     wrong = wrong_json(dice.choice([*VALUES[:3], 40, "lru"]), dice).decode(errors="replace")
     wrong = wrong.replace("\x00", "")[:2000]
     if dice.random() < 0.3:
@@ -330,13 +323,17 @@ def messages(numbers: Sequence[int], payload: bytes = b"\x93\x01\x90\x00") -> by
     return b"\n".join(msgspec.json.encode(Message(number, payload)) for number in numbers)
 
 
+ROW = to_lines([flat(1024, 0, 1)])
 LARGE: list[tuple[str, Callable[[], bytes]]] = [
-    ("replay", lambda: to_lines([MOONCAKE]) + b"\n{}" * 300_000),
-    ("size", lambda: to_lines([MOONCAKE]) + b"\n{}" * 300_000),
-    ("size", lambda: to_lines([MOONCAKE]) + b'\n{"hash_ids":[' + b"1," * 15_000_000 + b"1]}"),
+    ("replay --skip-bad-rows", lambda: ROW + b"\n{}" * 300_000),
+    ("size --skip-bad-rows", lambda: ROW + b"\n{}" * 300_000),
     (
         "size",
-        lambda: gzip.compress(to_lines([MOONCAKE]) + b'\n{"hash_ids":[' + b"1," * 60_000_000, 1),
+        lambda: ROW + b'\n{"hash_ids":[' + b"1," * 15_000_000 + b"1]}",
+    ),
+    (
+        "size",
+        lambda: gzip.compress(ROW + b'\n{"hash_ids":[' + b"1," * 60_000_000, 1),
     ),
     ("size", lambda: gzip.compress(b" " * (400 << 20), 1)),
     ("events tail", lambda: gzip.compress(b"1" * (400 << 20), 1)),
@@ -347,7 +344,9 @@ LARGE: list[tuple[str, Callable[[], bytes]]] = [
     ),
     (
         "replay --gpu-blocks=100",
-        lambda: to_lines([{**SHORT, "chat_id": n, "parent_chat_id": n - 1} for n in range(20_000)]),
+        lambda: to_lines(
+            [flat(33, 1, 2, 3, chat_id=n, parent_chat_id=n - 1) for n in range(20_000)]
+        ),
     ),
 ]
 

@@ -55,8 +55,8 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "result": [result],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
     "events": ["events validate recording.jsonl", "events tail recording.jsonl"],
-    "replay": ["replay --requests 30", "replay trace.jsonl"],
-    "size": ["size --requests=30", "size --requests=30 --model model.json"],
+    "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],
+    "size": ["size --requests=30", "size trace.jsonl --skip-bad-rows --block-bytes=9"],
     "bench": [
         "tier bench kvview_reference.tier:FileStore --option root=store --page-bytes 4096 "
         "--pages 2 --rounds 1"
@@ -70,8 +70,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
     Path("trace.jsonl").write_text(f"{json.dumps(row)}\nnot a row\n")
-    layers = {"kind": "full", "layers": 2, "kv_heads": 2, "head_size": 8}
-    Path("model.json").write_text(json.dumps({"groups": [layers]}))
     with Recording("recording.jsonl") as recording:
         for sequence in (0, 2):  # one message is missing, and none can be read
             recording.write(Message(sequence, b"no batch"))

@@ -1,4 +1,4 @@
-"""``kvview replay``: reports, timing, damaged traces, wrong connectors."""
+"""``kvview replay``: reports, bad rows, wrong connectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kvview_reference.store_connector.scheduler import StoreScheduler
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
 OFFLOAD = "kvview_reference.store_connector:StoreConnector"
-MODEL = {"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}
 
 
 def run(*args: str | Path) -> Result:
@@ -75,19 +74,19 @@ def test_blocks_evicted_from_the_gpu_are_hit_on_the_cpu(tmp_path: Path) -> None:
     assert report["bytes_verified"] == 19 * 1024
 
 
-@pytest.mark.parametrize("command", ["replay", "size"])
-def test_damaged_rows_are_skipped_and_reported(tmp_path: Path, command: str) -> None:
+def test_bad_rows_end_the_command_or_are_counted(tmp_path: Path) -> None:
     bad = mooncake_row(7, 8, input_length="many")
     rows: list[object] = [mooncake_row(1, 2), bad, "not json", mooncake_row(3, 4)]
     trace = str(write_trace(tmp_path / "t.jsonl", rows))
-    result = CliRunner().invoke(cli, [command, trace, "--json", "-"])
+    result = run(trace)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"kvview: {trace}:2: field 'input_length'")
+    result = run(trace, "--skip-bad-rows", "--json", tmp_path / "r.json")
     assert result.exit_code == 0
-    assert f"{trace}:2: field 'input_length'" in result.stderr
-    assert result.stderr.splitlines()[-1] == "kvview: lost: 2 of t.jsonl could not be read"
-    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert "t.jsonl: 2 of 4 requests read" in result.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
     assert (report["requests"], report["blocks"], report["malformed_rows"]) == (2, 4, 2)
     assert "t.jsonl:3" in report["lost"][1]
-    assert CliRunner().invoke(cli, [command, trace, "--strict"]).exit_code == 2
 
 
 def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
@@ -96,41 +95,6 @@ def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
     arguments = ("--connector", EXAMPLE, "--gpu-blocks", "24", "--closed-loop", "1")
     assert "Nothing was hit on the CPU" in run(trace, "--option", "cpu_blocks=9", *arguments).stdout
     assert "Nothing was hit" not in run(trace, *arguments).stdout
-
-
-def test_recorded_arrival_times(tmp_path: Path) -> None:
-    rows: list[object] = [mooncake_row(*range(9), timestamp=1000 * at) for at in (5, 7, 65)]
-    trace, model = write_trace(tmp_path / "t.jsonl", rows), tmp_path / "model.json"
-    model.write_text(json.dumps(MODEL))
-    report = replay(tmp_path, trace, "--speed", "2", "--model", model)
-    assert (report["play"], report["closed_loop"], report["trace_seconds"]) == ("time", None, 30.0)
-    assert report["time"]["token_bytes"] == 128
-    text = run(trace, "--prefill-rate", "5000").stdout
-    assert "Recorded arrival times: 5,000 prompt tokens/s, 0.02 s per generated token" in text
-    assert "Requests arrived for 60 s and were done after 60 s." in text
-    assert "One such engine is too slow" in run(trace, "--prefill-rate", "10").stdout
-    closed = replay(tmp_path, trace, "--closed-loop", "1")
-    assert (closed["play"], closed["closed_loop"], closed["time"]) == ("closed-loop", 1, None)
-    assert replay(tmp_path, "--requests", "20")["closed_loop"] == 16
-    assert replay(tmp_path, "--requests", "20", "--speed", "1")["play"] == "time"
-
-
-def test_a_trace_without_timestamps_runs_in_a_closed_loop(tmp_path: Path) -> None:
-    plain = mooncake_row(1, 2)
-    del plain["timestamp"]
-    trace = write_trace(tmp_path / "t.jsonl", [plain, plain])
-    result = run(trace, "--json", tmp_path / "r.json")
-    assert result.exit_code == 0, result.output
-    assert result.stderr.count("\n") == 1
-    assert "t.jsonl has no timestamps, so 16 requests run at once" in result.stderr
-    assert json.loads((tmp_path / "r.json").read_text())["closed_loop"] == 16
-    result = run(trace, "--speed", "2")
-    assert result.exit_code == 2
-    assert "has no timestamps" in result.stderr
-    assert run(trace, "--closed-loop", "2").stderr == ""
-    write_trace(trace, [plain, mooncake_row(1, 2), plain])
-    assert ":2: field 'timestamp': is present, but the first row lacks it" in run(trace).stderr
-    assert run(trace, "--strict").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ NEVER_WRONG = {
             "kvview.__main__",
             "kvview_reference.sizing",
             "kvview_reference.replay",
+            "kvview_reference.traces",
             "kvview_reference.tier.command",
             "kvview_reference.tier.throughput",
             "kvview_vllm.doctor",

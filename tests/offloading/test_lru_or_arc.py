@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, takewhile
 from random import Random
 from zlib import crc32
 
 import pytest
 
-from kvview import OffloadKey, make_offload_key
+from kvview import LookupResult, OffloadKey, make_offload_key
+from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
 from kvview_reference.offloading.policies import InFlight, LRUPolicy
 from kvview_reference.replay.workload import generate_trace
-from kvview_reference.sizing.references import read_references
-from kvview_reference.sizing.tier_hits import Tiers
 
 KEYS = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(4000)]
 NOTHING = InFlight(frozenset(), frozenset())
@@ -65,12 +64,22 @@ def test_a_scan_does_not_evict_keys_that_are_used_again() -> None:
     assert hits_of(LRUOrARCPolicy(320), uses, 320) > 1.05 * hits_of(LRUPolicy(320), uses, 320)
 
 
+def prefix_hits(policy: str, room: int) -> float:
+    """The share of the prompt blocks of a workload that a manager has when a request starts."""
+    manager = CPUOffloadingManager(room, policy)
+    num_hits = num_blocks = 0
+    for request in generate_trace(num_requests=3000, seed=1, block_size=512):
+        full = request.hash_ids[: request.num_prompt_tokens // 512]
+        keys = [make_offload_key(n.to_bytes(32, "big"), 0) for n in full]
+        held = list(takewhile(lambda key: manager.lookup(key, None) is LookupResult.HIT, keys))
+        num_hits, num_blocks = num_hits + len(held), num_blocks + len(request.hash_ids)
+        if (output := manager.prepare_store(keys[len(held) :])) is not None:
+            manager.touch(keys)
+            manager.complete_store(output.keys_to_store)
+    return num_hits / num_blocks
+
+
 @pytest.mark.parametrize("room", [500, 2000])
 def test_it_does_not_lose_to_either(room: int) -> None:
-    trace = generate_trace(num_requests=3000, seed=1, block_size=512)
-    references = read_references(trace, 512)
-    hits = {
-        policy: sum(Tiers(references, 0).replay(room, policy).loaded) / references.num_ids
-        for policy in ("lru", "arc", "lru-or-arc")
-    }
-    assert hits["lru-or-arc"] > max(hits["lru"], hits["arc"]) - 0.002
+    better = max(prefix_hits("lru", room), prefix_hits("arc", room))
+    assert prefix_hits("lru-or-arc", room) > better - 0.002

@@ -15,7 +15,7 @@ from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
 from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
 
-PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 KEYS = [make_offload_key(bytes([number]), 0) for number in range(9)]
 
 

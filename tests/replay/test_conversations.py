@@ -1,11 +1,16 @@
-"""The tokens of an answer are part of the next turn's prompt in a replay."""
+"""The turns of conversations in a replay: their prompts, and their order."""
 
 from __future__ import annotations
 
+import pytest
+
+from kvview import ConfigError, ConnectorError, WorkerConnector
 from kvview_reference.engine.request import Request, Status
-from kvview_reference.replay.conversations import Conversations
-from kvview_reference.replay.trace_schemas import TraceRequest
+from kvview_reference.replay.conversations import Conversations, TurnQueue
+from kvview_reference.replay.run import ReplayConfig, replay
 from kvview_reference.replay.workload import generate_trace
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.traces.trace import TraceRequest
 
 SIZE = 4
 
@@ -14,7 +19,7 @@ def row(
     name: str, prompt: int, output: int, ids: str, continues: str | None = None
 ) -> TraceRequest:
     numbers = tuple(map(ord, ids))
-    return TraceRequest(name, 0.0, prompt, output, numbers, "scope", 1, continues)
+    return TraceRequest(name, 0.0, prompt, output, numbers, 1, continues)
 
 
 def end(request: Request) -> Request:
@@ -74,3 +79,46 @@ def test_the_generated_workload_names_the_previous_turns() -> None:
     assert len(turns) > 60
     rows = {one.request_id: one for one in workload}
     assert all(one.num_prompt_tokens > rows[one.continues or ""].num_prompt_tokens for one in turns)
+
+
+def test_a_turn_waits_for_the_previous_turn_and_then_behind_the_rows_read_meanwhile() -> None:
+    rows = [row("a", 8, 4, "ab"), row("b", 16, 1, "abcd", "a"), row("c", 20, 1, "abcde", "b")]
+    rows += [row(name, 8, 1, name * 2) for name in "xyz"]
+    queue = TurnQueue(rows, SIZE)
+
+    def take() -> tuple[str, Request]:
+        taken = queue.take()
+        assert taken is not None
+        return taken[1].request_id, taken[0]
+
+    (first, request), (second, _) = take(), take()
+    assert (first, second) == ("a", "x")
+    end(request)
+    (third, continued), (fourth, _), (fifth, _) = take(), take(), take()
+    assert (third, fourth, fifth) == ("b", "y", "z")
+    assert queue.take() is None
+    end(continued)
+    assert take()[0] == "c"
+    assert queue.take() is None
+
+
+def test_a_request_that_does_not_fit_is_counted_and_skipped() -> None:
+    rows = [row("a", 16, 1, "abcd"), row("b", 200, 1, "x" * 50), row("c", 16, 1, "abcd", "b")]
+    report = replay(rows, SIZE, StoreConnector, ReplayConfig(20, 8, 2))
+    assert (report.requests, report.requests_too_large, report.blocks) == (2, 1, 8)
+    assert report.is_clean
+    with pytest.raises(ConfigError, match=r"line 1 of the trace: .* use more GPU blocks"):
+        replay([rows[1]], SIZE, StoreConnector, ReplayConfig(20, 8, 2))
+
+
+class _NeverReports(StoreConnector):
+    def make_worker(self) -> WorkerConnector:
+        worker = super().make_worker()
+        worker.get_finished = list  # type: ignore[method-assign]
+        return worker
+
+
+def test_a_connector_that_never_reports_is_an_error() -> None:
+    rows = [row("a", 16, 1, "abcd")]
+    with pytest.raises(ConnectorError, match=r"CONN-3: jobs .* were never reported"):
+        replay(rows, SIZE, _NeverReports, ReplayConfig(60, 8, 2, options={"cpu_blocks": 9}))

@@ -1,11 +1,13 @@
-"""``kvview size``: one pass compared with plain simulations, costs, recordings."""
+"""``kvview size``: one pass compared with plain simulations, the report, charts, recordings."""
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +21,28 @@ from kvview.errors import ConfigError
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
-from kvview_reference.replay.traces import TraceRequest, open_trace
-from kvview_reference.sizing.accounts import PEAK_SECONDS
 from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
-from kvview_reference.sizing.explain import explain
-from kvview_reference.sizing.model import ModelShape, attention_layers, parse_size
-from kvview_reference.sizing.recordings import SAME_REQUEST_S, RecordedTrace
+from kvview_reference.sizing.hit_curve import SizeReport, parse_sizes
+from kvview_reference.sizing.hit_curve import size as run_size
 from kvview_reference.sizing.references import References, read_references
-from kvview_reference.sizing.stored import StoredBlocks
-from kvview_reference.sizing.sweep import SizeReport
-from kvview_reference.sizing.sweep import size as run_size
-from kvview_reference.sizing.tier_hits import Tiers
+from kvview_reference.traces.reader import read_trace
+from kvview_reference.traces.recordings import SAME_REQUEST_S
+from kvview_reference.traces.trace import SkippedRows, Trace, TraceRequest
 from tests.traces import MOONCAKE, trace_file
 
 BLOCK_SIZE = 4
-MODEL = ModelShape((attention_layers("full", 2, 2, 8),))
 
 
-def request(number: int, ids: Sequence[int], arrival_s: float | None = None) -> TraceRequest:
-    at = float(number) if arrival_s is None else arrival_s
-    return TraceRequest(str(number), at, max(1, len(ids) * BLOCK_SIZE), 1, tuple(ids), "", number)
+def traced(prompts: Iterable[Sequence[int]]) -> Trace:
+    rows = [
+        TraceRequest(str(n), float(n), max(1, len(ids) * BLOCK_SIZE), 1, tuple(ids), n)
+        for n, ids in enumerate(prompts)
+    ]
+    return Trace("t", rows, BLOCK_SIZE, SkippedRows())
 
 
-def referred(prompts: Iterable[Sequence[int]], **options: Any) -> References:
-    rows = [request(number, ids) for number, ids in enumerate(prompts)]
-    return read_references(rows, BLOCK_SIZE, **options)
+def referred(prompts: Iterable[Sequence[int]]) -> References:
+    return read_references(traced(prompts).requests, BLOCK_SIZE)
 
 
 def chains(seed: int, num_requests: int) -> list[list[int]]:
@@ -63,15 +62,15 @@ def chains(seed: int, num_requests: int) -> list[list[int]]:
     return prompts
 
 
-def plain_lru(prompts: Iterable[Sequence[int]], size: int) -> int:
+def plain_lru(prompts: Iterable[Sequence[int]], size: int, skip: int = 0) -> int:
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         for block in prompt:
             if block not in cache:
                 break
-            hits += 1
-        for block in reversed(list(dict.fromkeys(prompt))):
+            hits += number >= skip
+        for block in reversed(prompt):
             cache.pop(block, None)
             cache[block] = None
         while len(cache) > size:
@@ -79,11 +78,11 @@ def plain_lru(prompts: Iterable[Sequence[int]], size: int) -> int:
     return hits
 
 
-def plain_optimum(prompts: Sequence[Sequence[int]], size: int) -> int:
+def plain_optimum(prompts: Sequence[Sequence[int]], size: int, skip: int) -> int:
     cache: set[int] = set()
     hits = 0
     for number, prompt in enumerate(prompts):
-        hits += len(cache.intersection(prompt))
+        hits += len(cache.intersection(prompt)) * (number >= skip)
         due = {}
         for block in cache | set(prompt):
             later = (n for n, p in enumerate(prompts[number + 1 :]) if block in p)
@@ -96,88 +95,57 @@ def plain_optimum(prompts: Sequence[Sequence[int]], size: int) -> int:
 # --- one pass compared with plain simulations ---
 
 
-@given(seed=st.integers(0, 10**6), num_requests=st.integers(0, 40))
+@given(seed=st.integers(0, 10**6), num_requests=st.integers(0, 40), skip=st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
-def test_lru_at_every_size_in_one_pass(seed: int, num_requests: int) -> None:
+def test_lru_at_every_size_in_one_pass(seed: int, num_requests: int, skip: int) -> None:
     prompts = chains(seed, num_requests)
     references = referred(prompts)
-    curve = lru_curve(lru_reaches(references))
+    curve = lru_curve(islice(lru_reaches(references), skip, None))
     for size in range(references.num_blocks + 2):
-        assert curve.hits(size) == plain_lru(prompts, size), size
+        assert curve.hits(size) == plain_lru(prompts, size, skip), size
     assert curve.hits(curve.full_size) == curve.hits(10**9)
     if curve.full_size:
         assert curve.hits(curve.full_size - 1) < curve.hits(curve.full_size)
 
 
-@given(prompts=st.lists(st.lists(st.integers(0, 8), max_size=6), max_size=12))
-@settings(max_examples=100, deadline=None)
-def test_ids_that_do_not_name_prefixes(prompts: list[list[int]]) -> None:
-    unique = [list(dict.fromkeys(prompt)) for prompt in prompts]
-    curve = lru_curve(lru_reaches(referred(prompts)))
-    for size in range(10):
-        assert curve.hits(size) == plain_lru(unique, size)
-
-
-@given(seed=st.integers(0, 10**6), size=st.integers(0, 40))
+@given(seed=st.integers(0, 10**6), size=st.integers(0, 40), skip=st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
-def test_no_policy_exceeds_the_optimum(seed: int, size: int) -> None:
+def test_no_policy_exceeds_the_optimum(seed: int, size: int, skip: int) -> None:
     prompts = chains(seed, 25)
-    (bound,) = optimum_hits(referred(prompts), [size])
-    assert bound == plain_optimum(prompts, size)
-    assert bound >= plain_lru(prompts, size)
+    (bound,) = optimum_hits(referred(prompts), [size], skip)
+    assert bound == plain_optimum(prompts, size, skip)
+    assert optimum_hits(referred(prompts), [size])[0] >= plain_lru(prompts, size)
 
 
-def test_the_references_of_a_trace() -> None:
+def test_blocks_of_the_same_requests_are_one_run() -> None:
     references = referred([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3, 4, 5]])
-    assert references.weights() == [2, 2, 1, 1]  # a run has the blocks of the same requests
-    assert [list(r.runs) for r in references.requests] == [[0, 1], [0, 2], [0, 1, 3]]
-    assert [r.num_blocks for r in references.requests] == [4, 3, 5]
-    rows = [request(0, [1, 2], 5.0), request(1, [7], 2.0), request(2, [1], 3.0)]
-    by_arrival = read_references(rows, BLOCK_SIZE).requests
-    assert [(r.arrival_s, r.num_blocks) for r in by_arrival] == [(0.0, 1), (1.0, 1), (3.0, 2)]
-    partial = TraceRequest("1", 0.0, BLOCK_SIZE + 1, 0, (1, 2), "", 1)
-    for has_partial_blocks, num_blocks in ((False, 1), (True, 2)):
-        read = read_references([partial], BLOCK_SIZE, has_partial_blocks=has_partial_blocks)
-        assert (read.num_ids, read.num_blocks) == (2, num_blocks)
-    too_large = referred([[1], [1, 2, 3, 4], [1]], max_request_blocks=3)
-    assert (len(too_large.requests), too_large.num_too_large) == (2, 1)
-
-
-@pytest.mark.parametrize("gpu_blocks", [0, 40])
-def test_a_replay_of_lru_agrees_with_the_curve(gpu_blocks: int) -> None:
-    references = referred(chains(3, 400))
-    tiers = Tiers(references, gpu_blocks)
-    longest = max(request.num_blocks for request in references.requests)
-    for host in (0, longest, 2 * longest, 1000):
-        fast, replayed = tiers.lru(host), tiers.replay(host, "lru")
-        assert list(fast.loaded) == list(replayed.loaded)
-        assert sum(tiers.gpu_hits) + sum(fast.loaded) == tiers.curve.hits(max(gpu_blocks, host))
-    assert list(tiers.lru(1000).stored) == list(tiers.replay(1000, "lru").stored)
+    assert references.weights() == [2, 2, 1, 1]
+    assert list(map(list, references.requests)) == [[0, 1], [0, 2], [0, 1, 3]]
+    partial = TraceRequest("1", 0.0, BLOCK_SIZE + 1, 0, (1, 2), 1)
+    assert read_references([partial], BLOCK_SIZE).num_blocks == 1
 
 
 # --- the report ---
 
 
-def report_of(prompts: Sequence[Sequence[int]], **options: Any) -> SizeReport:
-    defaults: dict[str, Any] = {"trace": "t", "block_size": BLOCK_SIZE, "gpu_blocks": 0}
-    return run_size(referred(prompts), **{**defaults, "policies": ["lru", "arc"], **options})
-
-
 def test_the_report_adds_up() -> None:
-    blocks = StoredBlocks(MODEL, BLOCK_SIZE)
-    report = report_of(chains(5, 300), gpu_blocks=20, blocks=blocks, prefill_tokens_per_s=100.0)
-    for curve in report.curves:
-        for point in curve.points:
-            shares = point.gpu_hit_rate, point.host_hit_rate, point.computed_rate
-            assert sum(shares) == pytest.approx(1.0)
-            assert point.loaded_blocks == pytest.approx(point.host_hit_rate * report.blocks)
-            assert point.prefill_seconds_saved == point.loaded_blocks * BLOCK_SIZE / 100.0
-            assert point.gpu_hit_rate == pytest.approx(report.no_connector_hit_rate)
-            bound = dict(report.optimum)[point.host_blocks]
-            assert 1 - point.computed_rate <= bound + 1e-9
-    lru = report.curves[0].points
-    assert 1 - lru[-1].computed_rate == pytest.approx(report.unlimited_hit_rate)
-    assert report.lru_curve[-1][1] == pytest.approx(report.unlimited_hit_rate)
+    prompts = chains(5, 300)
+    trace = traced(prompts)
+    report = run_size(trace, block_bytes=2**20, skip=100)
+    counted = prompts[100:]
+    assert (report.requests, report.warmup_requests) == (200, 100)
+    assert report.blocks == sum(map(len, counted))
+    assert report.prompt_tokens == sum(max(1, len(prompt) * BLOCK_SIZE) for prompt in counted)
+    for point in report.points:
+        hits = plain_lru(prompts, point.blocks, 100)
+        assert point.lru_hit_rate == pytest.approx(hits / report.blocks)
+        assert point.lru_token_rate == pytest.approx(hits * BLOCK_SIZE / report.prompt_tokens)
+        assert point.lru_hit_rate <= point.optimum_hit_rate <= report.unlimited_hit_rate
+        assert point.gib == point.blocks / 1024
+    assert report.points[-1].lru_hit_rate == pytest.approx(report.unlimited_hit_rate)
+    assert report.lru_curve[-1] == (report.full_blocks, report.points[-1].lru_hit_rate)
+    with pytest.raises(ConfigError, match="--skip 300 leaves none of the 300 requests"):
+        run_size(trace, skip=300)
 
 
 def test_the_knee_is_where_the_curve_bends_most() -> None:
@@ -187,42 +155,52 @@ def test_the_knee_is_where_the_curve_bends_most() -> None:
     # Ten prompts of one block are used again at once; one long prompt is used again at the end.
     short = [[n] for n in range(100, 110)] * 5
     long = list(range(50))
-    report = report_of([long, *short, long])
-    assert report.knee_host_blocks == 10
+    report = run_size(traced([long, *short, long]))
+    assert (report.knee_blocks, report.full_blocks) == (10, 60)
     assert report.knee_share == pytest.approx(40 / 90)
-    assert report.full_host_blocks == 60
-
-
-def test_a_peak_is_that_of_the_busiest_seconds() -> None:
-    rows = [request(0, [1, 2]), *(request(n, [1, 2], 1000.0 + n) for n in range(1, 6))]
-    rows.append(request(9, [5], 100_000.0))
-    blocks = StoredBlocks(MODEL, BLOCK_SIZE)
-    options: dict[str, Any] = {"block_size": BLOCK_SIZE, "gpu_blocks": 0, "policies": ["lru"]}
-    report = run_size(read_references(rows, BLOCK_SIZE), trace="t", blocks=blocks, **options)
-    (*_, point) = report.curves[0].points
-    assert point.loaded_blocks == 10
-    num_bytes = 10 * blocks.block_bytes(())
-    assert point.peak_load_gb_per_s == pytest.approx(num_bytes / PEAK_SECONDS / 1e9)
-    assert point.load_gb_per_s == pytest.approx(num_bytes / 100_000 / 1e9)
-
-
-@pytest.mark.parametrize("prompts", [[], [[]], [[1]], [[1, 2], [3, 4]], [[1], [1]]])
-def test_traces_without_gain(prompts: list[list[int]]) -> None:
-    report = report_of(prompts, gpu_blocks=8)
-    assert report.knee_host_blocks == report.full_host_blocks == 0
-    assert "No host gains anything" in " ".join(explain(report))
 
 
 def test_sizes() -> None:
-    assert parse_size("5000", "--sizes", None, 10) == 5000
-    assert parse_size("50%", "--sizes", None, 10) == 5
-    assert parse_size("1.5GiB", "--sizes", lambda: 2**20, 10) == 1536
-    for bad in ("", "-1", "1.5", "GiB", "5 GB", "1e3", "0x10"):
+    assert parse_sizes("5000, 7", None) == [5000, 7]
+    assert parse_sizes("1.5GiB,3", 2**20) == [1536, 3]
+    for bad in ("", "-1", "1.5", "GiB", "5 GB", "1e3", "0x10", "50%"):
         with pytest.raises(ConfigError, match="--sizes"):
-            parse_size(bad, "--sizes", lambda: 1, 10)
+            parse_sizes(bad, 1)
+    with pytest.raises(ConfigError, match="add --block-bytes"):
+        parse_sizes("64GiB", None)
 
 
-# --- recordings ---
+# --- the command ---
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["size", *map(str, args)])
+
+
+def test_the_outputs_of_the_command(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    outputs = ("--json", tmp_path / "r.json", "--block-bytes", 2**20, "--skip", 100)
+    for path in paths:
+        result = run("--requests", 400, *outputs, "--chart", path)
+        assert result.exit_code == 0, result.output
+    assert "300 requests, " in result.output
+    assert "after 100 to fill the cache" in result.output
+    fields = json.loads((tmp_path / "r.json").read_text())
+    report = SizeReport(**{**fields, "points": []})
+    assert f"Knee: with {report.knee_blocks:,} blocks" in result.output
+    assert "█" in result.output
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert b"<svg" in paths[0].read_bytes()
+    assert run("--requests", 50, "--json", "-").output.startswith("{")
+    assert "No cache gains anything" in run("--requests", 1).output
+
+
+def test_a_chart_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "kvview_reference.sizing.chart", raising=False)
+    result = run("--requests", 5, "--chart", tmp_path / "x.svg")
+    assert result.exit_code == 2
+    assert result.stderr == "kvview: this needs matplotlib: pip install 'kvview[chart]'\n"
 
 
 def test_a_recording_is_a_trace(tmp_path: Path) -> None:
@@ -236,59 +214,47 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
         (later + 1, [16], 12),  # another branch of the first request
     ]
     path = tmp_path / "events.jsonl"
-    with Recording(str(path)) as recording:
-        for number, (at, hashes, parent) in enumerate(steps):
-            event = codec(wire_format).make(
-                "BlockStored",
-                block_hashes=hashes,
-                parent_block_hash=parent,
-                token_ids=[0] * (BLOCK_SIZE * len(hashes)),
-                block_size=BLOCK_SIZE,
-                medium="GPU",
-                group_idx=0,
-            )
-            recording.write(Message(number, encode(Batch(at, [event], None, wire_format))))
-    trace = RecordedTrace(str(path), None)
+
+    def record(first: int) -> None:
+        with Recording(str(path)) as recording:
+            for number, (at, hashes, parent) in enumerate(steps):
+                event = codec(wire_format).make(
+                    "BlockStored",
+                    block_hashes=hashes,
+                    parent_block_hash=parent,
+                    token_ids=[0] * (BLOCK_SIZE * len(hashes)),
+                    block_size=BLOCK_SIZE,
+                    medium="GPU",
+                    group_idx=0,
+                )
+                payload = encode(Batch(at, [event], None, wire_format))
+                recording.write(Message(first * bool(number) + number, payload))
+
+    record(0)
+    trace = read_trace(path)
     assert trace.block_size == BLOCK_SIZE
-    assert [(row.arrival_s, list(row.hash_ids)) for row in trace] == [
+    assert [(row.arrival_s, list(row.hash_ids)) for row in trace.requests] == [
         (0.0, [0, 1, 2]),
         (soon, [3]),
         (later, [0, 1, 2, 4, 5]),
         (later + 1, [0, 1, 6]),
     ]
-    assert lru_curve(lru_reaches(read_references(trace, BLOCK_SIZE))).hits(100) == 5
+    assert run_size(trace).unlimited_hit_rate == 5 / 12
     for command in ("size", "replay"):
         result = CliRunner().invoke(cli, [command, str(path), "--json", "-", "-q"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["requests"] == 4
-
-
-# --- the command ---
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(cli, ["size", *map(str, args)])
-
-
-def test_the_reports_of_the_command(tmp_path: Path) -> None:
-    model = tmp_path / "model.json"
-    model.write_text('{"groups": [{"layers": 2, "kv_heads": 2, "head_size": 8}]}')
-    outputs = ("--json", tmp_path / "r.json")
-    result = run("--requests", 300, "--sizes", "500,1MiB,100%", "--model", model, *outputs)
-    assert result.exit_code == 0, result.output
-    assert "= 128 bytes a token; x 512 tokens" in result.output
-    assert "GiB) alone hit" in result.output
-    report = SizeReport.model_validate_json((tmp_path / "r.json").read_text())
-    assert [curve.policy for curve in report.curves] == ["lru", "arc"]
-    assert [point.host_blocks for point in report.curves[0].points][:2] == [16, 500]
-    assert run("--requests", 50, "--json", "-").output.startswith("{")
+    record(7)
+    assert "events.jsonl: 7 messages from 1 are missing" in run(path).stderr
+    assert "4 of 11 requests read" in run(path, "--skip-bad-rows").stdout
 
 
 def test_the_mooncake_trace() -> None:
-    trace = open_trace(trace_file(MOONCAKE))
-    references = read_references(trace, trace.block_size, has_partial_blocks=True)
-    curve = lru_curve(lru_reaches(references))
-    rates = [round(100 * curve.hits(size) / references.num_ids, 1) for size in (10_000, 50_000)]
-    (most,) = optimum_hits(references, [10_000])
-    rates.append(round(100 * most / references.num_ids, 1))
-    assert rates == [21.2, 35.5, 36.6]
+    trace = read_trace(trace_file(MOONCAKE))
+    report = run_size(trace, sizes=[10_000, 50_000])
+    rates: list[Any] = [round(100 * point.lru_hit_rate, 1) for point in report.points]
+    full = [row.hash_ids[: row.num_prompt_tokens // 512] for row in trace.requests]
+    assert rates == [
+        round(100 * plain_lru(full, blocks) / report.blocks, 1) for blocks in (10_000, 50_000)
+    ]
+    assert round(100 * report.points[0].optimum_hit_rate, 1) == 36.6

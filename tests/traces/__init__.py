@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvview_reference.replay.traces import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 MOONCAKE = "mooncake_conversation_trace.jsonl"
 CC = "cc_traces_first40.jsonl.gz"

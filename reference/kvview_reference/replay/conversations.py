@@ -8,13 +8,13 @@ blocks, as in an engine that receives real tokens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvview import BlockHash
 from kvview_reference.engine.request import Request, Status, chain_hashes
-from kvview_reference.replay.trace_schemas import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 _MAX_TURNS = 4096
 """Number of latest turns that are remembered, so that memory does not grow with the trace."""
@@ -70,7 +70,7 @@ class Conversations:
     def _continue(self, request_id: str, row: TraceRequest, before: _Turn | None) -> Request:
         size = self._block_size
         hashes: list[BlockHash] = []
-        parent = row.scope.encode()
+        parent = b""
         if before is not None:
             num_shared = before.row.num_prompt_tokens // size
             num_known = -(-before.request.num_tokens // size)
@@ -99,7 +99,7 @@ class Conversations:
     ) -> None:
         """Record the ids that the trace uses for the generated blocks in a prompt."""
         for block in range(first, min(last, len(hashes))):
-            parent = hashes[block - 1] if block else row.scope.encode()
+            parent = hashes[block - 1] if block else b""
             self._generated[parent, row.hash_ids[block]] = hashes[block]
         while len(self._generated) > _MAX_GENERATED:
             self._generated.popitem(last=False)
@@ -112,3 +112,58 @@ class Conversations:
             parent = self._generated.get((parent, name)) or chain_hashes([name], parent)[0]
             hashes.append(parent)
         return hashes
+
+
+class TurnQueue:
+    """A queue of the requests of a trace that may start, in the order of the trace.
+
+    A turn does not start before the previous turn has ended. A turn that had to wait starts after
+    the requests that were read in the meantime.
+
+    Args:
+        rows: Rows of the trace.
+        block_size: Number of tokens of a hash id.
+    """
+
+    def __init__(self, rows: Iterable[TraceRequest], block_size: int) -> None:
+        self._rows = iter(rows)
+        self._conversations = Conversations(block_size)
+        # For each request that rows continue: the order in which rows first waited for it, and the
+        # rows.
+        self._held: dict[str, tuple[int, list[TraceRequest]]] = {}
+        self._num_held = 0
+        self._taken: set[str] = set()  # requests that other rows continue
+        self._waiting_ids: set[str] = set()  # of rows that have not started
+        self._ready: deque[TraceRequest] = deque()
+
+    def take(self) -> tuple[Request, TraceRequest] | None:
+        """Take the next request that may start, with its row; None if no request can start."""
+        self._release()
+        while not self._ready and (row := next(self._rows, None)) is not None:
+            self._read(row)
+        if not self._ready:
+            return None
+        row = self._ready.popleft()
+        self._waiting_ids.discard(row.request_id)
+        if row.request_id in self._held:
+            self._taken.add(row.request_id)
+        return self._conversations.make_request(row), row
+
+    def _read(self, row: TraceRequest) -> None:
+        if row.continues is not None and self._is_unfinished(row.continues):
+            self._num_held += 1
+            self._held.setdefault(row.continues, (self._num_held, []))[1].append(row)
+            if row.continues not in self._waiting_ids:
+                self._taken.add(row.continues)
+        else:
+            self._ready.append(row)
+        self._waiting_ids.add(row.request_id)
+
+    def _release(self) -> None:
+        ended = {name for name in self._taken if not self._is_unfinished(name)}
+        self._taken -= ended
+        for _, rows in sorted(self._held.pop(name) for name in ended):
+            self._ready += rows
+
+    def _is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._waiting_ids or self._conversations.is_unfinished(request_id)

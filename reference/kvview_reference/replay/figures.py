@@ -1,15 +1,12 @@
-"""The figures of a replay, and the sentences about its timing, missing hits and failures."""
+"""The figures of a replay, and the sentences about missing hits and failures."""
 
 from __future__ import annotations
 
 from kvview.errors import line_of
 from kvview_reference.replay.run import ReplayReport
 
-_SLOW = 1.25  # times the length of the trace
-_SHORTEST_S = 60.0
 
-
-def figures_of(report: ReplayReport, num_malformed: int) -> list[tuple[str, str, bool]]:
+def figures_of(report: ReplayReport) -> list[tuple[str, str, bool]]:
     """List the figures of the table: name, value, and whether the value shows a fault."""
 
     def hits(name: str, number: int, share: float) -> tuple[str, str, bool]:
@@ -36,15 +33,18 @@ def figures_of(report: ReplayReport, num_malformed: int) -> list[tuple[str, str,
         fault("holds left at the end", report.holds_at_end),
         figure("preemptions", report.preemptions),
         fault("failed transfers", report.failed_transfers),
-        fault("malformed rows", num_malformed),
+        fault("malformed rows", report.malformed_rows),
         ("seconds", f"{report.seconds:.1f}", False),
         ("blocks per second", f"{report.blocks_per_s:,.0f}", False),
     ]
 
 
 def explain(report: ReplayReport) -> list[str]:
-    """Write sentences about the timing of requests, a tier without hits and failed transfers."""
-    lines = _timing(report)
+    """Write sentences about the order of requests, a tier without hits and failed transfers."""
+    lines = [
+        f"Closed loop: {report.closed_loop} requests at once, in the order of the trace; "
+        "arrival times are ignored."
+    ]
     if report.offloaded_blocks and not report.cpu_hit_blocks and not report.failed_transfers:
         lines.append(
             f"Nothing was hit on the {report.tier} tier, though {report.offloaded_blocks:,} "
@@ -59,35 +59,5 @@ def explain(report: ReplayReport) -> list[str]:
             f"are the connector's own, first {line_of(report.first_failure)}. The blocks that "
             "failed to load were computed, so no token is wrong; check whether the failures are "
             "intended."
-        )
-    return lines
-
-
-def _timing(report: ReplayReport) -> list[str]:
-    if report.time is None:
-        return [
-            f"Closed loop: {report.closed_loop} requests at once, in the order of the trace; "
-            "arrival times are ignored."
-        ]
-    model, seconds = report.time, report.simulated_seconds or 0.0
-    speed = "" if model.speed == 1 else f" at {model.speed:g} times the speed"
-    kv_bytes = f"{model.token_bytes:,} KV bytes per token"
-    if model.group_bytes:
-        kv_bytes = f"KV blocks of {' and '.join(f'{size:,}' for size in model.group_bytes)} bytes"
-    lines = [
-        f"Recorded arrival times{speed}: {model.prefill_tokens_per_s:,.0f} prompt tokens/s, "
-        f"{model.decode_step_s:g} s per generated token, {model.load_gb_per_s:g} GB/s from the "
-        f"host and {model.store_gb_per_s:g} GB/s to it, {kv_bytes}, "
-        f"{model.step_tokens:,} prompt tokens per step, up to {model.max_running} requests at "
-        "once.",
-        f"Requests arrived for {report.trace_seconds:,.0f} s and were done after {seconds:,.0f} s. "
-        f"They waited {report.mean_wait_s:,.1f} s on average (at most {report.max_wait_s:,.1f} s). "
-        f"The link was busy {report.load_link_busy:.1%} of the time with loads, "
-        f"{report.store_link_busy:.1%} with stores.",
-    ]
-    if seconds > _SLOW * max(report.trace_seconds or 0.0, _SHORTEST_S):
-        lines.append(
-            "One such engine is too slow for this trace, so order matters more than time; "
-            "--prefill-rate and --speed change that."
         )
     return lines

@@ -1,8 +1,7 @@
 """The replay of a request trace through the engine, with a connector.
 
-Requests arrive at their recorded times, in simulated seconds (:class:`TimeModel`). In a closed
-loop, requests arrive as soon as other requests end. Memory does not grow with the trace, unless its
-sessions must be sorted first (:func:`by_arrival`).
+The replay is a closed loop: a fixed number of requests is in the engine, and the next request of
+the trace starts as soon as another one ends.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvview import (
@@ -29,15 +28,12 @@ from kvview import (
 )
 from kvview.connector.hook_errors import build_connector, watch_hooks
 from kvview_reference.engine import Engine
-from kvview_reference.engine.request import Request, Status
-from kvview_reference.replay.arrivals import Arrivals
-from kvview_reference.replay.clock import Clock, OneStep, time_transfers
-from kvview_reference.replay.time_model import TimeModel
-from kvview_reference.replay.traces import TraceRequest
+from kvview_reference.engine.request import Status
+from kvview_reference.replay.conversations import TurnQueue
+from kvview_reference.replay.transfers import end_each_step
+from kvview_reference.traces.trace import TraceRequest
 
 _GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
-_MAX_WAITING = 64
-"""Maximum number of requests that wait in the engine; further requests wait in the trace."""
 _COUNTED = (  # by the engine
     *("requests", "gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "loaded_blocks"),
     *("bytes_verified", "mismatches", "steps", "preemptions"),
@@ -54,24 +50,21 @@ class ReplayConfig:
         gpu_blocks: Number of blocks of the GPU pool, including the null block; None for enough
             blocks for about a million tokens.
         block_bytes: Bytes of one block, a multiple of 8.
-        closed_loop: Number of requests that are in the engine at once, in a closed loop; None
-            replays the arrival times.
+        closed_loop: Number of requests that are in the engine at once.
         groups: KV-cache groups, in the form that :func:`parse_groups` reads.
         options: Options of the connector.
-        time: Durations of steps and transfers; not used in a closed loop.
     """
 
     gpu_blocks: int | None = None
     block_bytes: int = 1024
-    closed_loop: int | None = 16
+    closed_loop: int = 16
     groups: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
-    time: TimeModel = field(default_factory=TimeModel)
 
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """The result of a replay; the fields have the same names as in the JSON report.
+    """The result of a replay, and the report of ``kvview replay --json FILE``.
 
     Args:
         requests_too_large: Requests that were skipped because they do not fit on the GPU.
@@ -83,15 +76,11 @@ class ReplayReport:
         media: Media that the connector moved blocks to or from, by the names of its specs.
         holds_at_end: Number of GPU blocks that were not free at the end; must be 0.
         blocks_per_s: ``blocks`` over ``seconds``.
-        play: "time" (recorded arrival times) or "closed-loop"; the fields below are None in a
-            closed loop.
-        closed_loop: Number of requests in the engine at once; None with recorded arrival times.
-        time: The durations.
-        simulated_seconds: Time from the first request to the end of all work.
-        trace_seconds: Time from the first to the last arrival, at the given speed.
-        mean_wait_s: Mean time for which a request waited before its start, including its loads.
-        load_link_busy: Share of the simulated seconds in which the link moved loads.
-        store_link_busy: Share of the simulated seconds in which the link moved stores.
+        closed_loop: Number of requests in the engine at once.
+        malformed_rows: Requests of the trace that could not be read.
+        lost: The first 10,000 reasons.
+        schema_version: Version of the JSON format, which grows when a field is removed or changes
+            its meaning.
     """
 
     requests: int
@@ -112,18 +101,12 @@ class ReplayReport:
     steps: int
     preemptions: int
     failed_transfers: int
-    play: Literal["time", "closed-loop"]
+    closed_loop: int
     first_failure: str | None = None
     media: list[str] = field(default_factory=list)
-    closed_loop: int | None = None
-    time: TimeModel | None = None
-    simulated_seconds: float | None = None
-    trace_seconds: float | None = None
-    mean_wait_s: float | None = None
-    max_wait_s: float | None = None
-    prefill_tokens: int | None = None
-    load_link_busy: float | None = None
-    store_link_busy: float | None = None
+    malformed_rows: int = 0
+    lost: list[str] = field(default_factory=list)
+    schema_version: Literal[1] = 1
 
     @property
     def tier(self) -> str:
@@ -134,24 +117,6 @@ class ReplayReport:
     def is_clean(self) -> bool:
         """Whether every byte was right and every block was released."""
         return not self.mismatches and not self.holds_at_end
-
-
-@dataclass(frozen=True)
-class ReplayFile(ReplayReport):
-    """The report of ``kvview replay --json FILE``.
-
-    Args:
-        malformed_rows: Rows and files of the trace that could not be read.
-        lost: The first 10,000 of these rows and files, with the reasons.
-        cut: Files that could only be read up to a line, each with this line.
-        schema_version: Version of the JSON format, which grows when a field is removed or changes
-            its meaning.
-    """
-
-    malformed_rows: int = 0
-    lost: list[str] = field(default_factory=list)
-    cut: list[str] = field(default_factory=list)
-    schema_version: Literal[1] = 1
 
 
 def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
@@ -209,26 +174,22 @@ def replay(
 
     Raises:
         ConfigError: A size is invalid, or no request fits in the pool.
-        TraceError: A row is malformed, and the trace was opened with ``on_error=None``.
         ConnectorError: The connector broke the contract, or one of its hooks raised an exception.
     """
-    if config.closed_loop is not None and config.closed_loop < 1:
+    if config.closed_loop < 1:
         raise ConfigError(f"closed_loop must be at least 1, got {config.closed_loop}")
     geometry = make_geometry(config.groups, block_size)
     default_blocks = 2**20 // block_size * len(geometry.groups)
-    clock = None if config.closed_loop else Clock(config.time, geometry)
     built = watch_hooks(build_connector(connector, ConnectorConfig(geometry, config.options)))
     engine = Engine(
         geometry,
-        time_transfers(built, clock or OneStep()),
+        end_each_step(built),
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
-        max_running=config.closed_loop or config.time.max_running,
-        max_tokens_per_step=config.time.step_tokens if clock else None,
+        max_running=config.closed_loop,
         enable_events=on_step is not None,
     )
-    arrivals = Arrivals(trace, block_size, config.time.speed if clock else None)
-    run = _Run(engine, arrivals, clock, config.closed_loop, on_progress, on_step)
+    run = _Run(engine, TurnQueue(trace, block_size), config.closed_loop, on_progress, on_step)
     start = time.perf_counter()
     try:
         run.to_end()
@@ -248,57 +209,36 @@ class _Run:
     def __init__(
         self,
         engine: Engine,
-        arrivals: Arrivals,
-        clock: Clock | None,
-        closed_loop: int | None,
+        queue: TurnQueue,
+        closed_loop: int,
         on_progress: Callable[[int], None],
         on_step: Callable[[Engine], None] | None,
     ) -> None:
-        self._engine, self._arrivals, self._clock = engine, arrivals, clock
+        self._engine, self._queue = engine, queue
         self._closed_loop = closed_loop
         self._on_progress, self._on_step = on_progress, on_step
         self._num_blocks = self._num_too_large = 0
         self._too_large: ConfigError | None = None
-        self._queued: list[tuple[Request, float]] = []  # and the time since which it could start
-        self._waited_s = self._max_wait_s = 0.0
 
     def to_end(self) -> None:
         """Run until the trace has ended and no work is left."""
-        engine, clock = self._engine, self._clock
+        engine = self._engine
         while True:
-            if clock is not None:
-                self._arrivals.advance(clock.now)
-            while self._has_room() and self._add_next():
+            while engine.num_unfinished_requests() < self._closed_loop and self._add_next():
                 pass
-            next_s = self._arrivals.next_s()
-            if engine.has_work():
-                if clock is None:
-                    engine.step()
-                else:
-                    now, num_started = clock.now, engine.stats.prompt_blocks
-                    clock.step(engine, next_s)
-                    if engine.stats.prompt_blocks > num_started:
-                        self._count_waits(now)
-            elif next_s is None:
+            if not engine.has_work():
                 break
-            elif clock is not None:
-                clock.now = next_s
-                continue
+            engine.step()
             if self._on_step is not None:
                 self._on_step(engine)
             self._on_progress(engine.stats.requests)
         if self._too_large is not None and not engine.stats.requests:
             raise self._too_large
 
-    def _has_room(self) -> bool:
-        if self._closed_loop is None:
-            return len(self._engine.waiting) < _MAX_WAITING
-        return self._engine.num_unfinished_requests() < self._closed_loop
-
     def _add_next(self) -> bool:
-        if (taken := self._arrivals.take()) is None:
+        if (taken := self._queue.take()) is None:
             return False
-        request, row, since = taken
+        request, row = taken
         try:
             self._engine.add_request(request)
         except ConfigError as error:
@@ -309,25 +249,12 @@ class _Run:
             )
             return True
         self._num_blocks += len(row.hash_ids)
-        if self._clock is not None:
-            self._queued.append((request, since))
         return True
-
-    def _count_waits(self, now: float) -> None:
-        still = []
-        for request, since in self._queued:
-            if request.was_started:
-                self._waited_s += now - since
-                self._max_wait_s = max(self._max_wait_s, now - since)
-            else:
-                still.append((request, since))
-        self._queued = still
 
     def report(self, seconds: float, holds_at_end: int) -> ReplayReport:
         """Make the report."""
-        stats, clock = self._engine.stats, self._clock
-        blocks = self._num_blocks
-        report = ReplayReport(
+        stats, blocks = self._engine.stats, self._num_blocks
+        return ReplayReport(
             **{name: getattr(stats, name) for name in _COUNTED},
             requests_too_large=self._num_too_large,
             blocks=blocks,
@@ -338,19 +265,5 @@ class _Run:
             cpu_hit_rate=stats.cpu_hit_blocks / max(1, blocks),
             computed_rate=1 - (stats.gpu_hit_blocks + stats.cpu_hit_blocks) / max(1, blocks),
             media=list(stats.media),
-            play="time" if clock else "closed-loop",
             closed_loop=self._closed_loop,
-        )
-        if clock is None:
-            return report
-        return replace(
-            report,
-            time=clock.model,
-            simulated_seconds=clock.now,
-            trace_seconds=self._arrivals.last_s,
-            mean_wait_s=self._waited_s / max(1, stats.requests),
-            max_wait_s=self._max_wait_s,
-            prefill_tokens=stats.prefill_tokens,
-            load_link_busy=clock.loads.busy_s / max(1.0, clock.now),
-            store_link_busy=clock.stores.busy_s / max(1.0, clock.now),
         )

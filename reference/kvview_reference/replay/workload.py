@@ -16,7 +16,7 @@ from itertools import pairwise
 from random import Random
 
 from kvview.errors import ConfigError
-from kvview_reference.replay.traces import TraceRequest
+from kvview_reference.traces.trace import TraceRequest
 
 REQUESTS_PER_SECOND = 3.4
 SYSTEM_PROMPT_TOKENS = 600
@@ -128,7 +128,6 @@ def _generate(num_requests: int, random: Random, block_size: int) -> Iterator[Tr
             num_prompt_tokens=current.num_prompt_tokens,
             num_output_tokens=current.num_output_tokens,
             hash_ids=tuple(current.hash_ids),
-            scope="",
             line=line,
             continues=current.last,
         )

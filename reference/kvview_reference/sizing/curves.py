@@ -74,14 +74,14 @@ def lru_reaches(references: References) -> Iterator[list[Reach]]:
     Journal 9(2), 1970; the tree is P. Fenwick's.
     """
     weights = references.weights()
-    num_slots = sum(len(request.runs) for request in references.requests)
+    num_slots = sum(map(len, references.requests))
     tree = [0] * (num_slots + 1)  # weights by slot; later slots are more recent
     slots = [0] * len(weights)
     total = next_slot = 0
-    for request in references.requests:
+    for runs in references.requests:
         reaches: list[Reach] = []
         furthest, is_prefix = 0, True
-        for run in request.runs:
+        for run in runs:
             slot, weight = slots[run], weights[run]
             if not slot:
                 is_prefix = False
@@ -94,7 +94,7 @@ def lru_reaches(references: References) -> Iterator[list[Reach]]:
                 distance = max(total - older, furthest)
                 reaches.append((distance, weight))
                 furthest = distance + weight - 1
-        for run in request.runs:
+        for run in runs:
             slot, weight = slots[run], weights[run]
             if slot:
                 while slot <= num_slots:
@@ -102,7 +102,7 @@ def lru_reaches(references: References) -> Iterator[list[Reach]]:
                     slot += slot & -slot
             else:
                 total += weight
-        for run in reversed(request.runs):
+        for run in reversed(runs):
             next_slot += 1
             slots[run] = slot = next_slot
             weight = weights[run]
@@ -122,12 +122,7 @@ def lru_curve(reaches: Iterable[Iterable[Reach]]) -> Curve:
     return Curve(reached)
 
 
-def hits_within(reaches: Iterable[Reach], size: int) -> int:
-    """Count the blocks of one request that an LRU cache of this size hits."""
-    return sum(min(weight, max(0, size - distance)) for distance, weight in reaches)
-
-
-def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
+def optimum_hits(references: References, sizes: Sequence[int], skip: int = 0) -> list[int]:
     """Count the hits of MIN with bypass, the best possible policy, which knows all later requests.
 
     After each request, the cache keeps the blocks whose next use is soonest, among its own blocks
@@ -136,6 +131,7 @@ def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
     Args:
         references: The trace.
         sizes: Sizes in blocks.
+        skip: Number of first requests that fill the cache, and whose hits are not counted.
 
     Source: L. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
     Systems Journal 5(2), 1966.
@@ -145,16 +141,16 @@ def optimum_hits(references: References, sizes: Sequence[int]) -> list[int]:
     upcoming: list[list[int]] = []  # for each use of a run, the request of its next use
     following = [never] * len(weights)
     for number in range(never - 1, -1, -1):
-        runs = references.requests[number].runs
+        runs = references.requests[number]
         upcoming.append([following[run] for run in runs])
         for run in runs:
             following[run] = number
     upcoming.reverse()
-    return [_optimum(references, weights, upcoming, size) for size in sizes]
+    return [_optimum(references, weights, upcoming, size, skip) for size in sizes]
 
 
 def _optimum(
-    references: References, weights: list[int], upcoming: list[list[int]], size: int
+    references: References, weights: list[int], upcoming: list[list[int]], size: int, skip: int
 ) -> int:
     never = len(upcoming)
     kept = [0] * len(weights)  # blocks of each run, from its head on
@@ -162,9 +158,9 @@ def _optimum(
     # A heap with the latest next use first, then the deepest block.
     order: list[tuple[int, int, int]] = []
     hits = used = 0
-    for request, dues in zip(references.requests, upcoming, strict=True):
-        for depth, (run, then) in enumerate(zip(request.runs, dues, strict=True)):
-            hits += kept[run]
+    for number, (runs, dues) in enumerate(zip(references.requests, upcoming, strict=True)):
+        for depth, (run, then) in enumerate(zip(runs, dues, strict=True)):
+            hits += kept[run] * (number >= skip)
             used -= kept[run]
             kept[run] = 0
             if then < never:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvview.errors import ConfigError, KVViewError, WireFormatError
+from kvview.errors import ConfigError, TraceError, WireFormatError
 from kvview.events import MEDIUM_GPU
 from kvview.events.recording import read_recording
 from kvview.events.wire import EventDecoder, Hash, StoredEvent
-from kvview_reference.replay.trace_schemas import TraceRequest
+from kvview_reference.traces.sessions import PrefixIds
+from kvview_reference.traces.trace import SkippedRows, TraceRequest
 
 SAME_REQUEST_S = 5.0
 """Time within which a turn counts as a part of the previous turn, which the GPU still has."""
@@ -41,20 +42,20 @@ class RecordedTrace:
 
     Args:
         path: The recording.
-        on_error: Called with the error of each unreadable message; None raises the first error.
+        skipped: Receives the messages that cannot be read.
 
     Attributes:
         block_size: Tokens of a block.
 
     Raises:
         ConfigError: The file cannot be read, or stores no block on a GPU.
-        WireFormatError: A message cannot be read and ``on_error`` is None.
+        TraceError: A message cannot be read.
     """
 
-    def __init__(self, path: str, on_error: Callable[[KVViewError], object] | None) -> None:
+    def __init__(self, path: str, skipped: SkippedRows) -> None:
         self.path = path
         self.block_size = 0
-        self._on_error = on_error
+        self._skipped = skipped
         self._numbers: dict[Hash, int] = {}
         self._parents = array("q")  # of each block; -1 for the first of a prompt
         self._open: dict[int, _Request] = {}  # by the last block
@@ -67,10 +68,11 @@ class RecordedTrace:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         first = min(request.start_s for request in self._requests)
+        ids = PrefixIds()
         for number, request in enumerate(self._requests, 1):
-            blocks = self._chain(request.parent) + request.blocks
+            blocks = ids.chain(self._chain(request.parent) + request.blocks, "")
             tokens, start_s = len(blocks) * self.block_size, request.start_s - first
-            yield TraceRequest(str(number), start_s, tokens, 0, blocks, "", number)
+            yield TraceRequest(str(number), start_s, tokens, 0, blocks, number)
 
     def _stored(self) -> Iterator[tuple[float, StoredEvent]]:
         decoder = EventDecoder(strict=False)
@@ -78,30 +80,27 @@ class RecordedTrace:
         try:
             for message in read_recording(self.path):
                 if expected is not None and message.sequence > expected:
-                    missing = f"{message.sequence - expected} messages from {expected} are missing"
-                    self._report(WireFormatError(f"{self.path}: {missing}"))
+                    num_missing = message.sequence - expected
+                    self._skip(f"{num_missing} messages from {expected} are missing", num_missing)
                 expected = message.sequence + 1
                 try:
                     batch = decoder.decode(message.payload)
                 except WireFormatError as error:
-                    self._report(WireFormatError(f"message {message.sequence}: {error}"))
+                    self._skip(f"message {message.sequence}: {error}")
                     continue
                 for problem in batch.problems:
-                    self._report(WireFormatError(f"message {message.sequence}: {problem}"))
+                    self._skip(f"message {message.sequence}: {problem}")
                 if not math.isfinite(batch.ts):
-                    why = f"message {message.sequence}: its time is {batch.ts}"
-                    self._report(WireFormatError(why))
+                    self._skip(f"message {message.sequence}: its time is {batch.ts}")
                     continue
                 for event in batch.events:
                     if isinstance(event, StoredEvent):
                         yield batch.ts, event
-        except WireFormatError as error:
-            self._report(error)  # nothing can be read after it
+        except WireFormatError as error:  # nothing can be read after it
+            self._skipped.add(TraceError(str(error)), ends_file=True)
 
-    def _report(self, error: WireFormatError) -> None:
-        if self._on_error is None:
-            raise error
-        self._on_error(error)
+    def _skip(self, problem: str, num_requests: int = 1) -> None:
+        self._skipped.add(TraceError(f"{self.path}: {problem}"), num_requests)
 
     def _add(self, at: float, event: StoredEvent) -> None:
         if (event.medium or MEDIUM_GPU) != MEDIUM_GPU or not event.block_hashes:
@@ -109,8 +108,7 @@ class RecordedTrace:
         group = event.group_idx or 0
         if self._group is None:
             if not 0 < (event.block_size or 0) < 2**31:
-                why = f"{self.path}: an event stores blocks of {event.block_size} tokens"
-                self._report(WireFormatError(why))
+                self._skip(f"an event stores blocks of {event.block_size} tokens")
                 return
             self._group, self.block_size = group, event.block_size
         if group != self._group:
