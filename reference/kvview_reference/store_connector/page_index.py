@@ -173,9 +173,10 @@ class PageIndex:
     def new(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that may be stored: no level holds them, and no job stores or loads them.
 
-        A key that is named twice is returned once.
+        Args:
+            keys: Keys, each named once.
         """
-        new = list(dict.fromkeys(keys))
+        new = list(keys)
         for level in self._levels:
             new = level.missing(new)
         if self._failed:
@@ -200,7 +201,7 @@ class PageIndex:
             flags = shared.lookup(names)
         found = list(zip(asked, flags, strict=True))
         store.discard(k for k, flag in found if flag is False and not self._is_in_flight(k))
-        self._commit_in_store(self.new(key for key, flag in found if flag))
+        self._commit_in_store(self.new(dict.fromkeys(key for key, flag in found if flag)))
         return {key for key, flag in found if flag is None}
 
     # --- pages that requests use ---
@@ -311,7 +312,8 @@ class PageIndex:
         for level, is_target in ((self.memory, self._in_memory), (self.store, self._in_store)):
             if level is not None and is_target:
                 level.complete_store(kept)
-                level.complete_store(lost, success=False)
+                if lost:
+                    level.complete_store(lost, success=False)
         if isinstance(self.memory, ByteBudgetManager) and num_bytes is not None:
             self.memory.resize(kept, num_bytes)
         if self._in_store and (shared := self._settings.shared) is not None:

@@ -15,7 +15,7 @@ from kvview.prefix_search import CachedBlocks
 
 NumLeadingHits = Callable[[Sequence[OffloadKey]], int]
 """Returns the number of leading keys that can be loaded."""
-_KEYS_AT_ONCE = 64  # most searches end at one of the first blocks
+_FIRST_KEYS, _MORE_KEYS = 2, 64  # looked up at once, because most searches end at the first block
 
 
 class _HeldBlocks(CachedBlocks):
@@ -48,12 +48,13 @@ class _HeldBlocks(CachedBlocks):
     @override
     def first_missing(self, stop: int) -> int:
         if self._num_leading is None:
-            block = self._num_on_gpu
+            block, num_keys = self._num_on_gpu, _FIRST_KEYS
             while block < stop:
-                end = min(stop, block + _KEYS_AT_ONCE)
+                end = min(stop, block + num_keys)
                 if (found := self._num_held(block, end)) < end - block:
                     stop = block + found
                 block += found
+                num_keys = _MORE_KEYS
             self._num_leading = block
         return min(stop, self._num_leading)
 
