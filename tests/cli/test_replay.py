@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from kvview import CPULoadStoreSpec
 from kvview.cli.commands import cli
-from kvview_reference.store_connector.scheduler import StoreScheduler
+from kvview_reference.store_connector.gpu_blocks import GPUBlocks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
-OFFLOAD = "kvview_reference.store_connector:StoreConnector"
+STORE = "kvview_reference.store_connector:StoreConnector"
 
 
 def run(*args: str | Path) -> Result:
@@ -100,7 +100,7 @@ def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "blocks", "wrong", "right"),  # a leak needs room, or it stops the run before its end
     [
-        (OFFLOAD, 3000, "holds_at_end", "mismatches"),
+        (STORE, 3000, "holds_at_end", "mismatches"),
         ("tests.mutants.connector:LoadsBackwards", 500, "mismatches", "holds_at_end"),
     ],
 )
@@ -112,8 +112,8 @@ def test_a_wrong_connector_has_exit_code_1(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free = StoreScheduler._free  # of StoreConnector, which now keeps a hold at each release
-    monkeypatch.setattr(StoreScheduler, "_free", lambda half, blocks: free(half, blocks[1:]))
+    release = GPUBlocks.release  # of StoreConnector, which now keeps a hold at each release
+    monkeypatch.setattr(GPUBlocks, "release", lambda gpu, blocks: release(gpu, blocks[1:]))
     path = tmp_path / "r.json"
     size = ("--requests", "300", "--gpu-blocks", str(blocks))
     result = run(*size, "--connector", target, "--json", path)

@@ -15,12 +15,12 @@ from kvview import (
     RequestContent,
     RequestInfo,
     StepInfo,
-    StoreConnector,
 )
 from kvview.testing.connector import Add, Scenario, Squeeze, Step, simulate
 from kvview.tier import Threaded
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.simulation import ReferenceEngines
+from kvview_reference.store_connector import StoreConnector
 
 GEOMETRY = CacheGeometry.single(16)
 
