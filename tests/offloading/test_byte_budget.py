@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ MOVES = st.tuples(
     st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
     st.integers(0, LARGEST),
 )
-MANAGERS = {
+MANAGERS: dict[str, Callable[[str], CPUOffloadingManager]] = {
     "blocks": lambda policy: CPUOffloadingManager(CAPACITY, policy, True),
     "bytes": lambda policy: ByteBudgetManager(CAPACITY * LARGEST, largest, LARGEST, policy, True),
 }
