@@ -219,45 +219,6 @@ def test_each_page_is_where_the_plans_put_it(
     levels.host.close()
 
 
-def test_a_displaced_page_leaves_its_host_page_before_a_slow_put_has_ended() -> None:
-    levels = Levels()
-    levels.save(A, 0, in_store=False)
-    levels.store.is_held = True
-    levels.place(A=(None, True))
-    levels.save(B, 0, in_store=False)
-    assert levels.load(A) == [CONTENTS[A]]
-    assert levels.load(B) == [CONTENTS[B]]
-    levels.settle()
-    assert levels.load(A) == []
-    levels.settle()
-    assert levels.memory() == {B}
-
-
-def test_a_host_page_that_was_given_away_receives_no_late_bytes() -> None:
-    levels = Levels()
-    levels.save(A, None, in_store=True)
-    levels.settle()
-    levels.store.is_held = True
-    levels.place(A=(0, True))
-    loaded = levels.load(A)
-    levels.place(A=(None, True))
-    levels.save(B, 0, in_store=False)
-    levels.settle()
-    assert loaded == [CONTENTS[A]]
-    assert levels.load(B) == [CONTENTS[B]]
-
-
-def test_pages_that_exchange_their_host_pages_in_one_plan_keep_their_bytes() -> None:
-    levels = Levels()
-    for number, name in enumerate((A, B, C)):
-        levels.save(name, number, in_store=False)
-    levels.place(A=(1, False), B=(2, True), C=(None, True))
-    levels.settle()
-    loaded = {name: levels.load(name) for name in (A, B, C)}
-    levels.settle()
-    assert loaded == {name: [CONTENTS[name]] for name in (A, B, C)}
-
-
 @pytest.mark.parametrize("uses_host_pages", [True, False])
 def test_a_page_that_the_store_lost_or_damaged_fails(uses_host_pages: bool) -> None:
     levels = Levels(uses_host_pages=uses_host_pages)
