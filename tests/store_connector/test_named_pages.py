@@ -16,8 +16,8 @@ from kvview import (
     CanonicalKVCacheTensor,
     make_offload_key,
 )
-from kvview_reference.store_connector import Transform, pages
-from kvview_reference.store_connector.pages import FoundPage, Pages
+from kvview_reference.store_connector import Transform, named_pages
+from kvview_reference.store_connector.named_pages import FoundPage, Pages
 from kvview_reference.store_connector.store_plan import EPOCH_BYTES, PagePlace, StoreSpec
 from kvview_reference.transfer import host_pages
 from kvview_reference.transfer.host_pages import HostPages
@@ -70,7 +70,7 @@ class HeldTier:
 @pytest.fixture(autouse=True, scope="module")
 def _no_thread_and_little_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "GuardedTier", HeldTier)
+        patch.setattr(named_pages, "GuardedTier", HeldTier)
         patch.setattr(host_pages, "_STAGING_BYTES", 1 << 10)
         yield
 
