@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -112,7 +112,13 @@ class Deferring(Engines):
         return built
 
 
-@pytest.mark.parametrize("connector", [StoreConnector, HostCacheConnector])
+class Eager(StoreConnector):
+    """Stores each block in the step after its computation, so that many are loaded."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"mode": "eager"}
+
+
+@pytest.mark.parametrize("connector", [Eager, HostCacheConnector])
 def test_a_promise_whose_blocks_come_later_is_asked_for_again(
     connector: type[Connector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
