@@ -35,8 +35,9 @@ def percent_hit(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         arguments = ["--requests", num_requests, "--gpu-blocks", gpu_blocks, "--json", file]
-        arguments += ["--connector", "kvview:StoreConnector", "--option", f"mode={mode}"]
-        arguments += ["--option", f"cpu_blocks={cpu_blocks}", *([trace] if trace else [])]
+        arguments += ["--connector", "kvview_reference.store_connector:StoreConnector"]
+        arguments += ["--option", f"mode={mode}", "--option", f"cpu_blocks={cpu_blocks}"]
+        arguments += [trace] if trace else []
         result = CliRunner().invoke(replay, list(map(str, arguments)))
         if result.exit_code:
             sys.exit(result.output)

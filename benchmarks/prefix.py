@@ -30,6 +30,7 @@ from kvview import (
     CacheGeometry,
     CacheGroup,
     ConnectorConfig,
+    EngineFacts,
     FullAttention,
     Mamba,
     RequestInfo,
@@ -159,10 +160,13 @@ def our_lookups(n: int) -> Callable[[], int]:
     config = ConnectorConfig(CacheGeometry.single(BLOCK_SIZE), {"cpu_blocks": n})
     scheduler = StoreConnector(config).make_scheduler()
     assert isinstance(scheduler, StoreScheduler)
+    scheduler.on_engine_ready(EngineFacts(n, (1,), n))
+    memory = scheduler._index.memory
+    assert memory is not None
     hashes = [BlockHash(block_hash) for block_hash in HASHES[:n]]
     keys = make_offload_keys(hashes, 0)
-    scheduler._manager.prepare_store(keys)
-    scheduler._manager.complete_store(keys)
+    memory.prepare_store(keys)
+    memory.complete_store(keys)
     request = RequestInfo("r", n * BLOCK_SIZE + 1, hashes)
     return lambda: scheduler.match_prefix(request, 0) or 0
 

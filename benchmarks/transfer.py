@@ -10,8 +10,9 @@ without one it is ``copy_`` inside CPU memory, in the CPU time of all threads, s
 machine has little effect.
 
 The second table is about the cost of a job rather than of its bytes: jobs of 8 groups, with the
-same blocks in 1 group as their peer. The third compares the host memory of a ``StoreConnector``
-with the worker of the first table.
+same blocks in 1 group as their peer. The third compares the worker halves of a ``StoreConnector``
+with the worker of the first table: host memory alone, and the same with a store below, whose pages
+have names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from harness import Figures, take_turns  # type: ignore[import-not-found, unused-ignore]
+from harness import (  # type: ignore[import-not-found, unused-ignore]
+    ROOT,
+    Figures,
+    take_turns,
+)
 
 from kvview import (
     CacheGeometry,
@@ -33,17 +38,19 @@ from kvview import (
     ConnectorConfig,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    LoadStoreSpec,
     StepPlan,
-    StoreConnector,
     TransferJob,
     TransferSpec,
     make_offload_key,
 )
+from kvview_reference.store_connector import StoreConnector
 from kvview_reference.store_connector.store_plan import EPOCH_BYTES, StoreSpec
 from kvview_reference.transfer import CPUGPUTransferWorker
 
 PAGE_SIZES = {"1 KiB": 1 << 10, "16 KiB": 16 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20}
 TARGETS = {"1 KiB": 0.2, "16 KiB": 0.5, "64 KiB": 0.8, "1 MiB": 0.9}  # of scattered pages
+HOST_MEMORY = f"{ROOT / 'examples' / 'host_memory.py'}:HostMemoryStore"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOCK = time.perf_counter if DEVICE == "cuda" else time.process_time
 
@@ -159,16 +166,20 @@ def cost_of_a_job(rounds: int) -> None:
 
 
 class StoreBench:
-    """The worker half of a ``StoreConnector`` with host memory alone, and jobs on it.
+    """The worker half of a ``StoreConnector``, and jobs on its host memory.
 
     Args:
         bench: The raw worker with the same tensors.
         num_blocks: Blocks of each tensor.
+        store: Target of the store below; None for host memory alone.
     """
 
-    def __init__(self, bench: Bench, num_blocks: int) -> None:
-        config = ConnectorConfig(CacheGeometry.single(16), {"cpu_blocks": num_blocks})
-        self.worker = StoreConnector(config).make_worker()
+    def __init__(self, bench: Bench, num_blocks: int, store: str | None) -> None:
+        options = {"cpu_blocks": num_blocks, **({"store": store} if store else {})}
+        self.worker = StoreConnector(
+            ConnectorConfig(CacheGeometry.single(16), options)
+        ).make_worker()
+        self._has_names = store is not None
         self.worker.register_kv_caches(bench.caches)
         epoch = bytes(EPOCH_BYTES)
         self._names = [make_offload_key(b"%d" % n, 0) + epoch for n in range(num_blocks)]
@@ -177,7 +188,9 @@ class StoreBench:
     def run(self, blocks: Sequence[int], chunks: Sequence[int], to_host: bool) -> None:
         self._job_id += 1
         gpu = GPULoadStoreSpec(blocks, [len(blocks)], [0])
-        spec = StoreSpec([self._names[chunk] for chunk in chunks], in_memory=True)
+        spec: LoadStoreSpec = CPULoadStoreSpec(chunks)
+        if self._has_names:
+            spec = StoreSpec([self._names[chunk] for chunk in chunks], chunks)
         if to_host:
             self.worker.start_plan(StepPlan(stores=[TransferJob(self._job_id, gpu, spec)]))
         else:
@@ -198,19 +211,21 @@ def store_connector(total: int, rounds: int) -> None:
     ):
         num_blocks = total // page_bytes // num_layers
         bench = Bench(page_bytes, num_blocks, num_layers=num_layers)
-        ours = StoreBench(bench, num_blocks)
         every = list(range(num_blocks))
-        for _ in range(2):  # the allocator recycles memory from then on
-            ours.run(every, every, True)
         dice = random.Random(0)
         blocks, chunks = (dice.sample(every, num_blocks // 4) for _ in range(2))
-        for to_host in (True, False):
-            raw = partial(bench.run, spec_of(blocks, chunks, to_host))
-            sides = [partial(ours.run, blocks, chunks, to_host), raw]
-            times = take_turns(sides, rounds=rounds, clock=CLOCK)
-            target = 0.9 if page_bytes * num_layers >= 1 << 20 else None
-            figures.ratio(f"{label}, {'store' if to_host else 'load'}", times, target)
-        ours.worker.shutdown()
+        for kind, store in (("host memory", None), ("above a store", HOST_MEMORY)):
+            ours = StoreBench(bench, num_blocks, store)
+            for _ in range(2):  # the allocator recycles memory from then on
+                ours.run(every, every, True)
+            for to_host in (True, False):
+                raw = partial(bench.run, spec_of(blocks, chunks, to_host))
+                sides = [partial(ours.run, blocks, chunks, to_host), raw]
+                times = take_turns(sides, rounds=rounds, clock=CLOCK)
+                target = 0.9 if page_bytes * num_layers >= 1 << 20 else None
+                direction = "store" if to_host else "load"
+                figures.ratio(f"{label}, {kind}, {direction}", times, target)
+            ours.worker.shutdown()
         bench.worker.shutdown()
     figures.show()
 

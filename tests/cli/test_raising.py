@@ -19,12 +19,10 @@ HERE = Path(__file__).parent
 REPLAY = ("replay", "--requests", "20", "--gpu-blocks", "200", "--connector")
 CHECK = ("check", "--seeds", "2")
 
-# An StoreConnector with one method replaced.
+# A StoreConnector with one method replaced.
 SOURCE = """
 import kvview
-from kvview_reference.store_connector import StoreConnector
-from kvview_reference.store_connector.scheduler import StoreScheduler
-from kvview_reference.store_connector.worker import HostWorker
+from tests.connector.halves import HostWorker, StoreScheduler, WithHalves
 
 class Odd(Exception):
     def __str__(self):
@@ -36,14 +34,9 @@ class Scheduler(StoreScheduler):
 class Worker(HostWorker):
     {worker}
 
-class Mine(StoreConnector):
+class Mine(WithHalves):
     {connector}
-    if "make_scheduler" not in vars():
-        def make_scheduler(self):
-            return Scheduler(self.config, self.options)
-    if "make_worker" not in vars():
-        def make_worker(self):
-            return Worker(self.options)
+    scheduler, worker = Scheduler, Worker
 """
 
 

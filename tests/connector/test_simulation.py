@@ -210,7 +210,7 @@ def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
 def test_a_seed_gives_the_same_run_in_another_process() -> None:
     code = (
         "from kvview.testing.connector import generate_scenario, simulate\n"
-        "from kvview_reference.connector import StoreConnector as C\n"
+        "from kvview_reference.store_connector import StoreConnector as C\n"
         "print([simulate(C, generate_scenario(seed)).timeline for seed in range(2)])"
     )
     command = [sys.executable, "-c", code]

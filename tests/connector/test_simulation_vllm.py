@@ -15,11 +15,12 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.version", reason="needs a vLLM release", exc_type=ImportError)
 
 from examples.host_cache import HostCacheConnector
-from kvview import Connector, ConnectorConfig, StoreConnector, UnsupportedEngineError
+from kvview import Connector, ConnectorConfig, UnsupportedEngineError
 from kvview.targets import target_of
 from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, simulate
 from kvview.testing.connector.coverage import not_exercised
+from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.releases.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors

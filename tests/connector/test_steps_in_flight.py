@@ -17,7 +17,6 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    StoreConnector,
 )
 from kvview.testing.connector import (
     generate_scenario,
@@ -39,7 +38,7 @@ DEPTHS = [2, 3]
 @pytest.mark.slow
 @pytest.mark.parametrize("lags", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("connector", [HostCacheConnector, StoreConnector, StoreConnector, Two])
+@pytest.mark.parametrize("connector", [HostCacheConnector, StoreConnector, Two])
 def test_right_connectors_break_no_law_at_any_depth(
     connector: type[Connector], depth: int, lags: bool
 ) -> None:

@@ -37,8 +37,7 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.testing.connector.stuck import where_all_wait
-from kvview_reference.store_connector import StoreConnector, StoreOptions
-from kvview_reference.store_connector.worker import HostWorker
+from kvview_reference.store_connector import StoreConnector
 from kvview_reference.transfer import worker
 
 
@@ -50,14 +49,8 @@ class SharesThroughSelf(StoreConnector):
         return super().make_scheduler()
 
     def make_worker(self) -> WorkerConnector:
-        connector = self
-
-        class Worker(HostWorker):
-            def start_plan(self, plan: Any) -> None:
-                assert isinstance(connector.handed, StoreOptions)
-                super().start_plan(plan)
-
-        return Worker(self.options)
+        assert self.handed is self.options
+        return super().make_worker()
 
 
 def test_the_halves_share_no_instance() -> None:

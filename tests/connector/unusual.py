@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview_reference.store_connector import StoreConnector, StoreOptions
+from kvview_reference.store_connector import StoreConnector
 from tests.mutants import connector as connectors
 from tests.mutants.connector import load_variants
 
@@ -47,10 +47,7 @@ class Host(HostCacheConnector):
 class StoresTheThirdTime(StoreConnector):
     """Stores a block when it was computed three times."""
 
-    def __init__(self, config: ConnectorConfig) -> None:
-        super().__init__(config)
-        options: StoreOptions = self.options
-        self.options = options.model_copy(update={"store_threshold": 3})
+    defaults: ClassVar[Mapping[str, Any]] = {"store_threshold": 3}
 
 
 class OneJobPerBlock(Host):

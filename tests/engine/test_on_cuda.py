@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from kvview_reference.store_connector.gpu_rows import GPURows
 
 from kvview import CacheGeometry, Connector, ConnectorConfig, FullAttention, SlidingWindow
 from kvview.targets import load_connector
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, chain_hashes
 from kvview_reference.engine.stats import EngineStats
+from kvview_reference.transfer.host_pages import HostPages
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -22,17 +22,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FULL = CacheGeometry.single(4)
 HYBRID = CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 12)))
 SLOW = 40_000_000  # clock cycles of a GPU, about 20 ms
-REFERENCE = "kvview_reference.connector"
+STORE = "kvview_reference.store_connector:StoreConnector"
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "memory": ("kvview_reference.store_connector:StoreConnector", {"cpu_blocks": 200}),
-    "eager": (
-        "kvview_reference.store_connector:StoreConnector",
-        {"cpu_blocks": 200, "mode": "eager"},
-    ),
+    "memory": (STORE, {"cpu_blocks": 200}),
+    "eager": (STORE, {"cpu_blocks": 200, "mode": "eager"}),
     "compressed": ("compressed_memory.py:CompressedConnector", {"cpu_bytes": 1 << 20}),
     "folder": ("folder_store.py:FolderConnector", {"root": "", "store_blocks": 200}),
     "two levels": ("two_levels.py:TwoLevelConnector", {"root": "", "cpu_blocks": 30}),
-    "offload": (f"{REFERENCE}:StoreConnector", {"cpu_blocks": 200}),
 }
 
 
@@ -78,7 +74,7 @@ def test_no_byte_is_wrong(name: str, geometry: CacheGeometry, tmp_path: Path) ->
 def test_a_copy_that_does_not_wait_for_the_kernels_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(GPURows, "mark_compute", lambda self: None)
-    connector = load_connector("kvview_reference.store_connector:StoreConnector")
-    config = ConnectorConfig(FULL, {"cpu_blocks": 200, "mode": "eager"})
+    monkeypatch.setattr(HostPages, "mark_compute", lambda self: None)
+    connector = load_connector(str(EXAMPLES / "compressed_memory.py:CompressedConnector"))
+    config = ConnectorConfig(FULL, {"cpu_bytes": 1 << 20, "mode": "eager"})
     assert play(connector(config), FULL).mismatches > 0

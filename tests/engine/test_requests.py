@@ -26,8 +26,8 @@ from kvview import (
     full_blocks,
 )
 from kvview_reference.engine import Engine, Request, Status, chain_hashes
-from kvview_reference.store_connector import StoreConnector
 from kvview_reference.store_connector.scheduler import StoreScheduler
+from tests.connector.halves import WithHalves
 
 SIZE = 4
 GEOMETRIES = {
@@ -52,9 +52,12 @@ class WatchingScheduler(StoreScheduler):
     """Checks the request of every call against the engine's bytes."""
 
     engine: Engine
-    calls: set[str]
-    contents: dict[str, RequestContent]
-    num_prompt_tokens: dict[str, int]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls: set[str] = set()
+        self.contents: dict[str, RequestContent] = {}
+        self.num_prompt_tokens: dict[str, int] = {}
 
     def check(self, hook: str, request: RequestInfo, block_ids: BlockIds) -> None:
         self.calls.add(hook)
@@ -95,6 +98,7 @@ class WatchingScheduler(StoreScheduler):
 
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         self.check("preempted", request, block_ids)
+        super().on_request_preempted(request, block_ids)
 
     def on_request_finished(
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
@@ -107,11 +111,8 @@ class WatchingScheduler(StoreScheduler):
             assert request.num_computed_tokens == request.num_tokens - has_output
 
 
-class Watching(StoreConnector):
-    def make_scheduler(self) -> WatchingScheduler:
-        half = WatchingScheduler(self.config, self.options)
-        half.calls, half.contents, half.num_prompt_tokens = set(), {}, {}
-        return half
+class Watching(WithHalves):
+    scheduler = WatchingScheduler
 
 
 @pytest.mark.parametrize("decode_tokens", [1, 5])
@@ -120,7 +121,7 @@ def test_every_call_has_the_number_of_computed_tokens(name: str, decode_tokens: 
     geometry, random = GEOMETRIES[name], Random(7)
     engine = Engine(
         geometry,
-        Watching(ConnectorConfig(geometry, {"cpu_blocks": 300})),
+        Watching(ConnectorConfig(geometry, {"cpu_blocks": 300, "mode": "eager"})),
         num_gpu_blocks={"one": 22, "window": 32, "mixed": 34}[name],
         page_bytes=16,
         max_running=4,

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvview_reference.store_connector.behaviour import Behaviour
 
 from examples.folder_store import FolderStore
 from kvview import CacheGeometry
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.answers import LookupAnswers
-from kvview_reference.store_connector import Policy
-from kvview_reference.store_connector.page_index import PageIndex
+from kvview_reference.store_connector.page_index import PageIndex, TierSettings
 
 FIRST, SECOND = (make_offload_key(bytes([number]) * 32, 0) for number in range(2))
 
@@ -24,20 +22,22 @@ FIRST, SECOND = (make_offload_key(bytes([number]) * 32, 0) for number in range(2
 def index(tmp_path: Path) -> Iterator[PageIndex]:
     """Of a store that has room for one page."""
     namespace = Namespace("m", weights="1")
-    behaviour = Behaviour(
+    settings = TierSettings(
         mode="finish",
         prefetch=False,
-        memory=0,
-        is_in_bytes=False,
-        store=1,
+        memory_blocks=0,
+        memory_bytes=0,
+        store_blocks=1,
         can_delete=True,
-        policy=Policy,
+        policy="lru",
+        store_threshold=1,
         max_bytes=lambda page_bytes: page_bytes,
         shared=GuardedTier(FolderStore(namespace, str(tmp_path)), namespace),
+        has_names=True,
         events=False,
+        admits=None,
     )
-    made = PageIndex(CacheGeometry.single(4), behaviour)
-    made.start([64])
+    made = PageIndex(CacheGeometry.single(4), settings, [64])
     yield made
     made.close()
 
@@ -45,11 +45,11 @@ def index(tmp_path: Path) -> Iterator[PageIndex]:
 def is_found(index: PageIndex, key: OffloadKey) -> bool:
     while index.look_up([key]):
         time.sleep(0.001)
-    return key in index
+    return index.num_leading_hits([key]) == 1
 
 
 def store(index: PageIndex, key: OffloadKey) -> None:
-    assert index.reserve([key]) == [key]
+    assert index.prepare_store([key]) == [key]
     index.end_store([key], (), None)
     index.take_places()
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvview_reference.store_connector.request_limits import NO_LIMITS, RequestLimits
 
 from kvview import (
     CacheGeometry,
@@ -15,12 +14,13 @@ from kvview import (
     RequestContent,
     RequestInfo,
     StepInfo,
-    StoreConnector,
 )
 from kvview.testing.connector import Add, Scenario, Squeeze, Step, simulate
 from kvview.tier import Threaded
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.simulation import ReferenceEngines
+from kvview_reference.store_connector import StoreConnector
+from kvview_reference.store_connector.request_prefix import NO_LIMITS, RequestLimits
 
 GEOMETRY = CacheGeometry.single(16)
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from typing_extensions import override
 
-from kvview import CacheGeometry, ConfigError, ConnectorConfig, StoreConnector
+from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.bridge import TierOptions, open_tier
 from kvview.targets import load_connector
 from kvview.testing.command import check
@@ -28,6 +28,7 @@ from kvview.testing.connector import (
 from kvview.testing.connector.scenario import Outcome, WorkerHalf
 from kvview.tier import AsyncStore, Namespace
 from kvview_reference.replay.command import replay
+from kvview_reference.store_connector import StoreConnector
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = f"{EXAMPLES / 'folder_store.py'}:FolderStore"
@@ -164,6 +165,7 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
         ({"cpu_blocks": -1}, "cpu_blocks: Input should be greater than or equal to 0"),
         ({"cpu_blocks": 1, "cpu_bytes": 1}, "set the same budget"),
         ({"mode": "lazy"}, "mode: Input should be 'eager', 'finish', 'victim' or 'exclusive'"),
+        ({"policy": "newest"}, "OFF-7: cache policy 'newest' is unknown; use arc, lru"),
         ({"store": "kvview:Lease"}, "is not a class of tier stores"),
         ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
         ({"store": FOLDER, "root": "r", "rot": 1}, "do not fit the store FolderStore"),

@@ -29,37 +29,27 @@ from kvview.testing.connector import check_connector
 from kvview_reference.store_connector import StoreConnector
 from kvview_reference.store_connector.scheduler import StoreScheduler
 from kvview_reference.store_connector.worker import HostWorker
+from tests.connector.halves import WithHalves
 
 ROOT = Path(__file__).parents[2]
-OFFLOAD = "kvview_reference.store_connector:StoreConnector"
+STORE = "kvview_reference.store_connector:StoreConnector"
 NAMES = ("loads", "stores", "hits")
 
 
-class Offload(StoreConnector):
-    scheduler: type[StoreScheduler] = StoreScheduler
-    worker: type[HostWorker] = HostWorker
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return self.scheduler(self.config, self.options)
-
-    def make_worker(self) -> HostWorker:
-        return self.worker(self.options)
-
-
-class ForgetsEvents(Offload):
+class ForgetsEvents(WithHalves):
     class scheduler(StoreScheduler):
         def take_events(self) -> Any:
             return [*super().take_events()][1:]
 
 
-class Loops(Offload):
+class Loops(WithHalves):
     class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             while True:
                 pass
 
 
-class Waits(Offload):
+class Waits(WithHalves):
     class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             lock = threading.Lock()
@@ -68,27 +58,27 @@ class Waits(Offload):
             raise AssertionError("never")
 
 
-class Draws(Offload):
+class Draws(WithHalves):
     class scheduler(StoreScheduler):
         def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> Any:
             answer = super().match_prefix(request, num_computed_tokens)
             return answer if random.random() < 0.5 else None  # several draws for each request
 
 
-class SometimesLeaks(Offload):
+class SometimesLeaks(WithHalves):
     class scheduler(StoreScheduler):
-        def _free(self, block_ids: Sequence[int]) -> None:
+        def _release(self, store: Any) -> None:
             if random.random() < 0.5:
-                super()._free(block_ids)
+                super()._release(store)
 
 
-class Raises(Offload):
+class Raises(WithHalves):
     class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             raise ValueError("boom")
 
 
-class HasNoWait(Offload):
+class HasNoWait(WithHalves):
     class worker(HostWorker):
         def wait(self, job_ids: Sequence[int]) -> None:
             pass
@@ -222,7 +212,7 @@ def test_a_worker_without_a_wait_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "is_in_fork"), [(OFFLOAD, True), ("kvview_reference.harness:pool", False)]
+    ("target", "is_in_fork"), [(STORE, True), ("kvview_reference.harness:pool", False)]
 )
 def test_sigterm_leaves_the_summary(tmp_path: Path, target: str, is_in_fork: bool) -> None:
     file = tmp_path / "report.json"
@@ -240,7 +230,7 @@ def test_sigterm_leaves_the_summary(tmp_path: Path, target: str, is_in_fork: boo
     assert process.returncode == ExitCode.INTERRUPTED, stdout
     report = json.loads(file.read_text())
     assert (report["is_clean"], report["is_interrupted"]) == (False, True)
-    if target != OFFLOAD:
+    if target != STORE:
         assert "interrupted after" in stdout
         return
     assert (report["runs"]["num_asked"], report["checks"]) == (2000, [])

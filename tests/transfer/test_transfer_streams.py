@@ -12,11 +12,6 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from kvview_reference.store_connector.cuda_copies import (
-    _BATCH_SIGNATURE,
-    _CopyAttributes,
-    batch_copy,
-)
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -27,6 +22,7 @@ from kvview import (
 )
 from kvview_reference.transfer import CPUGPUTransferWorker
 from kvview_reference.transfer.cuda import StreamCopier
+from kvview_reference.transfer.cuda_copies import _BATCH_SIGNATURE, _CopyAttributes, batch_copy
 from tests.transfer.test_transfer import (
     ONE,
     Shape,

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
-from kvview import OffloadingEvent, SchedulerConnector
-from kvview_reference.store_connector import StoreConnector
+from kvview import OffloadingEvent
 from kvview_reference.store_connector.scheduler import StoreScheduler
-
-
-class DiskConnector(StoreConnector):
-    """``StoreConnector`` with the medium DISK."""
-
-    def make_scheduler(self) -> SchedulerConnector:
-        return DiskScheduler(self.config, self.options)
+from tests.connector.halves import WithHalves
 
 
 class DiskScheduler(StoreScheduler):
     """The scheduler half."""
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> list[OffloadingEvent]:
         return [replace(event, medium="DISK") for event in super().take_events()]
 
 
-class HidesEvictions(DiskConnector):
-    """Keeps evicted blocks advertised."""
+class DiskConnector(WithHalves):
+    """``StoreConnector`` with the medium DISK."""
 
-    def make_scheduler(self) -> SchedulerConnector:
-        return SilentScheduler(self.config, self.options)
+    scheduler = DiskScheduler
 
 
 class SilentScheduler(DiskScheduler):
     """The scheduler half."""
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> list[OffloadingEvent]:
         return [event for event in super().take_events() if not event.removed]
+
+
+class HidesEvictions(WithHalves):
+    """Keeps evicted blocks advertised."""
+
+    scheduler = SilentScheduler

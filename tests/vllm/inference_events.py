@@ -43,7 +43,7 @@ from kvview_vllm.inference.server import Server, prepare, require_vllm
 from kvview_vllm.inference.traffic import SeededTraffic, Served
 from kvview_vllm.simulation.scheduler import connector_config, multi_config
 
-_REFERENCE = "kvview_reference.connector"
+_STORE = "kvview_reference.store_connector:StoreConnector"
 _DISK = "DISK"
 _DEADLINE_S = 20.0
 _TOKENS_PER_STEP = 64
@@ -84,7 +84,7 @@ class Arrangement:
 def arrangements(folder: Path, models: Mapping[str, Path], seed: int) -> list[Arrangement]:
     """Return two groups with a window; two connectors under MultiConnector; and a wrong one."""
     file = Path(__file__).with_name("disk_connector.py")
-    one = _offload(f"{_REFERENCE}:StoreConnector")
+    one = _offload(_STORE)
     two = multi_config(one, _offload(f"{file}:DiskConnector"))
     wrong = _offload(f"{file}:HidesEvictions")
     made = [

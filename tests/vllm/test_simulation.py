@@ -17,7 +17,6 @@ from kvview import (
     ConnectorConfig,
     FullAttention,
     SlidingWindow,
-    StoreConnector,
 )
 from kvview.testing.connector import (
     Add,

@@ -69,14 +69,15 @@ class ByteBudgetManager(CPUOffloadingManager):
         self, keys: Collection[OffloadKey], ctx: ReqContext | None = None, /
     ) -> PrepareStoreOutput | None:
         """Make room for new keys and protect them until ``complete_store`` (OFF-3)."""
-        held = [key for key in dict.fromkeys(keys) if self.page_of(key) is not None]
-        new = [key for key in dict.fromkeys(keys) if key not in self._sizes]
+        offered = dict.fromkeys(keys)
+        held = [key for key in offered if self.page_of(key) is not None]
+        new = self._new_of(offered)
         sizes = self._max_bytes(new)
         self.prepare_load(held)  # so that they are not evicted for the new keys (OFF-3)
         evicted: list[OffloadKey] = []
-        has_room = sum(sizes) <= self._room()
+        has_room = sum(sizes) <= self._room() and len(new) <= super().num_storable(new)
         while has_room and self._used + sum(sizes) > self._budget:
-            evicted += self._forget(self.evict(1))
+            evicted += self.evict(1)
         self.complete_load(held)
         if not has_room:
             return None
@@ -107,9 +108,14 @@ class ByteBudgetManager(CPUOffloadingManager):
         """Replace the reserved sizes of stored keys by the bytes that they take together."""
         reserved = sum(map(self._sizes.__getitem__, keys))
         for key in keys:
-            size = self._sizes[key] * num_bytes // max(1, reserved)
+            size = -(-self._sizes[key] * num_bytes // max(1, reserved))
             self._used += size - self._sizes[key]
             self._sizes[key] = size
+
+    @override
+    def evict(self, num_keys: int) -> list[OffloadKey]:
+        """Evict at most this number of keys that no transfer uses, and return them in order."""
+        return list(self._forget(super().evict(num_keys)))
 
     @override
     def discard(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:

@@ -209,14 +209,8 @@ class CPUOffloadingManager:
         pages = self._pages
         if len(set(keys)) < len(keys):
             keys = dict.fromkeys(keys)
-        new = [key for key in keys if key not in pages]
+        new = self._new_of(keys)
         has_held = len(new) < len(keys)
-        if self._late_pages:
-            new = [key for key in new if key not in self._late_pages]
-        if self._store_threshold > 1:
-            offers, enough = self._offers, self._store_threshold - 1
-            new = [key for key in new if offers.get(key, 0) >= enough]
-
         num_victims = len(new) - self.num_free_blocks()
         kept: list[OffloadKey] = []
         if num_victims > 0:
@@ -227,6 +221,7 @@ class CPUOffloadingManager:
             if num_victims > len(pages) - len(loading) - len(storing) - len(kept):
                 return None
         if self._store_threshold > 1:
+            offers = self._offers
             for key in reversed(list(keys)):
                 offers[key] = min(offers.pop(key, 0) + 1, self._store_threshold)
             while len(offers) > self._max_tracked_keys:
@@ -249,6 +244,16 @@ class CPUOffloadingManager:
         pages.update(zip(new, new_pages, strict=True))
         self._storing.update(new)
         return PrepareStoreOutput(new, CPULoadStoreSpec(new_pages), victims)
+
+    def _new_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return the offered keys that a store takes, if there is room."""
+        new = [key for key in keys if key not in self._pages]
+        if self._late_pages:
+            new = [key for key in new if key not in self._late_pages]
+        if self._store_threshold > 1:
+            offers, enough = self._offers, self._store_threshold - 1
+            new = [key for key in new if offers.get(key, 0) >= enough]
+        return new
 
     def complete_store(
         self,

@@ -30,7 +30,7 @@ from kvview.tier import (
     TierStore,
     is_tier_store,
 )
-from kvview_reference.offloading import PolicyFactory
+from kvview_reference.offloading import CachePolicy
 from kvview_reference.offloading.policies import policy_factory
 from kvview_reference.store_connector.named_pages import Pages
 from kvview_reference.store_connector.page_index import Mode, TierSettings
@@ -108,7 +108,7 @@ class StoreConnector(Connector):
     """Class of the store, called with a :class:`~kvview.tier.Namespace` and options."""
     transform: ClassVar[type[Transform]] = Transform
     """Class of the transform that is applied to pages."""
-    policy: ClassVar[str | PolicyFactory] = "lru"
+    policy: ClassVar[str | Callable[..., CachePolicy]] = "lru"
     """Name or class of the policy; each level has its own instance."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Options that differ from the defaults of :class:`StoreOptions`."""

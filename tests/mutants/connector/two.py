@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvview import EngineFacts, SchedulerConnector, ViewNotBoundError, WorkerConnector
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
-from kvview_reference.store_connector import StoreConnector
 from kvview_reference.store_connector.scheduler import StoreScheduler
+from tests.connector.halves import WithHalves
 from tests.connector.spy import SpyScheduler, SpyWorker
 
 
@@ -18,11 +18,13 @@ class NeedsTheView(StoreScheduler):
         super().on_engine_ready(facts)
 
 
-class Two(StoreConnector):
+class Two(WithHalves):
     """Two of a kind, and a spy."""
 
+    scheduler = NeedsTheView
+
     def make_scheduler(self) -> SchedulerConnector:
-        halves = [NeedsTheView(self.config, self.options) for _ in range(2)]
+        halves = [super(Two, self).make_scheduler() for _ in range(2)]
         return MultiScheduler([*halves, SpyScheduler()])
 
     def make_worker(self) -> WorkerConnector:

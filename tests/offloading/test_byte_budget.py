@@ -1,0 +1,139 @@
+"""A tier with a budget of bytes, and the calls of both managers beyond the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvview import OffloadKey, make_offload_key
+from kvview.testing import BoundCheck, Capability, Effort, parametrize_with_checks
+from kvview.testing.offloading.player import ManagerPlayer
+from kvview.testing.search import operation, search
+from kvview_reference.harness import ReferenceManager, offloading_lru
+from kvview_reference.offloading import ByteBudgetManager
+
+KEYS = [make_offload_key(bytes([number]), 0) for number in range(9)]
+LARGEST = 10
+BUDGET = 3 * LARGEST
+
+
+# --- the laws of managers ---
+
+
+def of_one_size(num_blocks: int, *args: Any, **options: Any) -> ByteBudgetManager:
+    """A budget of as many pages as a manager of equal pages has."""
+    return ByteBudgetManager(num_blocks, lambda keys: [1] * len(keys), 1, *args, **options)
+
+
+class ByteBudgetHarness(ReferenceManager):
+    """Whose pages are numbered beyond the number of pages that fit."""
+
+    Manager: Any = staticmethod(of_one_size)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return super().capabilities - {Capability.PAGES, Capability.TIER_COUNTS}
+
+
+@parametrize_with_checks(ByteBudgetHarness, seeds=20)
+def test_a_budget_of_equal_pages_satisfies_every_law(check: BoundCheck) -> None:
+    check()
+
+
+class DropsKeys(ManagerPlayer):
+    """Also evicts keys, and discards keys of which some are being loaded."""
+
+    @operation("OFF-8", weight=3)
+    def discard(self) -> None:
+        keys, model = self.mixed(self.some(self.model.stored), self.any_keys()), self.model
+        got = self.call(self.subject, "discard", keys)
+        gone = [key for key in dict.fromkeys(keys) if key in model.stored]
+        self.equal(got, gone, "discard returns the keys that were held")
+        for key in gone:
+            model.order.forget(key)
+            if key in model.loads:
+                model.late_loads[key] = model.loads.pop(key)
+        self.drop(gone)
+
+    @operation("OFF-1", weight=3)
+    def evict(self) -> None:
+        number, may_go = self.rng.randint(0, self.most), self.model.may_go(())
+        got = self.call(self.subject, "evict", number)
+        self.equal(len(got), min(number, len(may_go)), "evict frees as many keys as it can")
+        self.true(may_go.issuperset(got), "no key in flight is evicted", got, f"some of {may_go}")
+        self.judge(self.model.order.replace([], got, may_go), got)
+        self.drop(got)
+
+    def drop(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self.model.stored.discard(key)
+            self.model.due.append(("-", key))
+            if key not in self.model.late:
+                self.model.pages.pop(key, None)
+
+
+@pytest.mark.parametrize("factory", [offloading_lru, ByteBudgetHarness])
+def test_dropped_keys_are_no_longer_held_and_their_loads_continue(
+    factory: Callable[[], Any],
+) -> None:
+    result = search(DropsKeys, factory, Effort(seeds=30))
+    assert not result.failures, next(iter(result.failures.values()))
+
+
+# --- pages that differ in size ---
+
+
+def largest(keys: Sequence[OffloadKey]) -> list[int]:
+    """Pages of two groups, of which one is half as large."""
+    return [LARGEST - 5 * (KEYS.index(key) % 2) for key in keys]
+
+
+STORES = st.tuples(
+    st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
+    st.integers(0, LARGEST),
+    st.sampled_from(("end", "keep open", "load")),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(stores=st.lists(STORES, max_size=20))
+def test_the_least_recently_used_keys_are_evicted_as_far_as_the_bytes_are_needed(
+    stores: list[tuple[list[OffloadKey], int, str]],
+) -> None:
+    manager = ByteBudgetManager(BUDGET, largest, LARGEST)
+    sizes: dict[OffloadKey, int] = {}  # the least recently used first
+    protected: set[OffloadKey] = set()
+    for keys, num_bytes, end in stores:
+        new = [key for key in keys if key not in sizes]
+        reserved = dict(zip(new, largest(new), strict=True))
+        output = manager.prepare_store(keys)
+        may_go = [key for key in sizes if key not in protected and key not in keys]
+        room = BUDGET - sum(sizes.values())
+        expected = []
+        while sum(reserved.values()) > room and may_go:
+            expected.append(may_go.pop(0))
+            room += sizes[expected[-1]]
+        if sum(reserved.values()) > room:
+            assert output is None
+            continue
+        assert output is not None
+        assert (output.keys_to_store, output.evicted_keys) == (new, expected)
+        for key in expected:
+            del sizes[key]
+        sizes |= dict(reversed(reserved.items()))
+        protected.update(new)
+        if end != "keep open":
+            manager.complete_store(new)
+            manager.resize(new, min(num_bytes, sum(reserved.values())))
+            # Rounded up, so that the bytes in memory are never more than the budget.
+            total = max(1, sum(reserved.values()))
+            sizes |= {k: -(-size * min(num_bytes, total) // total) for k, size in reserved.items()}
+            protected.difference_update(new)
+        if end == "load" and new:
+            manager.prepare_load(new)
+            protected.update(new)
+    assert sum(sizes.values()) <= BUDGET
