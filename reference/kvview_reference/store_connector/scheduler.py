@@ -16,6 +16,7 @@ from kvview.connector import (
     FinishReason,
     FullBlock,
     RequestInfo,
+    RequestStep,
     SchedulerConnector,
     StepInfo,
     StepPlan,
@@ -70,10 +71,11 @@ class StoreScheduler(SchedulerConnector):
         self._geometry = geometry
         self._settings = settings
         mode = settings.mode
+        # A window or a state may lose a block in the step after the one that computes it, so such
+        # blocks are held one step ahead; blocks of other groups stay until the request ends.
         has_windows = not all(isinstance(group, FullAttention) for group in geometry.groups)
-        # A window may lose blocks while the request runs; blocks of other groups stay until its
-        # end.
-        self._looks_early = mode == "eager" or (has_windows and mode != "finish")
+        self._looks_ahead = has_windows and mode != "finish"
+        self._looks_early = mode == "eager" and not self._looks_ahead
         self._view: GPUBlockPoolView | None = None
         self._gpu: GPUBlocks | None = None  # exists if a pool was bound
         self._ready_index: PageIndex | None = None  # exists once the engine is ready
@@ -84,6 +86,7 @@ class StoreScheduler(SchedulerConnector):
         self._stores: dict[int, _Store] = {}
         self._planned_loads: list[TransferJob] = []
         self._planned_stores: list[TransferJob] = []
+        self._ahead: list[TransferJob] = []  # stores of the blocks that the current step computes
         self.num_skipped_blocks = 0
 
     @override
@@ -177,23 +180,53 @@ class StoreScheduler(SchedulerConnector):
 
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
-        gpu = self._gpu
-        if gpu is not None and (self._looks_early or gpu.finds_victims):
-            running = step.filling()
-            if self._looks_early and gpu.room() > 0:
-                for one in running:
-                    self._on_computed(one.request, one.block_ids)
-            if gpu.finds_victims:
-                gpu.on_step(running)
-                self._store(gpu.take_victims())
+        running = step.filling() if self._gpu is not None else ()
+        for one in running if self._looks_ahead else ():
+            self._look_back(one.request.request_id, one.num_computed_tokens)
+        self._planned_stores += self._ahead
+        self._ahead = []
+        if self._gpu is not None and self._gpu.finds_victims:
+            self._gpu.on_step(running)
+        if self._looks_early:
+            self._look_at(running, is_ahead=False)
+        if self._gpu is not None and self._gpu.finds_victims:
+            self._store(self._gpu.take_victims())
         loads, self._planned_loads = self._planned_loads, []
         stores, self._planned_stores = self._planned_stores, []
+        if self._looks_ahead:
+            self._look_at(running, is_ahead=True)
+            self._ahead, self._planned_stores = self._planned_stores, []
         places = self._index.take_places()
         return StorePlan(loads, stores, places) if places else StepPlan(loads, stores)
 
+    def _look_at(self, running: Iterable[RequestStep], *, is_ahead: bool) -> None:
+        """Consider the blocks of running requests, also those that this step computes."""
+        if self._gpu is not None and self._gpu.room() > 0:
+            for one in running:
+                ahead = one.num_scheduled_tokens if is_ahead else 0
+                self._on_computed(one.request, one.block_ids, one.num_computed_tokens + ahead)
+
+    def _look_back(self, request_id: str, num_computed_tokens: int) -> None:
+        """Handle a failed load of a sibling connector, if a request lost computed tokens by it."""
+        if num_computed_tokens < self._seen.get(request_id, 0):
+            self._forget_step(request_id, num_computed_tokens)
+
+    def _forget_step(self, request_id: str, num_computed_tokens: int) -> None:
+        """Cancel the stores of the last step, whose blocks are invalid because a load failed."""
+        ahead, self._ahead = self._ahead, []
+        for job in ahead:
+            store = self._stores.pop(job.job_id)
+            self._index.end_store(store.keys, set(store.keys), None)
+            self._release(store)
+            self.num_skipped_blocks += len(store.keys)
+        if request_id in self._seen:
+            self._seen[request_id] = num_computed_tokens
+
     @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        self._on_computed(request, block_ids)
+        if self._looks_ahead:
+            self._look_back(request.request_id, request.num_computed_tokens + 1)
+        self._on_computed(request, block_ids, request.num_computed_tokens)
         self._seen.pop(request.request_id, None)
 
     @override
@@ -203,15 +236,17 @@ class StoreScheduler(SchedulerConnector):
         self._waits.pop(request.request_id, None)
         self.on_request_preempted(request, block_ids)
 
-    def _on_computed(self, request: RequestInfo, block_ids: BlockIds) -> None:
+    def _on_computed(
+        self, request: RequestInfo, block_ids: BlockIds, num_computed_tokens: int
+    ) -> None:
         """Store the blocks that became full since the last call, or remember them for later."""
         first = self._seen.get(request.request_id)
         if first is None or self._gpu is None:
             return  # the request never had blocks
         hashed = len(request.block_hashes) * self._geometry.hash_block_size
         limits = RequestLimits.of(request.content.transfer_params)
-        end = min(request.num_computed_tokens, hashed, limits.max_offload_tokens)
-        self._seen[request.request_id] = end
+        end = min(num_computed_tokens, hashed, limits.max_offload_tokens)
+        self._seen[request.request_id] = max(first, end)
         if end <= first:
             return
         blocks: Iterable[FullBlock] = full_blocks(
@@ -270,8 +305,7 @@ class StoreScheduler(SchedulerConnector):
     def _end_load(self, load: _Load, success: bool) -> None:
         if not success:
             self._index.forget(load.keys)
-            if load.request_id in self._seen:
-                self._seen[load.request_id] = load.num_computed_tokens
+            self._forget_step(load.request_id, load.num_computed_tokens)
         self._index.unpin(load.pins)
         if success and self._leaves_memory:
             self._index.leave_memory(load.keys)
