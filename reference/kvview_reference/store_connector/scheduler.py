@@ -59,8 +59,9 @@ class _Store:
 class StoreScheduler(SchedulerConnector):
     """Loads the pages that the index holds, and stores blocks at the moment that the mode sets.
 
-    1. A block is considered for a store once, in a step that starts after its KV was computed. So a
-       failed load cannot make the bytes of a store invalid.
+    1. A block is considered for a store once. The store starts in a step after the one that
+       computes the block, and a load that fails in between cancels it. So a failed load cannot make
+       the bytes of a store invalid.
 
     Args:
         geometry: Geometry of the engine.
@@ -271,8 +272,10 @@ class StoreScheduler(SchedulerConnector):
         new = index.new(by_key)
         if not new or gpu is None:
             return
-        chosen = [by_key[key] for key in index.prepare_store(new[: max(0, gpu.room())])]
-        self.num_skipped_blocks += len(new) - len(chosen)
+        wanted = new[: max(0, gpu.room())]
+        chosen = [by_key[key] for key in index.prepare_store(wanted)]
+        is_rare = self._settings.store_threshold > 1  # then few of the wanted blocks are stored
+        self.num_skipped_blocks += len(new) - len(wanted if is_rare else chosen)
         if not chosen:
             return
         groups = range(len(self._geometry.groups))
