@@ -14,7 +14,6 @@ Source: ``OffloadingSpec``, vllm/v1/kv_offload/base.py (before 0.21 spec.py).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,20 +23,15 @@ from kvview import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     ConfigError,
-    CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingManager,
-    TransferResult,
-    TransferSpec,
     TransferWorker,
 )
 from kvview.options import make_with_options, parse_options
 from kvview.targets import load_target
 from kvview_vllm.offloading.for_vllm import ManagerForVLLM, PagesSpec
-from kvview_vllm.offloading.offloading_canary import check_our_managers
 from kvview_vllm.releases import (
     OffloadingSeam,
-    expect,
     installed,
     reading,
     require_class,
@@ -99,7 +93,6 @@ class KVViewOffloadingSpec(_Spec):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any) -> None:
-        check_spec()
         super().__init__(*args)
         with reading(OffloadingSeam.seam, "the configuration of offloading"):
             extra = self.extra_config.get("kvview") or {}
@@ -228,46 +221,6 @@ def _canonical(kv_caches: Any) -> CanonicalKVCaches[Any]:
             for refs in kv_caches.group_data_refs
         ],
     )
-
-
-@cache
-def check_spec() -> None:
-    """Call a manager and a worker as vLLM does, once per process.
-
-    Raises:
-        UnsupportedEngineError: A result differs from that of the tested releases.
-    """
-    seam = OffloadingSeam.seam
-    check_our_managers()
-    with reading(seam, "a worker of kvview, called dry"):
-        worker = WorkerForVLLM(_EchoWorker(), 2)  # type: ignore[abstract]
-        blocks = make_known(_GPUSpec, block_ids=[3], group_sizes=[1], block_indices=[0])
-        pages = PagesSpec(CPULoadStoreSpec([0]))
-        if _release.handlers:
-            worker.transfer_async(1, (blocks, pages))
-            worker.transfer_async(2, (pages, blocks))
-        else:
-            worker.submit_store(1, blocks, pages)
-            worker.submit_load(2, pages, blocks)
-        ended = [
-            (r.job_id, r.success) if _release.transfer_dataclass else r
-            for r in worker.get_finished()
-        ]
-        expect(seam, "ends of transfers", ended, [(1, True), (2, True)])
-
-
-class _EchoWorker(TransferWorker):
-    """A worker whose jobs end immediately, and whose other methods do nothing."""
-
-    def __init__(self) -> None:
-        self._ended: list[TransferResult] = []
-
-    def transfer_async(self, job_id: int, spec: TransferSpec, /) -> bool:
-        self._ended.append(TransferResult(job_id, success=True))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        return self._ended
 
 
 for _kind in (KVViewOffloadingSpec, WorkerForVLLM, ManagerForVLLM, PagesSpec):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -30,9 +31,8 @@ from kvview import (
     require_offload_key,
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
-from kvview_vllm.pool_canary import check_pool
-from kvview_vllm.releases import PoolSeam, probe_pool
-from kvview_vllm.releases.calls import hash_getter, reuse_watchers
+from kvview_vllm.releases import PoolSeam, expect, probe_pool, reading
+from kvview_vllm.releases.calls import hash_getter, make_block_pool, reuse_watchers
 from kvview_vllm.walks import ResumedWalk, Walk, is_queued
 
 NULL_BLOCK_ID = 0
@@ -52,11 +52,11 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
         VLLMNotInstalledError: No vLLM can be imported.
     """
     probe_pool(block_pool)
-    check_pool(_view)
+    _try_pool()
     return _view(block_pool, owner)
 
 
-def _view(block_pool: Any, owner: str = "kvview canary") -> VLLMBlockPoolView:
+def _view(block_pool: Any, owner: str) -> VLLMBlockPoolView:
     release = probe_pool(block_pool)
     kind = VLLMBlockPoolView
     if release.free_prepend:
@@ -261,6 +261,36 @@ class NotifyingBlockPoolView(VLLMBlockPoolView):
     def _shut(self) -> None:
         self._watched.clear()  # it gets no further notification
         super()._shut()
+
+
+@cache
+def _try_pool() -> None:
+    """Hold, free, walk and watch blocks of a small new pool, once per process.
+
+    Raises:
+        UnsupportedEngineError: A result differs from the result of the tested releases.
+    """
+    seam = PoolSeam.seam
+    with reading(seam, "a trial of a pool"):
+        pool = make_block_pool(8)
+        bound = _view(pool, "kvview trial")
+        bound.touch_blocks([1, 2, 1])
+        num_free = bound.num_free_blocks()
+        bound.free_blocks([1, 2, 1])
+        counts = num_free, bound.num_free_blocks()
+        expect(seam, "free blocks while two are held, and after their release", counts, (5, 7))
+        expect(seam, "keys of a new block", bound.block_keys([1]), [()])
+        queue = list(bound.iter_free_block_ids())
+        taken = pool.get_new_blocks(3)
+        expect(seam, "the next victims", [block.block_id for block in taken], queue[:3])
+        pool.free_blocks(taken)
+        bound.touch_blocks([3])
+        if isinstance(bound, NotifyingBlockPoolView):
+            reused: list[int] = []
+            bound.free_blocks_with_notice([3], reused.append)
+            pool.get_new_blocks(7)
+            expect(seam, "blocks that were allocated again", reused, [3])
+        bound.close()
 
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace, TierEvents
-from kvview_vllm.offloading.offloading_canary import check_keys
-from kvview_vllm.releases import reading
+from kvview_vllm.releases import probe_offloading, reading, require_class
 from kvview_vllm.releases.tiers import (
     TierSeam,
     constructor_options,
@@ -58,7 +57,7 @@ from kvview_vllm.transfer import check_whole_blocks
 _log = logging.getLogger(__name__)
 
 tier_seam()
-check_keys()
+probe_offloading(require_class("OffloadingManager"))
 _Tier: Any = require_tier_class("SecondaryTierManager")
 _Spec: Any = require_tier_class("TieringOffloadingSpec")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,14 @@ class Drift:
     Args:
         name: Of the drift.
         edits: Of the sources.
-        harness: Edits of the harness, which stands in for the model runner and the front end:
-            patterns, and their new text.
         like: A change of vLLM that it resembles.
-        kind: ``"fact"``, ``"simulated"`` or empty.
+        works: Whether the adapter works in spite of the change; otherwise it must refuse it.
     """
 
     name: str
     edits: tuple[Edit, ...]
-    harness: Mapping[str, str] = field(default_factory=dict)
     like: str = ""
-    kind: str = ""
+    works: bool = False
 
     def apply(self, files: Sources) -> Files:
         """Return the texts of the files that change.

@@ -1,62 +1,45 @@
 """Plants drifts into the newest release's sources, and reports the drifts that get through.
 
-    python tests/vllm/drifts.py [NAME ...] [--processes 2] [--json FILE]
+    python tests/vllm/drifts.py [NAME ...] [--processes 2]
 
-The drifts are those of ``drifts.toml``. Each is planted into a copy of the sources (links, except
-for the files that change) and played there in every way (:mod:`drift_plays`). A way *works* if it
-saw the same as on the unchanged sources. It is *refused* if binding raises one line, and then
-``kvview doctor`` must not report healthy. Every other drift got *through*, and so did one that
-could not be played. ``kvview check`` may refuse a drift with which the adapter works, because it
-reads more of vLLM.
+Each drift of ``drifts.toml`` is planted into a copy of the sources (links, except for the files
+that change). There ``kvview doctor`` runs the checks that also run when a connector is bound. It
+must refuse the drift in one line, or, if it finds nothing, the example connector must serve with
+the same hits and right bytes as on the unchanged sources. Every other drift got *through*.
+
+Third-party packages are imported once, in the process that forks.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from drift_edits import (  # type: ignore[import-not-found]
-    Drift,
-    DriftError,
-    Files,
-    Sources,
-    read_drifts,
-)
-from drift_plays import HARNESS, PLAYS, Answer, play_each, prepare  # type: ignore[import-not-found]
+from drift_edits import Drift, Files, Sources, read_drifts  # type: ignore[import-not-found]
 
 from kvview_vllm.releases.sources import sources
 from kvview_vllm.releases.versions import RELEASES
 
 NEWEST = RELEASES[-1]
+REFUSED, WORKS = "refused", "works"
 
-# --- trees of sources ---
-
-
-def plant(drift: Drift, number: int, files: Sources, folder: Path) -> None:
-    """Write the sources with one drift into a folder, in place of its content."""
-    changed = drift.apply(files)
-    write_tree(files.folder, folder, changed)
-    (folder / HARNESS).write_text(json.dumps(dict(drift.harness)))
-    stamp = 1_000_000_000 + number  # compiled files are kept apart by it
-    for path in changed:
-        os.utime(folder / path, (stamp, stamp))
+_HERE = Path(__file__).parent
+_OURS = ("vllm", "kvview", "kvview_vllm", "kvview_reference", "tests", "engine")
 
 
 def write_tree(whole: Path, folder: Path, changed: Files) -> None:
     """Write sources with some files changed: links, except for these files and their folders."""
-    if folder.exists():
-        for path, folders, files in os.walk(folder, topdown=False):
-            for name in (*files, *folders):
-                one = Path(path, name)
-                one.rmdir() if one.is_dir() and not one.is_symlink() else one.unlink()
-        folder.rmdir()
     above = {str(parent) for path in changed for parent in Path(path).parents} | {"."}
 
     def write(inside: str) -> None:
@@ -73,103 +56,115 @@ def write_tree(whole: Path, folder: Path, changed: Files) -> None:
     write(".")
 
 
-# --- the verdict ---
+def serve() -> Any:
+    """Serve requests with the example connector, which is checked by bytes; return its hits."""
+    import engine as lane  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as folder:
+        engine = lane.Engine(Path(folder), lane.connector_config(), windows=(None, lane.WINDOW))
+        for name in ("first", "again"):
+            engine.add(name, lane.TOKENS)
+            engine.run()
+            engine.add("gone", lane.OTHER_TOKENS)
+            engine.step()
+            engine.abort("gone")
+            engine.run()
+            assert engine.scheduler.reset_prefix_cache(reset_connector=name == "again")
+            engine.scribble()
+        return [sorted(engine.hits.items()), engine.num_free_blocks()]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of one drift.
+def outcome_on(folder: Path) -> tuple[str, Any]:
+    """Return whether the sources in a folder are refused, and the reasons or the hits."""
+    sys.path[:0] = [str(folder), str(_HERE)]
+    importlib.import_module("vllm.v1.core.sched.async_scheduler")
+    from kvview_vllm.doctor import diagnose
 
-    Args:
-        name: Of the drift.
-        outcomes: ``works``, ``refused``, or how it got through, by way.
-        messages: The error, by way.
-    """
-
-    name: str
-    outcomes: dict[str, str]
-    messages: dict[str, str]
-
-    @property
-    def got_through(self) -> bool:
-        """Whether a way neither works nor is refused, or doctor reports more health than it has."""
-        ways = {way: outcome for way, outcome in self.outcomes.items() if way != "doctor"}
-        if any(outcome not in ("works", "refused") for outcome in ways.values()):
-            return True
-        ways.pop("check", None)  # it reads more of vLLM than doctor reports on
-        return "refused" in ways.values() and self.outcomes.get("doctor") != "refused"
+    found = diagnose()
+    if reasons := [f"{seam.seam}: {seam.detail}" for seam in found.seams if not seam.fits]:
+        lines = [reason for reason in reasons if "\n" in reason or "; expected " not in reason]
+        return ("refused in other words", lines) if lines else (REFUSED, reasons)
+    try:
+        return WORKS, serve()
+    except Exception as error:
+        return "healthy, and then fails", [f"{type(error).__name__}: {error}"]
 
 
-def judge(name: str, answers: dict[str, Answer], normal: dict[str, Answer]) -> Verdict:
-    """Compare the plays on a drift with those on the unchanged sources."""
-    pairs = {way: _outcome(way, answer, normal.get(way)) for way, answer in answers.items()}
-    outcomes = {way: outcome for way, (outcome, _) in pairs.items()}
-    return Verdict(name, outcomes, {way: message for way, (_, message) in pairs.items()})
+def _in_child(work: Callable[[], Any]) -> Any:
+    """Return the result of some work, done in a fork of this process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(work(), pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else ["died", []]
 
 
-def _outcome(way: str, answer: Answer, normal: Answer | None) -> tuple[str, str]:
-    stage, kind, message, saw = (answer[key] for key in ("stage", "kind", "error", "saw"))
-    if way == "vllm":
-        return "vLLM itself is broken", message
-    if stage == "not played":
-        return stage, message
-    if way == "doctor" and stage == "done":
-        return "refused" if saw else "healthy", "; ".join(f"{seam}: {text}" for seam, text in saw)
-    if stage == "done":
-        if normal is not None and saw == normal["saw"]:
-            return "works", ""
-        return "swallowed: it saw something else", "; ".join(saw) if way == "check" else ""
-    if (stage, kind) == ("bind", "UnsupportedEngineError"):
-        return "refused" if "\n" not in message else "refused in several lines", message
-    return f"{kind} {'at bind' if stage == 'bind' else 'at a request'}", message
+def _prepare(folder: Path) -> Any:
+    """Import the third-party packages; return the hits on the unchanged sources."""
+    os.environ.update(PYTHONHASHSEED="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    warnings.simplefilter("ignore")
+
+    def first() -> Any:
+        outcome = outcome_on(folder)
+        return *outcome, [name for name in sys.modules if name.partition(".")[0] not in _OURS]
+
+    outcome, hits, names = _in_child(first)
+    assert outcome == WORKS, hits
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            continue  # its parent makes it at run time
+    return hits
 
 
-def play(drifts: Mapping[str, Drift], processes: int, ways: Sequence[str]) -> Iterator[Verdict]:
-    """Plant drifts and play on each.
+_planted: dict[str, Files] = {}  # for the processes of the pool, which are forks
 
-    Args:
-        drifts: By name.
-        processes: The number that run at a time.
-        ways: Names of plays.
 
-    Raises:
-        DriftError: A drift does not fit the newest sources.
-    """
+def _play(name: str, whole: Path, scratch: str) -> tuple[str, Any]:
+    # The same path again and again, so that its compiled files are found again.
+    folder = Path(scratch, str(os.getpid()))
+    shutil.rmtree(folder, ignore_errors=True)
+    write_tree(whole, folder, _planted[name])
+    found: tuple[str, Any] = tuple(_in_child(partial(outcome_on, folder)))
+    return found
+
+
+def play(drifts: Mapping[str, Drift], processes: int = 2) -> Iterator[tuple[str, str, str]]:
+    """Plant drifts and yield, for each, its name, its outcome and the reasons."""
     files = Sources(sources(NEWEST))
     files.all()
-    normal = prepare(files.folder, ways)
-    broken = {way: answer["error"] for way, answer in normal.items() if answer["stage"] != "done"}
-    unhealthy = normal["doctor"]["saw"] if "doctor" in normal else None
-    if broken or unhealthy:
-        raise DriftError(f"the plays fail on the unchanged {NEWEST}: {broken} {unhealthy}")
-    trees = [
-        (name, partial(plant, drift, number, files))
-        for number, (name, drift) in enumerate(drifts.items())
-    ]
+    normal = _prepare(files.folder)
+    _planted.update({name: drift.apply(files) for name, drift in drifts.items()})
     with tempfile.TemporaryDirectory(prefix="kvview-drifts-") as scratch:
-        for name, answers in play_each(trees, Path(scratch), processes):
-            yield judge(name, answers, normal)
+        sys.pycache_prefix = f"{scratch}/compiled"
+        work = partial(_play, whole=files.folder, scratch=scratch)
+        with multiprocessing.get_context("fork").Pool(processes) as pool:
+            for name, (outcome, found) in zip(drifts, pool.imap(work, drifts), strict=True):
+                if outcome == WORKS and found != normal:
+                    yield name, "swallowed", f"{found} instead of {normal}"
+                else:
+                    yield name, outcome, "" if outcome == WORKS else "; ".join(found)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Drifts planted into the newest vLLM.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
-    parser.add_argument("--ways", nargs="+", choices=PLAYS, default=list(PLAYS))
     parser.add_argument("--processes", type=int, default=2, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts here")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     names = given.names or [""]
     chosen = {n: drift for n, drift in read_drifts().items() if any(part in n for part in names)}
-    verdicts = []
-    for verdict in play(chosen, given.processes, given.ways):
-        verdicts.append(verdict)
-        mark = "THROUGH" if verdict.got_through else "ok"
-        ways = ", ".join(f"{way} {outcome}" for way, outcome in verdict.outcomes.items())
-        print(f"{mark:8}{verdict.name}: {ways}", flush=True)
-    through = [verdict for verdict in verdicts if verdict.got_through]
-    print(f"{len(through)} of {len(verdicts)} drifts get through")
-    if given.json:
-        given.json.write_text(json.dumps([vars(one) for one in verdicts], indent=2) + "\n")
+    through = 0
+    for name, outcome, reasons in play(chosen, given.processes):
+        through += outcome != (WORKS if chosen[name].works else REFUSED)
+        print(f"{outcome:10}{name}: {reasons}", flush=True)
+    print(f"{through} of {len(chosen)} drifts get through")
     return 1 if through else 0
 
 

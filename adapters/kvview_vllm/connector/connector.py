@@ -42,8 +42,6 @@ from kvview.options import parse_options
 from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
-from kvview_vllm.connector.canary_half import CANARY_TARGET
-from kvview_vllm.connector.connector_canary import check_connector
 from kvview_vllm.connector.containment import Faults, report_at_start
 from kvview_vllm.connector.handoffs import (
     HandoffOptions,
@@ -60,7 +58,8 @@ from kvview_vllm.connector.messages import (
     take_reports,
 )
 from kvview_vllm.connector.scheduler import SchedulerSide
-from kvview_vllm.connector.scheduler_canary import check_scheduler_steps
+from kvview_vllm.connector.trial import try_connector
+from kvview_vllm.connector.trial_half import TRIAL_TARGET
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import BlockDescriptions, to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
@@ -154,7 +153,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):  # t
             self._build(extra, role)
         except KVViewError as error:
             target = str(extra.get("connector", "without a target"))
-            if target != CANARY_TARGET:
+            if target != TRIAL_TARGET:
                 report_at_start(target, error)
             raise
         self._built.add(self)
@@ -168,9 +167,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):  # t
         self.pin_budget, self.trace_holds = options.pin_budget, options.trace_holds
         self.leak_report_seconds = options.leak_report_seconds
         self.view_owner = target = options.connector
-        check_connector()
-        if role is KVConnectorRole.SCHEDULER and target != CANARY_TARGET:
-            check_scheduler_steps(KVViewConnector)
+        if role is KVConnectorRole.SCHEDULER and target != TRIAL_TARGET:
+            try_connector(KVViewConnector)
         with reading("geometry", "the configuration of the KV cache"):
             self._geometry = read_geometry(vllm_config, kv_cache_config)
         kind = load_connector(target)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
 from kvview import ConfigError, RequestContent
 from kvview_vllm.releases.release import GeometrySeam
-from kvview_vllm.releases.shapes import find_class
+from kvview_vllm.releases.shapes import find_class, parameters_of, required_arguments
 from kvview_vllm.releases.versions import refusal, vllm
 
 EVENT_FIELDS = (
@@ -36,26 +35,8 @@ _SCHEDULER = "v1.core.sched.scheduler"
 
 def known_arguments(target: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the values for which a callable has a parameter."""
-    parameters = _parameters(target)
+    parameters = parameters_of(target)
     return {name: value for name, value in values.items() if name in parameters}
-
-
-@lru_cache(64)  # because each takes 0.1 ms, and some targets are called in every step
-def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    bases = target.__mro__[1:-1] if isinstance(target, type) else ()
-    found = inspect.signature(target).parameters
-    for base in bases:
-        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values()):
-            break
-        found = inspect.signature(base).parameters  # which gets the arguments, as in AsyncScheduler
-    return found
-
-
-@lru_cache(64)
-def _required(target: Callable[..., Any]) -> frozenset[str]:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = _parameters(target).values()
-    return frozenset(one.name for one in found if one.kind in named and one.default is one.empty)
 
 
 def make_known(target: Callable[..., Any], **values: Any) -> Any:
@@ -64,7 +45,7 @@ def make_known(target: Callable[..., Any], **values: Any) -> Any:
     Raises:
         UnsupportedEngineError: The release requires another argument.
     """
-    if new := sorted(_required(target) - values.keys()):
+    if new := sorted(required_arguments(target) - values.keys()):
         name = target.__name__
         raise refusal(
             name,
@@ -329,7 +310,7 @@ def handle_preemptions(worker: Any, output: Any, metadata: Any) -> None:
     method = getattr(base.KVConnectorBase_V1, "handle_preemptions", None)
     if method is None:
         return
-    if "preempted_req_ids" not in _parameters(method):
+    if "preempted_req_ids" not in parameters_of(method):
         worker.handle_preemptions(metadata)
     elif output.preempted_req_ids:  # up to 0.18
         worker.handle_preemptions(output.preempted_req_ids)
@@ -423,7 +404,7 @@ def num_preemptions(request: Any) -> int:
 
 def sampled_tokens(tokens: list[list[int]]) -> list[Any]:
     """Convert tokens for a ``ModelRunnerOutput``, which needs arrays in 0.11.1 and 0.11.2."""
-    wanted = _parameters(vllm("v1.outputs").ModelRunnerOutput)["sampled_token_ids"]
+    wanted = parameters_of(vllm("v1.outputs").ModelRunnerOutput)["sampled_token_ids"]
     if "ndarray" not in str(wanted.annotation):
         return tokens
     import numpy as np

@@ -12,11 +12,12 @@ Source: every release of the tested range; :mod:`.release` lists the differences
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from kvview_vllm.releases.calls import EVENT_FIELDS
+from kvview import make_offload_key
 from kvview_vllm.releases.release import (
     BindingSeam,
     ConnectorSeam,
@@ -27,13 +28,16 @@ from kvview_vllm.releases.release import (
 )
 from kvview_vllm.releases.shapes import (
     check_shapes,
+    expect,
     find_class,
     is_in_every_release,
     known_signatures,
+    reading,
     signature_of,
 )
-from kvview_vllm.releases.versions import engine_version, importing, refusal, require_usable, vllm
+from kvview_vllm.releases.versions import engine_version, importing, refusal, vllm
 
+_UTILS = "v1.core.kv_cache_utils"
 _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 
 
@@ -100,6 +104,13 @@ def _check_signatures(seam: str, owner: Any, table_owner: str) -> None:
             raise refusal(seam, f"{kind.__name__}.{method}{found}", wanted)
 
 
+def _check_keys(seam: str, make_key: Callable[[Any, int], Any]) -> None:
+    """Check that the key of a hash in a KV-cache group has the same bytes as kvview's."""
+    block_hash = b"%032d" % 1
+    with reading(seam, "the key of a block"):
+        expect(seam, "bytes of a key", bytes(make_key(block_hash, 1)), make_offload_key(block_hash, 1))
+
+
 # --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
 
 _POOL_ATTRIBUTES = {
@@ -127,6 +138,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
     """
     seam = PoolSeam.seam
     check_shapes(seam)
+    _check_keys(seam, vllm(_UTILS).make_block_hash_with_group_id)
     _check_attributes(block_pool, "BlockPool")
     _check_attributes(block_pool.free_block_queue, "FreeKVCacheBlockQueue")
     _check_attributes(block_pool.null_block, "KVCacheBlock")
@@ -171,17 +183,13 @@ def probe_offloading(manager: Any) -> OffloadingSeam:
         VLLMNotInstalledError: No vLLM can be imported.
     """
     check_shapes(OffloadingSeam.seam)
+    if make_key := find_class("make_offload_key"):  # up to 0.19 keys are block hashes
+        _check_keys(OffloadingSeam.seam, make_key)
     _check_signatures(OffloadingSeam.seam, manager, "OffloadingManager")
     return OffloadingSeam.found_on(manager)
 
 
 # --- the connector seam: KVConnectorBase_V1 and its messages ---
-
-
-_ABSTRACT = {
-    *("build_connector_meta", "get_num_new_matched_tokens", "save_kv_layer", "start_load_kv"),
-    *("update_state_after_alloc", "wait_for_layer_load", "wait_for_save"),
-}
 
 
 def probe_connector() -> ConnectorSeam:
@@ -194,26 +202,8 @@ def probe_connector() -> ConnectorSeam:
         UnsupportedEngineError: The shape is unknown.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    seam = ConnectorSeam.seam
-    require_usable(seam)
-    base, events = vllm(_BASE).KVConnectorBase_V1, vllm("distributed.kv_events")
-    if new := sorted(base.__abstractmethods__ - _ABSTRACT):
-        raise refusal(
-            seam,
-            f"KVConnectorBase_V1 that requires {', '.join(new)}",
-            f"that it requires {', '.join(sorted(_ABSTRACT))}",
-        )
-    for event in (events.BlockStored, events.BlockRemoved):
-        names = event.__struct_fields__
-        required = names[: len(names) - len(event.__struct_defaults__)]
-        if new := [name for name in required if name not in EVENT_FIELDS]:
-            raise refusal(
-                seam,
-                f"{event.__name__} that requires {', '.join(new)}",
-                f"no required field except {', '.join(EVENT_FIELDS)}",
-            )
-    check_shapes(seam)
-    return ConnectorSeam.found_on(base)
+    check_shapes(ConnectorSeam.seam)
+    return ConnectorSeam.found_on(vllm(_BASE).KVConnectorBase_V1)
 
 
 def check_scheduler() -> None:

@@ -17,10 +17,10 @@ import dis
 import enum
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
@@ -39,6 +39,7 @@ from kvview_vllm.releases.versions import (
 _MEMBER = "a member"
 _PROPERTY = "a property"
 _ANY = ""  # of any type
+_MADE = "()"  # the arguments that the adapter passes to a constructor
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ def check_shapes(seam: str) -> None:
     for row in SHAPES[seam]:
         known.setdefault((row.owner, row.name), []).append(row)
     for (owner, name), rows in known.items():
+        if name == _MADE:
+            _check_arguments(seam, owner_of(owner), rows[0].shape)
+            continue
         here = [row for row in rows if row.is_in(version)]
         if number(version) is not None and not here:
             continue  # the release is older or newer than the member
@@ -128,6 +132,17 @@ def check_shapes(seam: str) -> None:
             shape = "missing" if found is None else found
             expected = " or ".join(f"{member} {each}" for each in wanted)
             raise refusal(seam, f"{member} {shape}", expected)
+
+
+def _check_arguments(seam: str, kind: Any, passed: str) -> None:
+    """Refuse a class that requires an argument that the adapter does not pass."""
+    passes = set(passed.split())
+    if isinstance(kind, type) and (new := sorted(required_arguments(kind) - passes)):
+        raise refusal(
+            seam,
+            f"{kind.__name__} that requires {', '.join(new)}",
+            f"no required argument except {passed}",
+        )
 
 
 def find_class(name: str) -> Any:
@@ -160,6 +175,26 @@ def has_member(member: str, probed: Any = None) -> bool:
         return owner is not None
     shape = shape_of(owner, name)
     return shape is not None and re.search(pattern, shape) is not None
+
+
+@lru_cache(64)  # because each takes 0.1 ms, and some targets are called in every step
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function or a constructor, even of one that passes them on."""
+    bases = target.__mro__[1:-1] if isinstance(target, type) else ()
+    found = inspect.signature(target).parameters
+    for base in bases:
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values()):
+            break
+        found = inspect.signature(base).parameters  # which gets the arguments, as in AsyncScheduler
+    return found
+
+
+@lru_cache(64)
+def required_arguments(target: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the parameters that have no default."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = parameters_of(target).values()
+    return frozenset(one.name for one in found if one.kind in named and one.default is one.empty)
 
 
 def signature_of(owner: Any, method: str) -> str:
