@@ -54,7 +54,7 @@ The draws of 2026-11-23 were over 17 modules that were listed by hand: 341 of 40
 and 98 of 120 (81.7%) in a fresh draw; of the store of files and its guard, 82 of 100 in a fresh
 draw. A draw of 2026-11-26 was over 92 modules, all that a check executes: 42 of 66 (63.6%). On
 2026-11-27 the kit got more targets: handoffs and KVViewOffloadingSpec in vLLM, object stores, and
-stores with other options. The canaries of vLLM, texts about hooks that raise, and metrics are no
+stores with other options. The trial run of vLLM, texts about hooks that raise, and metrics are no
 longer made wrong. The draw after that had 107 of 145 (73.8%). Then old releases and wrong code
 became targets, and the draw of this page was made, with 6 seeds of each connector and 10 sequences
 of calls of each harness. Reasons name the survivors that are killed since.

@@ -17,14 +17,13 @@ from pathlib import Path
 
 from docs.parts import with_parts, write
 from kvview_vllm.releases import differences
-from kvview_vllm.releases.beyond import KNOWN
 from kvview_vllm.releases.versions import RELEASES, is_between
 
 PAGE = Path(__file__).parent / "support-matrix.md"
 
 DIFFERENCES = differences()
 _SPANS = {each.name: (each.first_release, each.last_release) for each in DIFFERENCES}
-_SPANS |= {each.name: (each.since, None) for each, _ in KNOWN}
+_SPANS["TieringOffloadingSpec"] = ("0.22.0", None)
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,7 @@ NEVER_WRONG = {
     "kvview_vllm.simulation": "the engine of the kit",
     "kvview.connector.hook_errors": "the kit itself: texts about hooks that raise",
     **dict.fromkeys(
-        (
-            "kvview_vllm.pool_canary",
-            "kvview_vllm.connector.canary_half",
-            "kvview_vllm.connector.connector_canary",
-            "kvview_vllm.connector.scheduler_canary",
-            "kvview_vllm.offloading.offloading_canary",
-        ),
+        ("kvview_vllm.connector.trial", "kvview_vllm.connector.trial_half"),
         "checks of vLLM when a connector starts, which edits of vLLM test",
     ),
     "kvview_vllm.metrics": "log lines and metrics for people",

@@ -131,7 +131,7 @@ def test_a_server_whose_vllm_cannot_be_tried_is_not_stopped(
     assert served.hits["again"] > 0
     seam = next(seam for seam in diagnose().seams if seam.seam == "connector")
     assert not seam.fits
-    assert "no request could be served in a trial run: missing 1 required" in seam.detail
+    assert "no request could be served in a trial run: TypeError: missing 1 required" in seam.detail
 
 
 def environment() -> dict[str, Any]:

@@ -47,7 +47,4 @@ def _show_diagnosis(found: Diagnosis, title: str) -> None:
     if found.capabilities:
         flags = ", ".join(name for name, has in found.capabilities.items() if has)
         table.add_row("capabilities", "", flags or "none of the table")
-    for each in found.beyond:
-        met = "met" if each.met else "not met"
-        table.add_row(each.name, met, f"{each.what} ({each.since}): {each.how}")
     Console().print(table)

@@ -24,7 +24,6 @@ from kvview_vllm.releases import (
     installed,
     is_tested,
 )
-from kvview_vllm.releases.beyond import Beyond, beyond
 from kvview_vllm.releases.calls import make_block_pool
 from kvview_vllm.releases.release import Seam
 from kvview_vllm.releases.versions import VLLMNotImportableError, importing
@@ -56,7 +55,6 @@ class Diagnosis:
         is_healthy: Whether every seam fits.
         capabilities: Whether this vLLM has each flag of the table of differences.
         seams: One report per seam.
-        beyond: Features of this vLLM that the contract does not have.
         schema_version: Version of the JSON format, which grows when a field is removed or changes
             its meaning.
     """
@@ -67,7 +65,6 @@ class Diagnosis:
     is_healthy: bool
     capabilities: dict[str, bool]
     seams: tuple[SeamReport, ...]
-    beyond: tuple[Beyond, ...] = ()
     schema_version: Literal[1] = 1
 
 
@@ -86,7 +83,7 @@ def diagnose() -> Diagnosis:
     flags = {name for seam in found for name, has in vars(seam).items() if has is True}
     capabilities = {each.name: each.name in flags for each in differences()}
     fits = all(seam.fits for seam in seams)
-    return Diagnosis(version, TESTED, is_tested(version), fits, capabilities, seams, beyond())
+    return Diagnosis(version, TESTED, is_tested(version), fits, capabilities, seams)
 
 
 _TIERS = {

@@ -33,6 +33,7 @@ from kvview_vllm.releases.versions import (
     is_between,
     number,
     refusal,
+    refuse_shape,
     require_usable,
 )
 
@@ -109,7 +110,8 @@ def check_shapes(seam: str) -> None:
     """Compare the installed vLLM with the table, once per process.
 
     Raises:
-        UnsupportedEngineError: A member is missing, or has a shape that no tested release has.
+        UnsupportedEngineError: A member is missing, or has a shape that no tested release has, and
+            the user has not allowed untested releases.
         VLLMNotInstalledError: No vLLM can be imported.
     """
     version = require_usable(seam)
@@ -131,7 +133,7 @@ def check_shapes(seam: str) -> None:
             member = f"{owner.rpartition(':')[2].rpartition('.')[2]}.{name}"
             shape = "missing" if found is None else found
             expected = " or ".join(f"{member} {each}" for each in wanted)
-            raise refusal(seam, f"{member} {shape}", expected)
+            refuse_shape(seam, f"{member} {shape}", expected)
 
 
 def _check_arguments(seam: str, kind: Any, passed: str) -> None:

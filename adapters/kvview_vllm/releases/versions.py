@@ -162,6 +162,18 @@ def refusal(seam: str, found: str, expected: str) -> UnsupportedEngineError:
     )
 
 
+def refuse_shape(seam: str, found: str, expected: str) -> None:
+    """Refuse a shape that no tested release has, unless the user has allowed such shapes.
+
+    Raises:
+        UnsupportedEngineError: The user has not allowed untested releases.
+    """
+    error = refusal(seam, found, expected)
+    if os.environ.get(ALLOW_UNTESTED) != "1":
+        raise error
+    _logger.warning("kvview: %s=1, so this vLLM is used nevertheless: %s", ALLOW_UNTESTED, error)
+
+
 def require_usable(seam: str) -> str:
     """Return the installed version, if its known shapes may be trusted.
 
