@@ -117,6 +117,19 @@ def test_every_member_has_the_shape_of_the_table(seam: str) -> None:
     check_shapes(seam)
 
 
+@pytest.mark.parametrize("seam", SHAPES)
+def test_every_missing_or_changed_member_is_refused(
+    seam: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row for row in SHAPES[seam] if row.is_in(engine_version()) and row.name != "()"]
+    for row in rows:
+        monkeypatch.setattr(shapes, "SHAPES", {seam: [row]})
+        for found in (None, "(another) -> shape") if row.shape else (None,):
+            monkeypatch.setattr(shapes, "shape_of", lambda *_, found=found: found)
+            with pytest.raises(UnsupportedEngineError, match=re.escape(f".{row.name} ")):
+                check_shapes.__wrapped__(seam)
+
+
 def test_a_shape_of_a_fork_is_refused_unless_the_user_allows_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,7 +47,7 @@ from kvview_vllm.releases import (
     reading,
     refusal,
 )
-from kvview_vllm.releases.calls import handle_preemptions, make_known
+from kvview_vllm.releases.calls import handle_preemptions
 from kvview_vllm.releases.samples import (
     BLOCK_SIZE,
     LAYERS,
@@ -217,11 +217,12 @@ class _Trial:
 
     def _reset(self) -> None:
         """Reset the prefix cache and, if the release can, the connector."""
-        done = make_known(self._scheduler.reset_prefix_cache, reset_connector=True)
+        can_reset = installed().connector.connector_reset
+        options = {"reset_connector": self._half is not None} if can_reset else {}
+        done = self._scheduler.reset_prefix_cache(**options)
         if self._half is not None:
-            num_resets = int(installed().connector.connector_reset)
             found = done, self._half.num_resets
-            expect(_SEAM, "a reset of the caches", found, (True, num_resets))
+            expect(_SEAM, "a reset of the caches", found, (True, int(can_reset)))
 
 
 def _runners(worker: Any, config: Any, num_groups: int) -> list[Callable[[Any], Any]]:
