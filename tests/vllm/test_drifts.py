@@ -13,6 +13,7 @@ import pytest
 drifts: Any = import_module("drifts")
 DRIFTS: Any = drifts.read_drifts()
 
+
 @pytest.mark.newest
 def test_every_drift_fits_the_newest_sources() -> None:
     files = drifts.Sources(drifts.sources(drifts.NEWEST))

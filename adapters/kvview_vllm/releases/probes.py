@@ -108,7 +108,9 @@ def _check_keys(seam: str, make_key: Callable[[Any, int], Any]) -> None:
     """Check that the key of a hash in a KV-cache group has the same bytes as kvview's."""
     block_hash = b"%032d" % 1
     with reading(seam, "the key of a block"):
-        expect(seam, "bytes of a key", bytes(make_key(block_hash, 1)), make_offload_key(block_hash, 1))
+        expect(
+            seam, "bytes of a key", bytes(make_key(block_hash, 1)), make_offload_key(block_hash, 1)
+        )
 
 
 # --- the pool seam: vllm.v1.core.block_pool.BlockPool ---
