@@ -72,7 +72,8 @@ class Release:
     @importing()
     def connector(self) -> ConnectorSeam:
         """The messages between scheduler, connector and workers."""
-        return probe_connector()
+        check_shapes(ConnectorSeam.seam)
+        return ConnectorSeam.found_on(vllm(_BASE).KVConnectorBase_V1)
 
     @cached_property
     @importing()
@@ -191,21 +192,7 @@ def probe_offloading(manager: Any) -> OffloadingSeam:
     return OffloadingSeam.found_on(manager)
 
 
-# --- the connector seam: KVConnectorBase_V1 and its messages ---
-
-
-def probe_connector() -> ConnectorSeam:
-    """Recognise vLLM's connector interface, once, when a connector is built.
-
-    Returns:
-        The differences found on the interface.
-
-    Raises:
-        UnsupportedEngineError: The shape is unknown.
-        VLLMNotInstalledError: No vLLM can be imported.
-    """
-    check_shapes(ConnectorSeam.seam)
-    return ConnectorSeam.found_on(vllm(_BASE).KVConnectorBase_V1)
+# --- the binding seam: vllm.v1.core.sched.scheduler.Scheduler ---
 
 
 def check_scheduler() -> None:
