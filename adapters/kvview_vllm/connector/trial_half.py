@@ -225,6 +225,7 @@ class TrialScheduler(SchedulerConnector):
     @override
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         name = self._follow(request, "preempted")
+        self._expect_blocks(request, block_ids, self._ends[name])
         free = dict(self.view.iter_free_block_ids_with_hash())
         expected = self._keys(request, block_ids, self._ends[name])
         found = {block: key for block, key in free.items() if block in expected}
@@ -271,8 +272,8 @@ class TrialScheduler(SchedulerConnector):
             if block != _NULL_BLOCK_ID
         }
 
-    def _expect_keys(self, request: RequestInfo, block_ids: BlockIds, num_tokens: int) -> None:
-        """Check a block table against the keys that the pool registered for its blocks."""
+    def _expect_blocks(self, request: RequestInfo, block_ids: BlockIds, num_tokens: int) -> None:
+        """Check that a block table has a block for each full block of tokens in the window."""
         num_full, left = num_tokens // BLOCK_SIZE, max(0, num_tokens - WINDOW + 1) // BLOCK_SIZE
         real = [[block != _NULL_BLOCK_ID for block in blocks[:num_full]] for blocks in block_ids]
         behind = [left if group else 0 for group in range(self._num_groups)]
@@ -280,6 +281,10 @@ class TrialScheduler(SchedulerConnector):
             flags[:number] = [True] * len(flags[:number])  # such blocks are null, or still there
         expected = [[True] * num_full] * self._num_groups
         expect(_SEAM, f"existing blocks of request {request.request_id}", real, expected)
+
+    def _expect_keys(self, request: RequestInfo, block_ids: BlockIds, num_tokens: int) -> None:
+        """Check a block table against the keys that the pool registered for its blocks."""
+        self._expect_blocks(request, block_ids, num_tokens)
         keys = self._keys(request, block_ids, num_tokens)
         found = zip(keys, self.view.block_keys([*keys]), strict=True)
         shown = {block: "+".join(map(bytes.hex, each)) for block, each in found}
