@@ -23,7 +23,7 @@ NEVER_WRONG = {
     "kvview_vllm.simulation": "the engine of the kit",
     "kvview.connector.hook_errors": "the kit itself: texts about hooks that raise",
     **dict.fromkeys(
-        ("kvview_vllm.connector.trial", "kvview_vllm.connector.trial_half"),
+        ("kvview_vllm.connector.trial_run", "kvview_vllm.connector.trial_half"),
         "checks of vLLM when a connector starts, which edits of vLLM test",
     ),
     "kvview_vllm.metrics": "log lines and metrics for people",

@@ -1,6 +1,6 @@
 """The facts that a connector gets of a request on vLLM: its content, and its full blocks.
 
-The trial run (``test_trial.py``) and the simulation compare its computed tokens.
+The trial run (``test_trial_run.py``) and the simulation compare its computed tokens.
 """
 
 from __future__ import annotations

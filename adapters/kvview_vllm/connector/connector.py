@@ -58,8 +58,8 @@ from kvview_vllm.connector.messages import (
     take_reports,
 )
 from kvview_vllm.connector.scheduler import SchedulerSide
-from kvview_vllm.connector.trial import try_connector
 from kvview_vllm.connector.trial_half import TRIAL_TARGET
+from kvview_vllm.connector.trial_run import try_connector
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import BlockDescriptions, to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry

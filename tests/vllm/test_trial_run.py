@@ -18,7 +18,7 @@ import pytest
 
 import engine  # type: ignore[import-not-found]
 from kvview import UnsupportedEngineError
-from kvview_vllm.connector import trial
+from kvview_vllm.connector import trial_run
 from kvview_vllm.connector.connector import KVViewConnector
 from kvview_vllm.doctor import diagnose
 from kvview_vllm.releases import installed
@@ -31,9 +31,9 @@ Patch = tuple[Any, str, Any]
 @pytest.fixture(autouse=True)
 def again() -> Iterator[None]:
     """Let each test try the connector again, because a process tries it once."""
-    trial.try_connector.cache_clear()
+    trial_run.try_connector.cache_clear()
     yield
-    trial.try_connector.cache_clear()
+    trial_run.try_connector.cache_clear()
 
 
 def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
@@ -88,7 +88,7 @@ def save_with_an_argument() -> Patch:
 
 def test_the_installed_release_makes_the_expected_calls() -> None:
     # SCHED-1, SCHED-2, SCHED-3
-    assert trial.try_connector(KVViewConnector) == ""
+    assert trial_run.try_connector(KVViewConnector) == ""
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_installed_release_makes_the_expected_calls() -> None:
         (reset_with_a_reason, r"TypeError: .*missing 1 required positional argument: 'reason'"),
         (reset_without_the_connector, r"a reset of the caches: \(True, 0\); expected \(True, 1\)"),
         (save_with_an_argument, r"TypeError: .*missing 1 required positional argument: 'layer'"),
-        (adapter_fails, r"a trial run fails: RuntimeError: two lines at test_trial"),
+        (adapter_fails, r"a trial run fails: RuntimeError: two lines at test_trial_run"),
     ],
 )
 def test_a_changed_call_is_refused_in_one_line(
@@ -119,7 +119,7 @@ def test_a_server_whose_vllm_cannot_be_tried_is_not_stopped(
     def needs_more(*args: Any) -> None:
         raise TypeError("missing 1 required argument: 'drifted'")
 
-    monkeypatch.setattr(trial, "make_scheduler", needs_more)
+    monkeypatch.setattr(trial_run, "make_scheduler", needs_more)
     with caplog.at_level(logging.WARNING):
         served = engine.Engine(tmp_path, engine.connector_config())
     assert "so KVViewConnector is used untried" in caplog.text
@@ -148,7 +148,7 @@ def environment() -> dict[str, Any]:
 
 
 def test_a_trial_run_leaves_nothing_behind() -> None:
-    trial.try_connector(KVViewConnector)  # imports vLLM's modules
+    trial_run.try_connector(KVViewConnector)  # imports vLLM's modules
     before = environment()
-    trial.try_connector.__wrapped__(KVViewConnector)
+    trial_run.try_connector.__wrapped__(KVViewConnector)
     assert environment() == before
