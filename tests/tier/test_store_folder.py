@@ -448,31 +448,3 @@ def test_damage_that_a_store_finds_is_counted_and_logged_once(
     assert guard.stats.damaged == 53, "the damaged pages are removed"
     assert caplog.text.count("has damaged pages") == 1
     guard.close()
-
-
-# --- objects in a folder ---
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_objects_in_a_folder_are_regular_files(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    outside = tmp_path / "outside"
-    (outside / "folder").mkdir(parents=True)
-    (outside / "file").write_bytes(b"f")
-    store = ObjectStore(HERE, url=f"file://{tmp_path / 'root'}", threads=2)
-    assert all(moved(store, "put", *OLD))
-    for key in OLD[:3]:
-        replace(tmp_path / "root" / HERE.digest.hex() / key.hex(), kind, outside)
-    before = contents(outside)
-
-    def use() -> None:
-        assert not any(moved(store, "get", *OLD[:3]))
-        for key in OLD:
-            if moved(store, "put", key) == [True]:
-                assert moved(store, "get", key) == [True]
-        store.delete(OLD)
-        assert looked_up(store, *OLD) == [False] * len(OLD)
-        store.close()
-
-    ends(use)
-    assert contents(outside) == before
