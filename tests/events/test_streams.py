@@ -170,10 +170,11 @@ def test_a_closed_listener_ends_its_iterators() -> None:
             listener._next = Message(9, b"live")
             missed = listener.follow(0.05, print)
             assert next(missed).payload == b"0"
-        for call in (
+        calls: list[Callable[[], object]] = [
             *(lambda: next(replay), lambda: next(missed), lambda: next(listener.replay(0))),
             lambda: listener.receive(0),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(ConfigError, match="the listener was closed"):
                 call()
 
