@@ -357,6 +357,13 @@ def test_gaps_are_found_and_replayed() -> None:
     assert report["missing"]
 
 
+def test_a_silent_endpoint_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvview.testing.events.command._SILENCE_S", 0.1)
+    silent = run("validate", "tcp://127.0.0.1:9", "--seconds", "0.6")
+    assert silent.exit_code == 4
+    assert silent.stderr.count("no message has arrived yet") == 1
+
+
 def test_a_stream_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "stream.jsonl.gz"
     with Publisher(topic="kv") as publisher:

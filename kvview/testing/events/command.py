@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20  # maximum of findings that are printed; the JSON has more
 _KEPT = 10_000
+_SILENCE_S = 5.0  # seconds without a message after which a hint is printed
 _JSON = json_option({"events": "kvview.testing.events.stream_report:StreamReport"})
 _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
 
@@ -153,9 +155,14 @@ def _recorded(source: str, topic: str) -> Iterator[Message]:
 
 def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterator[Message]:
     """Yield messages in order, with missed messages in their places."""
-    end = None if seconds is None else time.monotonic() + seconds
+    start = time.monotonic()
+    end = None if seconds is None else start + seconds
+    hint_at = start + _SILENCE_S
     with listener:
         while end is None or time.monotonic() < end:
+            if time.monotonic() > hint_at and not report.fold.num_messages:
+                echo("kvview: no message has arrived yet; check the endpoint", err=True)
+                hint_at = math.inf
             left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
             for message in listener.follow(left, report.note_trouble):
                 report.num_replayed = listener.num_replayed

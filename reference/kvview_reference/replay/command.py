@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 from rich.table import Table
@@ -15,9 +15,6 @@ from kvview.cli.interrupt import UntilInterrupted
 from kvview.cli.output import Whole, json_option, naming, target_options, write_json
 from kvview.targets import load_connector
 from kvview_reference.traces.command import open_source, trace_options
-
-if TYPE_CHECKING:
-    from kvview_reference.traces.sessions import Turns
 
 DEFAULT_CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 _NUM_GENERATED = 2000
@@ -58,12 +55,6 @@ _CLOSED_LOOP = 16
 )
 @json_option({"replay": "kvview_reference.replay.run:ReplayReport"})
 def replay(
-    trace: str | None,
-    requests: int | None,
-    seed: int,
-    block_size: int | None,
-    turns: Turns | None,
-    skip_bad_rows: bool,
     connector: str,
     options: tuple[str, ...],
     gpu_blocks: int | None,
@@ -71,6 +62,7 @@ def replay(
     closed_loop: int,
     groups: str,
     json_file: str | None,
+    **source_options: Any,
 ) -> None:
     """Run a request trace through the reference engine, with a connector.
 
@@ -86,10 +78,7 @@ def replay(
     from kvview_reference.replay.run import replay as run
 
     connector_class = load_connector(connector)
-    source = open_source(
-        trace, requests or (_NUM_GENERATED if trace is None else None), seed, block_size, turns,
-        skip_bad_rows,
-    )  # fmt: skip
+    source = open_source(_NUM_GENERATED, **source_options)
     config = ReplayConfig(gpu_blocks, block_bytes, closed_loop, groups, read_options(options))
     until = UntilInterrupted(source.requests)
     with progress(source.title) as show, naming(connector):
