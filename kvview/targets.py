@@ -6,8 +6,7 @@
    can be unpickled in another process that has loaded the same target.
 3. A relative path is relative to the current working directory or, if the file does not exist
    there, to the working directory of an earlier load.
-4. A file that is edited after it was loaded is not loaded again in the same process; another
-   load logs a warning.
+4. A file that is edited after it was loaded is not loaded again in the same process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import re
 import sys
@@ -33,7 +31,6 @@ from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, one_line
 
 _ENGINE_BASES = {"KVConnectorBase_V1"}  # compared by name, so that no engine is imported here
-_log = logging.getLogger(__name__)
 
 
 def load_connector(target: str) -> type[Connector]:
@@ -171,7 +168,6 @@ class _Files:
 
     paths: dict[str, str] = {}  # noqa: RUF012 - one table per process, as sys.modules is
     _locations: dict[str, str] = {}  # noqa: RUF012 - paths as written, with their real paths
-    _stats: dict[str, tuple[int, int]] = {}  # noqa: RUF012
 
     @classmethod
     def add(cls, location: str) -> str:
@@ -190,26 +186,7 @@ class _Files:
     def find_spec(cls, name: str, *_: object) -> ModuleSpec | None:
         """Return the spec of a module, as the import system requires it."""
         path = cls.paths.get(name)
-        if path is None:
-            return None
-        cls._stats[name] = cls._stat(path)
-        return importlib.util.spec_from_file_location(name, path)
-
-    @classmethod
-    def was_edited(cls, name: str) -> bool:
-        """Whether the file of a module was edited after its load; True once per edit."""
-        before, now = cls._stats.get(name), cls._stat(cls.paths[name])
-        if name in sys.modules:
-            cls._stats[name] = now
-        return name in sys.modules and before != now
-
-    @staticmethod
-    def _stat(path: str) -> tuple[int, int]:
-        try:
-            found = os.stat(path)
-        except OSError:  # the file was deleted after it was loaded
-            return (0, 0)
-        return found.st_mtime_ns, found.st_size
+        return None if path is None else importlib.util.spec_from_file_location(name, path)
 
 
 sys.meta_path.append(_Files)  # last, because no other finder has such names
@@ -222,12 +199,6 @@ def _import(target: str, location: str) -> ModuleType:
         if name not in sys.modules and not os.path.isfile(_Files.paths[name]):
             seen_from = "" if os.path.isabs(location) else f" in {os.getcwd()}"
             raise ConfigError(f"target {target!r}: there is no file {location!r}{seen_from}")
-        if _Files.was_edited(name):
-            _log.warning(
-                "target %r: the file was edited after it was loaded, but this process continues "
-                "with the loaded version; start a new process to load the new version",
-                target,
-            )
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -21,12 +21,11 @@ GROUP = "kvview.commands"
 SUMMARIES = {
     "check": "Check an implementation against the laws of its contract.",
     "doctor": "Report which vLLM is installed, and whether kvview fits it.",
-    "events": "Receive, record, validate and replay KV events.",
+    "events": "Receive, record and validate KV events.",
     "new": "Write a complete connector, its test and a CI job.",
     "partition": "Check the keys and the memory layouts of a connector.",
     "replay": "Run a request trace through the reference engine.",
     "size": "Compute the hits of a cache of every size.",
-    "tier": "Check and measure tiers below the host.",
 }
 """Summaries of kvview's own commands, so that the help does not import the commands."""
 

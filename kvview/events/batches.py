@@ -33,8 +33,6 @@ class StoredEvent(msgspec.Struct):
         ownership: str | None
         session_id: str | None
         lookahead_token_ids: list[list[int]] | None
-        cache_salt: str | None
-        metadata: dict[str, Any] | None
 
 
 class RemovedEvent(msgspec.Struct):
@@ -52,16 +50,7 @@ class ClearedEvent(msgspec.Struct):
     """``AllBlocksCleared``: the prefix cache was reset."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableEvent:
-    """An event of a lenient batch that cannot be decoded."""
-
-    source: bytes
-    why: str
-
-
 WireEvent = StoredEvent | RemovedEvent | ClearedEvent
-AnyEvent = WireEvent | UnreadableEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +62,9 @@ class Batch:
         events: The events, in order.
         data_parallel_rank: Rank of the publisher, or None.
         wire_format: The format in which the batch was read or will be written.
-        problems: One line for each event that a lenient reader could not fully decode.
-        source: The bytes of a batch with problems.
     """
 
     ts: float
-    events: Sequence[AnyEvent]
+    events: Sequence[WireEvent]
     data_parallel_rank: int | None
     wire_format: WireFormat
-    problems: tuple[str, ...] = ()
-    source: bytes | None = None

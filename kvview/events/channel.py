@@ -1,10 +1,9 @@
-"""KV events over ZMQ: a publisher with replays, and a listener.
+"""KV events over ZMQ: a listener, which can request missed messages.
 
 1. A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers increase by one.
 2. A listener that has missed messages sends the first missing number to the replay endpoint. The
    publisher sends every batch that it still has, and then a message with the number -1.
-3. A listener skips frames that are not a message, and reports them. A listener also reports a
-   publisher that is absent, disconnects, reconnects or uses another protocol.
+3. A listener skips frames that are not a message, and reports them.
 4. A number below that of the last message means that the publisher has restarted, because a
    publisher never reuses a number.
 
@@ -13,22 +12,19 @@ Source: ``ZmqEventPublisher``, vllm/distributed/kv_events.py; replays have no to
 
 from __future__ import annotations
 
-import threading
+import errno
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
 from kvview.errors import ConfigError, WireFormatError, line_of
-from kvview.events.link import Link, with_a_port
 from kvview.events.recording import MAX_PAYLOAD_BYTES, Message, require_size
 
 _MOST_QUEUED = 100_000  # messages that a slow listener keeps; later messages are dropped
 _LARGEST = 4 * MAX_PAYLOAD_BYTES  # bytes of a frame; a larger frame ends the connection
 _HANDSHAKE_MS = 3000
 _END = (-1).to_bytes(8, "big", signed=True)
-_POLL_MS = 50
 
 
 def read_frames(frames: Sequence[bytes]) -> Message | None:
@@ -60,95 +56,6 @@ def read_frames(frames: Sequence[bytes]) -> Message | None:
     except ValueError as error:
         raise WireFormatError(f"not a KV event message: {error}") from None
     return Message(sequence, payload, topic.decode(errors="backslashreplace"), time.time())
-
-
-class Publisher:
-    """Publishes batches, and replays old batches from its own thread; a context manager.
-
-    Args:
-        endpoint: Endpoint to bind, ``tcp://127.0.0.1:5557`` for example.
-        replay_endpoint: Endpoint to bind for replays; None for no replay.
-        topic: Topic of every message.
-        replay_topic: Whether replayed batches have a topic frame, as in vLLM since 0.26.
-        buffer_steps: Batches that are kept for replays.
-
-    Raises:
-        ConfigError: An endpoint cannot be bound.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str | None = None,
-        *,
-        topic: str = "",
-        replay_topic: bool = True,
-        buffer_steps: int = 10_000,
-    ) -> None:
-        self._context = zmq.Context()
-        self._topic, self._replay_topic = topic.encode(errors="surrogateescape"), replay_topic
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._lock, self._closing = threading.Lock(), threading.Event()
-        self._next = 0
-        self._thread: threading.Thread | None = None
-        self._socket = self._bind(zmq.PUB, endpoint)
-        self._socket.set_hwm(0)
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self.replay_endpoint: str | None = None
-        if replay_endpoint is not None:
-            replies = self._bind(zmq.ROUTER, replay_endpoint)
-            self.replay_endpoint = replies.get_string(zmq.LAST_ENDPOINT)
-            self._thread = threading.Thread(target=self._serve, args=(replies,), daemon=True)
-            self._thread.start()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def publish(self, payload: bytes) -> int:
-        """Send a batch; returns its number."""
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-            self._kept.append((number, payload))
-        self._socket.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
-        return number
-
-    def close(self) -> None:
-        """Send the queued messages, for at most a second, and stop the thread."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._socket.close(linger=1000)
-        self._context.term()
-
-    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        try:
-            socket.bind(with_a_port(endpoint))
-        except (zmq.ZMQError, UnicodeError) as error:
-            socket.close(linger=0)
-            self._context.destroy(linger=0)
-            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {line_of(error)}") from None
-        return socket
-
-    def _serve(self, replies: zmq.Socket[bytes]) -> None:
-        while not self._closing.is_set():
-            if not replies.poll(_POLL_MS):
-                continue
-            frames = replies.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a request of this protocol
-            client, first = frames[0], int.from_bytes(frames[2], "big")
-            with self._lock:
-                wanted = [kept for kept in self._kept if kept[0] >= first]
-            topic = (self._topic,) if self._replay_topic else ()
-            for number, payload in wanted:
-                replies.send_multipart((client, b"", *topic, number.to_bytes(8, "big"), payload))
-            end = (b"",) if self._replay_topic else ()
-            replies.send_multipart((client, b"", *end, _END, b""))
-        replies.close(linger=1000)
 
 
 class Listener:
@@ -186,14 +93,12 @@ class Listener:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._link = Link(self._socket, endpoint)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._link.close()
         self._context.destroy(linger=0)  # also closes the socket of an unfinished replay
 
     def receive(self, seconds: float) -> Message | None:
@@ -276,11 +181,6 @@ class Listener:
         finally:
             socket.close(linger=0)
 
-    def link_news(self) -> list[str]:
-        """Return the changes of the connection since the last call, each as a line of text (3.)."""
-        self._check_open()
-        return self._link.news()
-
     def _check_open(self) -> None:
         if self._context.closed:
             raise ConfigError("the listener was closed; make another one")
@@ -291,10 +191,24 @@ class Listener:
         socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         try:
-            socket.connect(with_a_port(endpoint))
+            socket.connect(_with_a_port(endpoint))
         except (zmq.ZMQError, UnicodeError) as error:
             socket.close(linger=0)
             raise ConfigError(
                 f"endpoint {endpoint!r}: {line_of(error)}; expected tcp://HOST:PORT or ipc://PATH"
             ) from None
         return socket
+
+
+def _with_a_port(endpoint: str) -> str:
+    """Return an endpoint to which another process can connect.
+
+    Raises:
+        ZMQError: The endpoint is ``inproc``, or has a port that zmq would take modulo 65,536.
+    """
+    if endpoint.startswith("inproc:"):
+        raise zmq.ZMQError(errno.EPROTONOSUPPORT)
+    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
+    if port.isdecimal() and int(port) > 65_535:
+        raise zmq.ZMQError(errno.EINVAL)
+    return endpoint

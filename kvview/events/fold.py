@@ -46,10 +46,6 @@ class FoldedEvents(Generic[KeyT]):
         """Apply ``AllBlocksCleared``, which leaves tiers unchanged; returns the GPU's blocks."""
         return self.held.pop(MEDIUM_GPU, Counter())
 
-    def is_held(self, key: KeyT) -> bool:
-        """Return whether any medium advertises a key."""
-        return any(key in held for held in self.held.values())
-
     def advertised(self) -> set[KeyT]:
         """Return the keys that at least one medium advertises (EVENT-2)."""
         return set().union(*self.held.values())

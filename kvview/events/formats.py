@@ -1,4 +1,4 @@
-"""The table of wire formats in which engines publish KV events, ``formats.toml``.
+"""The table of wire formats in which vLLM publishes KV events, ``formats.toml``.
 
 A message on the PUB socket has three frames: topic, sequence number (8 bytes, big-endian),
 and a batch in msgpack. A batch is the array ``[time, events, rank]`` in every release. Events
@@ -9,20 +9,17 @@ are written in one of two ways:
 2. As a map: ``"type"``, then fields by name. Fields marked ``omitted`` are written only if they
    have a value. Fields are only ever appended, so a newer reader reads older maps.
 
-A reader of arrays cannot read maps, and a reader of maps cannot read arrays. Replays have two
-layouts of frames (:attr:`WireFormat.replay_topic`).
+A reader of arrays cannot read maps, and a reader of maps cannot read arrays.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from kvview.errors import ConfigError
 
@@ -33,12 +30,10 @@ class Kind(Enum):
     HASH = "integer of 64 bits, or bytes"
     HASHES = "array of integers or bytes"
     TOKENS = "array of integers"
-    TOKENS_OR_PAIRS = "array of integers, or of pairs of them"
     INTEGER = "integer"
     TEXT = "string"
     EXTRA_KEYS = "array of one array or nil a block"
     TOKEN_LISTS = "array of one array of integers a block"
-    METADATA = "map"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +57,21 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """The wire format of one producer, in a range of its releases.
+    """The wire format of a range of vLLM's releases.
 
     Args:
-        name: The producer and the first release, ``"vllm-0.24"`` for example.
-        producer: ``"vllm"`` or ``"sglang"``.
-        since: First release, or the pull request; empty if unknown.
-        until: First release with another format; empty for the newest, or if unknown.
+        name: The first release, as in ``"vllm-0.24"``.
+        since: First release.
         is_map: Whether events are maps.
         stored: Fields of ``BlockStored``, in order.
         removed: Fields of ``BlockRemoved``, in order. ``AllBlocksCleared`` has no fields.
-        has_rank: Whether a batch ends with the data-parallel rank, which may be nil.
-        replay_topic: Whether a replayed batch has a topic frame.
-        is_cut: Whether arrays end before trailing optional fields that have no value.
     """
 
     name: str
-    producer: str
     since: str
-    until: str
     is_map: bool
     stored: tuple[Field, ...]
     removed: tuple[Field, ...]
-    has_rank: bool = True
-    replay_topic: bool = False
-    is_cut: bool = False
 
 
 def version(release: str) -> tuple[int, ...]:
@@ -109,8 +94,9 @@ def version(release: str) -> tuple[int, ...]:
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def _fields(rows: Iterable[Mapping[str, Any]]) -> tuple[Field, ...]:
-    return tuple(
+def _formats() -> Iterator[WireFormat]:
+    maps = version(_TABLE["maps_since"])
+    fields = [
         Field(
             row["name"],
             Kind[row["kind"]],
@@ -118,56 +104,29 @@ def _fields(rows: Iterable[Mapping[str, Any]]) -> tuple[Field, ...]:
             is_nullable="is_nullable" in row or "is_omitted" in row,
             is_omitted="is_omitted" in row,
         )
-        for row in rows
-    )
-
-
-def _vllm_formats() -> Iterator[WireFormat]:
-    table = _TABLE["vllm"]
-    maps, topics = version(table["maps_since"]), version(table["replay_topic_since"])
-    fields = _fields(table["stored"])
+        for row in _TABLE["stored"]
+    ]
     by_name = {field.name: field for field in fields}
-    removed = [by_name[name] for name in table["removed"]]
+    removed = [by_name[name] for name in _TABLE["removed"]]
     changes = {field.since for field in fields if field.since}
-    changes |= {"0.11.0", table["maps_since"], table["replay_topic_since"]}
-    for since, until in pairwise([*sorted(changes, key=version), ""]):
+    for since in sorted(changes | {"0.11.0", _TABLE["maps_since"]}, key=version):
         release = version(since)
         yield WireFormat(
             name=f"vllm-{since.removesuffix('.0')}",
-            producer="vllm",
             since=since,
-            until=until,
             is_map=release >= maps,
             stored=tuple(f for f in fields if not f.since or version(f.since) <= release),
             removed=tuple(f for f in removed if not f.since or version(f.since) <= release),
-            replay_topic=release >= topics,
         )
 
 
-def _sglang_formats() -> Iterator[WireFormat]:
-    fields = _fields(_TABLE["sglang"]["stored"])
-    for row in _TABLE["sglang"]["formats"]:
-        more = _fields(row.get("more", ()))
-        yield WireFormat(
-            name=row["name"],
-            producer="sglang",
-            since=row.get("since", ""),
-            until=row.get("until", ""),
-            is_map=row.get("is_map", False),
-            stored=(*fields, *more),
-            removed=(fields[0], *(field for field in more if field.name == "medium")),
-            has_rank=row.get("has_rank", True),
-            is_cut=row.get("is_cut", False),
-        )
-
-
-WIRE_FORMATS: tuple[WireFormat, ...] = (*_vllm_formats(), *_sglang_formats())
-"""All formats; the formats of each producer are sorted from the oldest to the newest."""
+WIRE_FORMATS: tuple[WireFormat, ...] = tuple(_formats())
+"""All formats, from the oldest to the newest."""
 
 
 @cache
 def find_format(name: str) -> WireFormat:
-    """Find a format by its name, or by producer and release: ``"vllm-0.24"``, ``"vllm-0.27.1"``.
+    """Find the format of a release of vLLM: ``"vllm-0.24"``, ``"vllm-0.27.1"``.
 
     Raises:
         ConfigError: The format is unknown.
@@ -178,7 +137,7 @@ def find_format(name: str) -> WireFormat:
     producer, _, release = name.partition("-")
     if producer == "vllm" and release[:1].isdigit():
         for wire_format in reversed(WIRE_FORMATS):
-            if wire_format.producer == "vllm" and version(wire_format.since) <= version(release):
+            if version(wire_format.since) <= version(release):
                 return wire_format
     known = ", ".join(wire_format.name for wire_format in WIRE_FORMATS)
     raise ConfigError(f"wire format {name!r} is unknown; expected {known} or vllm-RELEASE")

@@ -3,8 +3,7 @@
 Laws: EVENT-1 to EVENT-5 in ``kvview/laws.toml``.
 
 An offloading event has no block size, because one event may name keys of groups with different
-block sizes. A reader that needs the size finds it in the GPU events of the same blocks, with
-:class:`BlockSizeIndex`.
+block sizes. A reader that needs the size finds it in the GPU events of the same blocks.
 
 Source: vLLM PR #36644 (removes the block size from the event), issue #43468 (a router drops every
 event without a block size), ``vllm/distributed/kv_events.py``.

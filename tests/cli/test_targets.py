@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import subprocess
@@ -99,21 +98,6 @@ def test_a_relative_path_after_a_change_of_directory(
     monkeypatch.chdir(tmp_path / "b")
     assert load_connector("only.py:Mine") is not first
     assert first.__module__ in sys.modules
-
-
-def test_an_edited_file_is_not_loaded_again_and_a_warning_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path / "mine.py")
-    first = load_connector(f"{path}:Mine")
-    with caplog.at_level(logging.WARNING):
-        assert load_connector(f"{path}:Mine") is first
-        assert not caplog.records
-        path.write_text(SOURCE + "# edited\n")
-        assert load_connector(f"{path}:Mine") is first
-        assert len(caplog.records) == 1
-        path.unlink()
-        assert load_connector(f"{path}:Mine") is first
 
 
 def test_a_file_that_failed_is_loaded_again(tmp_path: Path) -> None:

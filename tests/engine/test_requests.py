@@ -37,12 +37,10 @@ GEOMETRIES = {
 }
 
 
-def make(
-    ids: Sequence[object], more: int = 0, output: int = 0, name: str = "a", **keys: Any
-) -> Request:
+def make(ids: Sequence[object], more: int = 0, output: int = 0, name: str = "a") -> Request:
     """A prompt with a block for each id, and some tokens more."""
     num_tokens = len(ids) * SIZE + more
-    return Request(name, num_tokens, output, SIZE, chain_hashes(ids), **keys)
+    return Request(name, num_tokens, output, SIZE, chain_hashes(ids))
 
 
 # --- counts ---
@@ -198,44 +196,10 @@ def test_tokens_grow_and_never_change() -> None:
     assert list(pickle.loads(pickle.dumps(request.content)).token_ids) == list(tokens)
 
 
-@pytest.mark.parametrize("keys", [{"lora_name": "l", "lora_id": 3}, {"cache_salt": "s"}])
-def test_a_salt_or_a_lora_changes_every_hash_and_no_token(keys: dict[str, Any]) -> None:
-    plain, keyed, again = make(range(4), 3, 9), make(range(4), 3, 9, **keys), make(range(4), **keys)
-    assert plain.content.token_ids[:16] == keyed.content.token_ids[:16]
-    assert keyed.block_hashes == again.block_hashes
-    assert not set(plain.block_hashes) & set(keyed.block_hashes)
-    keyed.generate(9)
-    assert len(keyed.block_hashes) == len(keyed.content.extra_keys) == 7
-    assert keyed.info().content is keyed.content
-    for name, value in keys.items():
-        assert getattr(keyed.content, name) == value
-    lora = keys.get("lora_name")
-    expected = [(lora,)] * 7 if lora else [("s",)] + [None] * 6
-    assert list(keyed.content.extra_keys) == expected
-    assert plain.content.extra_keys == ()
-
-
-def test_every_combination_of_salt_lora_and_extra_keys_has_its_own_hashes() -> None:
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"cache_salt": "s"},
-        {"cache_salt": "t"},
-        {"lora_name": "s"},
-        {"lora_id": 5},
-        {"lora_name": "s", "cache_salt": "s"},
-        {"extra_keys": [("s", "image")]},
-    ]
-    hashes = [block_hash for kind in kinds for block_hash in make(range(3), **kind).block_hashes]
-    assert len(set(hashes)) == len(hashes) == 3 * len(kinds)
-
-
 @settings(max_examples=200)
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9), st.booleans())
-def test_the_next_turn_starts_with_all_tokens_of_the_last(
-    more: int, output: int, new: int, is_salted: bool
-) -> None:
-    salt = "s" if is_salted else None
-    first = make(range(2), more % SIZE, output, cache_salt=salt)
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
+def test_the_next_turn_starts_with_all_tokens_of_the_last(more: int, output: int, new: int) -> None:
+    first = make(range(2), more % SIZE, output)
     first.generate(output)
     turn = first.next_turn("b", new, 3, (f"new {i}" for i in range(9)))
     other = first.next_turn("c", new, 3, (f"new {i}" for i in range(9)))

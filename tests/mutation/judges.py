@@ -167,8 +167,6 @@ SUBJECTS = [
             "transfer",
         )
     ),
-    Subject("kvview_reference.offloading.lru_or_arc:LRUOrARCPolicy"),
-    Subject("kvview_reference.offloading.vllm_arc:VLLMARCPolicy"),
     Subject("kvview_reference.handoff.pull:PullConnector", is_pd=True, examples=(20,)),
     Subject("examples.host_cache:HostCacheConnector"),
     Subject("examples.host_memory:HostMemoryConnector", {"store_blocks": "{blocks}"}),
@@ -191,7 +189,7 @@ SUBJECTS = [
         },
     ),
     Subject("kvview.connector:Connector"),
-    Subject(_OFFLOAD, {"policy": "kvview_reference.offloading.lru_or_arc:LRUOrARCPolicy"}),
+    Subject(_OFFLOAD, {"policy": "kvview_reference.offloading.policies:ARCPolicy"}),
     Subject(
         _MULTI,
         {

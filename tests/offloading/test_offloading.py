@@ -27,7 +27,7 @@ from kvview_reference.offloading.policies import (
 
 HIT = LookupResult.HIT
 CTX = ReqContext("request")
-POLICIES = ["lru", "arc", "lru-or-arc"]
+POLICIES = ["lru", "arc"]
 A, B, C, D, E, F, *_ = KEYS = [make_offload_key(bytes([i]) * 4, i % 2) for i in range(12)]
 NOTHING = InFlight(frozenset(), frozenset())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,6 @@ from kvview import LookupResult, make_offload_key
 from kvview.targets import load_target
 from kvview.testing import Outcome, run_checks
 from kvview_reference.offloading import CPUOffloadingManager
-from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
-from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
 
 PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 KEYS = [make_offload_key(bytes([number]), 0) for number in range(9)]
@@ -62,26 +59,3 @@ def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path
     assert failure is not None
     if failure.script:
         assert "as_factory(factory)" in failure.script
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [VLLMARCPolicy, LRUOrARCPolicy], ids=lambda one: one.__name__)
-def test_policies_of_the_reference_satisfy_every_law(policy: type[Any]) -> None:
-    report = run_checks(policy, steps=20)
-    assert report.is_clean, report.failures
-
-
-def test_vllm_arc_stores_remembered_keys_as_new() -> None:
-    manager = CPUOffloadingManager(2, "vllm-arc")
-
-    def use(*keys: int) -> None:
-        chosen = [KEYS[number] for number in keys]
-        output = manager.prepare_store(chosen)
-        assert output is not None
-        manager.touch(chosen)
-        manager.complete_store(output.keys_to_store)
-
-    for keys in ((0,), (0,), (1,), (2,), (1,)):
-        use(*keys)
-    held = [number for number in range(3) if manager.lookup(KEYS[number]) is LookupResult.HIT]
-    assert held == [0, 1], "0 was used again; 1 came back and took the room of 2"

@@ -18,12 +18,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from kvview import ConfigError, KVViewError
 from kvview.tier import GuardedTier, Namespace
 from kvview_reference.tier import FileStore, ObjectStore
-from kvview_reference.tier.command import tier as tier_group
 from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("xxhash")
@@ -450,52 +448,3 @@ def test_damage_that_a_store_finds_is_counted_and_logged_once(
     assert guard.stats.damaged == 53, "the damaged pages are removed"
     assert caplog.text.count("has damaged pages") == 1
     guard.close()
-
-
-# --- fsck, and objects in a folder ---
-
-
-def fsck(place: str) -> Any:
-    return ends(partial(CliRunner().invoke, tier_group, ["fsck", place]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsck_ends_on_any_folder(kind: str, root: Path) -> None:
-    folder, outside = root / HERE.digest.hex(), root.with_name("outside")
-    for place in ("stray", "SHARD/stray", "SHARD/ABCD", "SHARD/abcd", "half/x"):
-        for path in places_of(folder, place):
-            replace(path, kind, outside)
-    KINDS[kind](root / "stray", outside)
-    found = fsck(str(root))
-    assert found.exit_code == 0, found.output
-    assert f"{len(OLD)} entries" in found.output
-    replace(folder / "namespace.json", kind, outside)
-    found = fsck(str(root))
-    assert found.exit_code == 1, found.output
-    assert "Traceback" not in found.output
-    assert fsck(str(folder / "lock")).exit_code == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_objects_in_a_folder_are_regular_files(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    outside = tmp_path / "outside"
-    (outside / "folder").mkdir(parents=True)
-    (outside / "file").write_bytes(b"f")
-    store = ObjectStore(HERE, url=f"file://{tmp_path / 'root'}", threads=2)
-    assert all(moved(store, "put", *OLD))
-    for key in OLD[:3]:
-        replace(tmp_path / "root" / HERE.digest.hex() / key.hex(), kind, outside)
-    before = contents(outside)
-
-    def use() -> None:
-        assert not any(moved(store, "get", *OLD[:3]))
-        for key in OLD:
-            if moved(store, "put", key) == [True]:
-                assert moved(store, "get", key) == [True]
-        store.delete(OLD)
-        assert looked_up(store, *OLD) == [False] * len(OLD)
-        store.close()
-
-    ends(use)
-    assert contents(outside) == before

@@ -1,13 +1,14 @@
-"""``kvview events``: receive, record, validate and replay streams of KV events."""
+"""``kvview events``: receive, record and validate streams of KV events."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,19 +21,19 @@ from kvview.errors import ConfigError
 if TYPE_CHECKING:
     from kvview.events.channel import Listener
     from kvview.events.recording import Message
-    from kvview.events.wire import AnyEvent, Batch
+    from kvview.events.wire import Batch, WireEvent
     from kvview.testing.events.stream_fold import Finding, StreamFold
-    from kvview.testing.events.wire_sizes import WireSizes
 
 _SHOWN = 20  # maximum of findings that are printed; the JSON has more
 _KEPT = 10_000
+_SILENCE_S = 5.0  # seconds without a message after which a hint is printed
 _JSON = json_option({"events": "kvview.testing.events.stream_report:StreamReport"})
 _SOURCE = "SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording (.jsonl, .gz)."
 
 
 @click.group()
 def events() -> None:
-    """Receive, record, validate and replay the KV events of vLLM, SGLang and kvview."""
+    """Receive, record and validate the KV events of vLLM."""
 
 
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,8 +73,7 @@ def validate(
     from kvview.events.wire import EventDecoder
     from kvview.testing.events.stream_fold import StreamFold
 
-    strict = None if format_name is None else find_format(format_name)
-    decoder = EventDecoder(strict, strict=strict is not None)
+    decoder = EventDecoder(None if format_name is None else find_format(format_name))
     report = _Report(StreamFold(decoder))
     report.read(_messages(source, report, **options), lambda *_: None)
     report.show(json_file == "-")
@@ -97,7 +97,7 @@ def tail(source: str, json_file: str | None, **options: Any) -> None:
 
     def show(message: Message, batch: Batch | None, found: list[Finding]) -> None:
         for event in () if batch is None else batch.events:
-            echo(f"{message.sequence:>8} {_line(event, report.fold.sizes)}", err=is_quiet)
+            echo(f"{message.sequence:>8} {_line(event)}", err=is_quiet)
         for finding in found:
             echo(f"{finding.sequence:>8} ! {finding.law}: {finding.what}", err=is_quiet)
 
@@ -128,47 +128,6 @@ def record(endpoint: str, file: str, **options: Any) -> None:
     sys.exit(report.code())
 
 
-@events.command(epilog=EXIT_CODES)
-@click.argument("file")
-@click.argument("endpoint")
-@click.option(
-    "--replay-to",
-    metavar="ENDPOINT",
-    help="Endpoint at which readers can request missed messages.",
-)
-@click.option(
-    "--wait",
-    type=Seconds(),
-    default=1.0,
-    show_default=True,
-    help="Seconds to wait for readers to connect.",
-)
-@click.option(
-    "--linger",
-    type=Seconds(),
-    default=0.0,
-    show_default=True,
-    help="Seconds for which replays are served after the last message.",
-)
-def replay(file: str, endpoint: str, replay_to: str | None, wait: float, linger: float) -> None:
-    """Publish the messages of the recording FILE at ENDPOINT.
-
-    Messages are numbered from 0 and sent without pauses.
-    """
-    from kvview.events.channel import Publisher
-
-    messages = _recorded(file, "")
-    first = list(islice(messages, 1))  # so that an unreadable file is reported first
-    payloads = (message.payload for message in chain(first, messages))
-    with Publisher(endpoint, replay_to) as publisher:
-        echo(f"publishing at {publisher.endpoint}", err=True)
-        time.sleep(wait)
-        number = sum(1 for _ in map(publisher.publish, payloads))
-        time.sleep(linger)
-    echo(f"{number} messages published")
-    sys.exit(ExitCode.CLEAN if number else ExitCode.NOT_CHECKED)
-
-
 def _messages(
     source: str,
     report: _Report,
@@ -196,12 +155,15 @@ def _recorded(source: str, topic: str) -> Iterator[Message]:
 
 def _live(listener: Listener, report: _Report, seconds: float | None) -> Iterator[Message]:
     """Yield messages in order, with missed messages in their places."""
-    end = None if seconds is None else time.monotonic() + seconds
+    start = time.monotonic()
+    end = None if seconds is None else start + seconds
+    hint_at = start + _SILENCE_S
     with listener:
         while end is None or time.monotonic() < end:
+            if time.monotonic() > hint_at and not report.fold.num_messages:
+                echo("kvview: no message has arrived yet; check the endpoint", err=True)
+                hint_at = math.inf
             left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
-            for line in listener.link_news():
-                report.note_link(line)
             for message in listener.follow(left, report.note_trouble):
                 report.num_replayed = listener.num_replayed
                 yield message
@@ -215,7 +177,6 @@ class _Report:
     num_replayed: int = 0
     trouble: list[str] = field(default_factory=list)
     num_troubles: int = 0
-    connection: list[str] = field(default_factory=list)
     has_ended: bool = False
 
     def read(
@@ -239,11 +200,6 @@ class _Report:
         if trouble.partition(":")[0] not in kinds:
             echo(f"kvview: {trouble}", err=True)
             self.trouble.append(trouble)
-
-    def note_link(self, line: str) -> None:
-        """Report a change of the connection, which is not a fault."""
-        echo(f"kvview: {line}", err=True)
-        self.connection = [*self.connection, line][-_SHOWN:]
 
     def code(self) -> ExitCode:
         if self.num_findings:
@@ -271,21 +227,7 @@ class _Report:
             err=is_quiet,
         )
         for medium, held in sorted(fold.held.items()):
-            tokens, unsized = fold.sizes.num_tokens(held)
-            unknown = f"; {unsized} blocks have an unknown size" if unsized else ""
-            echo(f"{medium}: {len(held)} blocks, {tokens} tokens{unknown}", err=is_quiet)
-        if fold.num_copies_left:
-            echo(
-                f"{fold.num_copies_left} removals leave another copy of their block; a reader that "
-                f"does not count copies loses the block (vllm-project/vllm#55092)",
-                err=is_quiet,
-            )
-        if fold.num_sparse:
-            echo(
-                f"{fold.num_sparse} stores of windows name fewer blocks than their tokens fill, so "
-                f"these events do not assign tokens to blocks",
-                err=is_quiet,
-            )
+            echo(f"{medium}: {len(held)} blocks", err=is_quiet)
         if self.num_troubles > 1:
             echo(
                 f"unexpected messages and timeouts: {self.num_troubles}",
@@ -297,10 +239,6 @@ class _Report:
     def write(self, json_file: str | None, source: str) -> None:
         from kvview.testing.events.stream_report import StreamReport
 
-        sized = {
-            medium: self.fold.sizes.num_tokens(held)
-            for medium, held in sorted(self.fold.held.items())
-        }
         report = StreamReport(
             source=source,
             exit_code=int(self.code()),
@@ -309,26 +247,19 @@ class _Report:
             events=dict(self.fold.num_events),
             formats=dict(self.fold.formats),
             held={medium: len(held) for medium, held in sorted(self.fold.held.items())},
-            tokens={name: count for name, (count, _) in sized.items()},
-            unsized={name: count for name, (_, count) in sized.items() if count},
-            copies_left=self.fold.num_copies_left,
-            sparse=self.fold.num_sparse,
             knows_all=self.fold.knows_all,
             missing=[(gap.start, gap.stop) for gap in self.fold.gaps],
             num_findings=self.num_findings,
             findings=self.findings,
             trouble=self.trouble,
-            connection=self.connection,
         )
         write_json(json_file, asdict(report))
 
 
-def _line(event: AnyEvent, sizes: WireSizes) -> str:
-    from kvview.events.wire import RemovedEvent, StoredEvent, UnreadableEvent
+def _line(event: WireEvent) -> str:
+    from kvview.events.wire import ClearedEvent, RemovedEvent
 
-    if isinstance(event, UnreadableEvent):
-        return f"? {event.why}"
-    if not isinstance(event, StoredEvent | RemovedEvent):
+    if isinstance(event, ClearedEvent):
         return "cleared"
     hashes = [
         block_hash.hex()[:16] if isinstance(block_hash, bytes) else f"{block_hash:016x}"
@@ -339,7 +270,4 @@ def _line(event: AnyEvent, sizes: WireSizes) -> str:
     place = f"{event.medium}{group} {' '.join(hashes)}{more}"
     if isinstance(event, RemovedEvent):
         return f"- {place}"
-    if tokens := len(event.token_ids or ()):
-        return f"+ {place} ({tokens} tokens, blocks of {event.block_size})"
-    size = sizes.find(event.block_hashes[0], event.group_idx) if event.block_hashes else None
-    return f"+ {place} (no tokens, blocks of {size or 'unknown size'})"
+    return f"+ {place} ({len(event.token_ids)} tokens, blocks of {event.block_size})"

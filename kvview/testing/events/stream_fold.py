@@ -8,13 +8,9 @@
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have one key.
 3. ``AllBlocksCleared`` empties only the GPU (EVENT-5), because it names no medium and the keys of a
    tier stay loadable.
-4. vLLM reports the removal of each block, even if another block has the same key
-   (vllm-project/vllm#55092), so a reader that keeps a set without counts loses the key.
-   ``num_copies_left`` counts these removals, which are not a fault of the stream.
-5. A store event of a sliding window names fewer blocks than its tokens fill, because vLLM omits the
-   blocks that the window never reads (``BlockPool.cache_full_blocks``). ``num_sparse`` counts these
-   store events.
-6. A stream does not show whether an advertised key is loadable (EVENT-2), and whether failed stores
+4. A store event of a sliding window may name fewer blocks than its tokens fill, because vLLM omits
+   the blocks that the window never reads (``BlockPool.cache_full_blocks``).
+5. A stream does not show whether an advertised key is loadable (EVENT-2), and whether failed stores
    emit no event (EVENT-4), so these laws are not checked. Compare :attr:`StreamFold.held` with the
    tier.
 """
@@ -31,15 +27,14 @@ from kvview.errors import WireFormatError
 from kvview.events import MEDIUM_GPU
 from kvview.events.fold import FoldedEvents
 from kvview.events.wire import (
-    AnyEvent,
     Batch,
     ClearedEvent,
     EventDecoder,
     Hash,
     RemovedEvent,
     StoredEvent,
+    WireEvent,
 )
-from kvview.testing.events.wire_sizes import WireSizes
 
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 """Values of ``kv_cache_spec_kind`` of groups that read every block of a prefix."""
@@ -73,19 +68,16 @@ class StreamFold:
     """The fold of messages into the blocks of each medium, with the faults found.
 
     Args:
-        decoder: Decoder of batches, which is lenient, because a stream continues after a bad batch.
+        decoder: Decoder of batches.
     """
 
-    decoder: EventDecoder = field(default_factory=lambda: EventDecoder(strict=False))
+    decoder: EventDecoder = field(default_factory=EventDecoder)
     _held: FoldedEvents[_Key] = field(default_factory=FoldedEvents)
     num_messages: int = 0
     num_events: Counter[str] = field(default_factory=Counter)
     formats: Counter[str] = field(default_factory=Counter)
     gaps: list[range] = field(default_factory=list)
     knows_all: bool = False
-    num_copies_left: int = 0
-    num_sparse: int = 0
-    sizes: WireSizes = field(default_factory=WireSizes)
     _next: int | None = None
     _time: float = 0.0  # time of the last batch
 
@@ -117,14 +109,10 @@ class StreamFold:
         return batch, found
 
     def _apply(self, sequence: int, batch: Batch, is_new: bool) -> Iterator[Finding]:
-        for problem in batch.problems:
-            yield Finding(sequence, "FORMAT", problem)
         for number, event in enumerate(batch.events if is_new else ()):
             self.num_events[type(event).__name__] += 1
             for law, fault in self._fold(event):
                 yield Finding(sequence, law, f"event {number} {fault}")
-        for number, fault in self.sizes.apply(batch.events) if is_new else ():
-            yield Finding(sequence, "FORMAT", f"event {number} {fault}")
 
     def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
         """Return whether a message is new, and the faults of its sequence number."""
@@ -143,7 +131,6 @@ class StreamFold:
             if sequence:
                 fault += f", and its first {sequence} messages are missing"
             self._held = FoldedEvents()
-            self.sizes = WireSizes()
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
         elif sequence < expected:
@@ -164,35 +151,34 @@ class StreamFold:
         """Number of blocks by medium, hash and group."""
         return self._held.held
 
-    def _fold(self, event: AnyEvent) -> Iterator[tuple[str, str]]:
+    def _fold(self, event: WireEvent) -> Iterator[tuple[str, str]]:
         if isinstance(event, ClearedEvent):
             self._held.clear_gpu()
-        elif isinstance(event, StoredEvent | RemovedEvent):
+        else:
             medium, is_removal = event.medium or MEDIUM_GPU, isinstance(event, RemovedEvent)
-            for block_hash in event.block_hashes or ():
+            for block_hash in event.block_hashes:
                 key = block_hash, event.group_idx
                 is_allowed = self._held.change(medium, key, removed=is_removal)
-                if is_removal:
-                    self.num_copies_left += key in self.held[medium]
-                    if not is_allowed and self.knows_all:
-                        name = _named(block_hash)
-                        yield "EVENT-1", f"removes {name} from {medium}, which does not hold it"
-                elif not is_allowed:
+                if is_allowed:
+                    continue
+                if not is_removal:
                     yield "EVENT-1", f"stores {_named(block_hash)} in {medium} a second time"
+                elif self.knows_all:
+                    name = _named(block_hash)
+                    yield "EVENT-1", f"removes {name} from {medium}, which does not hold it"
             self._held.held.setdefault(medium, Counter())
             if isinstance(event, StoredEvent):
-                yield from self._shape(event)
+                yield from _shape(event)
 
-    def _shape(self, event: StoredEvent) -> Iterator[tuple[str, str]]:
-        tokens, blocks = len(event.token_ids or ()), len(event.block_hashes or ())
-        size = event.block_size or 0
-        if not tokens or tokens == blocks * size:
-            return
-        is_whole = size > 0 and tokens % size == 0 and tokens > blocks * size
-        if is_whole and event.group_idx is not None and event.kv_cache_spec_kind not in FULL_KINDS:
-            self.num_sparse += 1  # 5.
-        else:
-            yield "FORMAT", f"has {tokens} tokens for {blocks} blocks of {event.block_size}"
+
+def _shape(event: StoredEvent) -> Iterator[tuple[str, str]]:
+    tokens, blocks, size = len(event.token_ids), len(event.block_hashes), event.block_size
+    if not tokens or tokens == blocks * size:
+        return
+    is_whole = size > 0 and tokens % size == 0 and tokens > blocks * size
+    is_sparse = event.group_idx is not None and event.kv_cache_spec_kind not in FULL_KINDS  # 4.
+    if not (is_whole and is_sparse):
+        yield "FORMAT", f"has {tokens} tokens for {blocks} blocks of {size}"
 
 
 def _named(block_hash: Hash) -> str:

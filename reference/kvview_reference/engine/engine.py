@@ -34,7 +34,6 @@ from kvview import (
     EngineFacts,
     FinishReason,
     FullBlock,
-    OffloadingEvent,
     OffloadKey,
     RequestInfo,
     RequestStep,
@@ -106,7 +105,6 @@ class Engine:
             output is processed; without a stream, at the launch.
         verify_hits: Whether blocks that were hit on the GPU are compared too, and not only loaded
             blocks.
-        enable_events: Whether the pool records GPU events.
         device: Device of the KV cache.
         group_pages: Layout of the pages for :class:`KVBytes`, which replaces ``page_bytes`` and
             ``num_layers``.
@@ -133,7 +131,6 @@ class Engine:
         steps_in_flight: int = 1,
         stream: StepStream | None = None,
         verify_hits: bool = True,
-        enable_events: bool = False,
         device: str = "cpu",
         group_pages: Sequence[Sequence[int]] = (),
         pin_budget: float | None = None,
@@ -164,7 +161,6 @@ class Engine:
             num_gpu_blocks,
             scheduler_block_size=geometry.scheduler_block_size,
             hash_block_size=geometry.hash_block_size,
-            enable_kv_cache_events=enable_events,
         )
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
@@ -204,7 +200,7 @@ class Engine:
             )
         )
 
-    # --- requests in, events out ---
+    # --- requests ---
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -270,10 +266,6 @@ class Engine:
         """Find the request with this id that waits for loads, even if it was aborted."""
         load = self._loads.get(request_id)
         return load.request if load else None
-
-    def take_offloading_events(self) -> list[OffloadingEvent]:
-        """Return the connector's events since the last call."""
-        return list(self.scheduler_connector.take_events())
 
     def reset_cache(self) -> bool:
         """Reset the GPU prefix cache and the connector's cache, even during transfers.
@@ -454,7 +446,6 @@ class Engine:
         request.num_computed_tokens = num_computed_tokens
         request.status = Status.RUNNING
         if not request.was_started:
-            self.stats.prompt_blocks += -(-request.num_tokens // self.geometry.hash_block_size)
             self.stats.gpu_hit_blocks += num_hit_tokens // self.geometry.hash_block_size
             num_external = num_computed_tokens - num_hit_tokens
             self.stats.cpu_hit_blocks += num_external // self.geometry.hash_block_size
@@ -499,9 +490,7 @@ class Engine:
         # The token after the last computed one is known then: one after a prompt, several after
         # a decode step of several.
         expected = request.num_tokens + request.num_pending_tokens
-        if expected - start > 1:
-            self.stats.prefill_tokens += num_tokens
-        elif self.drafts:
+        if expected - start == 1 and self.drafts:
             kept = start + 1 + min(self._drafts_of(request)[1], num_tokens - 1)
             request.num_decode_steps += 1
         request.num_computed_tokens += num_tokens

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
 from itertools import count, islice
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-from kvview import BlockHash, ExtraKeys, RequestContent, RequestInfo
+from kvview import BlockHash, RequestContent, RequestInfo
 
 _serials = count()
 _NUM_TOKEN_IDS = (1 << 31) - 1  # they fit in an int32
-_Item = TypeVar("_Item")
 
 
 def chain_hashes(ids: Iterable[object], parent: bytes = b"") -> list[BlockHash]:
@@ -44,25 +42,8 @@ class Status(Enum):
     ABORTED = auto()
 
 
-class _Living(Sequence[_Item]):
-    """A sequence that grows with its request, and that computes an item when the item is read."""
-
-    @overload
-    def __getitem__(self, index: int) -> _Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[_Item]: ...
-
-    def __getitem__(self, index: int | slice) -> _Item | list[_Item]:
-        where = range(len(self))[index]
-        return self._item(where) if isinstance(where, int) else [self._item(i) for i in where]
-
-    @abstractmethod
-    def _item(self, index: int) -> _Item: ...
-
-
-class _TokenIds(_Living[int]):
-    """Token ids that are derived from the hashes of the blocks.
+class _TokenIds(Sequence[int]):
+    """Token ids that are derived from the hashes of the blocks, and that grow with the request.
 
     Args:
         num_tokens: Number of tokens.
@@ -82,35 +63,20 @@ class _TokenIds(_Living[int]):
     def __len__(self) -> int:
         return self.num_tokens
 
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        where = range(len(self))[index]
+        return self._item(where) if isinstance(where, int) else [self._item(i) for i in where]
+
     def _item(self, index: int) -> int:
         block, offset = divmod(index, self.block_size)
         named = self.hashes[block] if block < len(self.hashes) else self.open_hash
         return (int.from_bytes(named, "big") + offset) % _NUM_TOKEN_IDS
-
-
-class _ExtraKeysOfBlocks(_Living[ExtraKeys]):
-    """Extra keys as in vLLM: the LoRA is in each block, the salt only in the first block."""
-
-    def __init__(self, request: Request, hashes: Sequence[BlockHash]) -> None:
-        self._lora = request.lora_id if request.lora_name is None else request.lora_name
-        self._salt = request.cache_salt
-        self._given = request.extra_keys
-        self._hashes = hashes
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def _item(self, index: int) -> ExtraKeys:
-        return self.of(index)
-
-    def of(self, index: int) -> ExtraKeys:
-        """Compute the extra keys of any block, even a future one."""
-        keys: tuple[object, ...] = () if self._lora is None else (self._lora,)
-        if index < len(self._given):
-            keys += self._given[index] or ()
-        if self._salt is not None and index == 0:
-            keys += (self._salt,)
-        return keys or None
 
 
 @dataclass(eq=False)
@@ -118,7 +84,6 @@ class Request:
     """One request.
 
     Two requests have equal tokens as far as the given ``block_hashes`` are equal, and no further.
-    LoRA, salt and extra keys are hashed in addition, so they change the hashes but not the tokens.
 
     Args:
         request_id: Id of the request, unique among unfinished requests.
@@ -127,11 +92,6 @@ class Request:
         hash_block_size: Tokens of one entry of ``block_hashes``.
         block_hashes: Hashes of the full blocks; at first those of the prompt, and later also of
             generated blocks.
-        lora_name: Name of the LoRA.
-        lora_id: Its number.
-        cache_salt: Salt that separates the prefix caches of tenants.
-        extra_keys: Further content of each prompt block's hash, for example images; may be shorter
-            than the prompt.
         ends_in: Hash that the last, partial block of the prompt will have when it is full; unique
             by default.
         stops_after: Number of generated tokens after which the request ends unexpectedly; None for
@@ -147,10 +107,6 @@ class Request:
     num_output_tokens: int
     hash_block_size: int
     block_hashes: list[BlockHash]
-    lora_name: str | None = None
-    lora_id: int | None = None
-    cache_salt: str | None = None
-    extra_keys: Sequence[ExtraKeys] = ()
     ends_in: BlockHash | None = None
     stops_after: int | None = None
     transfer_params: Mapping[str, Any] | None = None
@@ -179,27 +135,14 @@ class Request:
                 f"but its tokens fill {full} blocks of {self.hash_block_size} tokens; pass one "
                 "hash per full block"
             )
-        given = self.block_hashes
-        beside_tokens = (self.lora_name, self.lora_id, self.cache_salt) != (None, None, None)
-        if beside_tokens or any(self.extra_keys):
-            self.block_hashes = []  # otherwise both are one list
+        last = self.block_hashes[-1] if self.block_hashes else b""
         self._tokens = _TokenIds(
             self.num_prompt_tokens,
             self.hash_block_size,
-            given,
-            self.ends_in or self._hash_of_output(len(given), given[-1] if given else b""),
+            self.block_hashes,
+            self.ends_in or self._hash_of_output(full, last),
         )
-        self._keys = _ExtraKeysOfBlocks(self, given)
-        keys = () if self.block_hashes is given else self._keys
-        self.content = RequestContent(
-            self._tokens,
-            self.lora_name,
-            self.lora_id,
-            self.cache_salt,
-            keys,
-            self.transfer_params,
-        )
-        self._name(self.block_hashes, self._tokens.hashes)
+        self.content = RequestContent(self._tokens, transfer_params=self.transfer_params)
 
     @property
     def num_tokens(self) -> int:
@@ -231,7 +174,6 @@ class Request:
         """Append generated tokens, which are unique to this request."""
         self._tokens.num_tokens += num_tokens
         self._grow(self._tokens)
-        self._name(self.block_hashes, self._tokens.hashes)
 
     def hashes_of(self, num_tokens: int) -> Sequence[BlockHash]:
         """List the hashes of the full blocks of this many tokens, even of future tokens."""
@@ -241,11 +183,7 @@ class Request:
         known = self._tokens
         ahead = _TokenIds(num_tokens, self.hash_block_size, list(known.hashes), known.open_hash)
         self._grow(ahead)
-        if self.block_hashes is known.hashes:
-            return ahead.hashes
-        named = list(self.block_hashes)
-        self._name(named, ahead.hashes)
-        return named
+        return ahead.hashes
 
     def next_turn(
         self,
@@ -281,10 +219,6 @@ class Request:
             num_output_tokens,
             self.hash_block_size,
             hashes,
-            self.lora_name,
-            self.lora_id,
-            self.cache_salt,
-            self.extra_keys,
             ends_in,
             transfer_params=transfer_params,
             _serial=next(_serials) if serial is None else serial,
@@ -310,18 +244,3 @@ class Request:
         while len(tokens.hashes) < tokens.num_tokens // self.hash_block_size:
             tokens.hashes.append(tokens.open_hash)
             tokens.open_hash = self._hash_of_output(len(tokens.hashes), tokens.open_hash)
-
-    def _name(self, named: list[BlockHash], tokens: Sequence[BlockHash]) -> None:
-        """Append the hashes of new blocks, made from all tokens and extra keys so far."""
-        for block in range(len(named), len(tokens)):
-            keys = self._keys.of(block)
-            parent = named[-1] if block else b""
-            if keys is None and parent == (tokens[block - 1] if block else b""):
-                named.append(tokens[block])
-            else:
-                beside = (
-                    self.lora_name,
-                    self.lora_id,
-                    keys,
-                )  # a LoRA and a salt may have the same name
-                named += chain_hashes([(tokens[block].hex(), *beside)], parent)

@@ -16,13 +16,10 @@ class EngineStats:
     GPU blocks of every group.
 
     Args:
-        prompt_blocks: Blocks of requests at their first start, including partial last blocks.
         gpu_hit_blocks: Blocks that requests hit in the GPU prefix cache at their first start.
         cpu_hit_blocks: Blocks that requests loaded from the connector at their first start.
         loaded_blocks: Blocks that load jobs moved (for windows, fewer blocks than the hits).
         offloaded_blocks: Blocks that store jobs moved.
-        prefill_tokens: Computed tokens of prompts, and tokens that were computed again after a
-            preemption.
         media: Media that jobs used, except the GPU, in the order of their first use.
         first_failure: Job and error of the first failed transfer.
         bytes_verified: Bytes compared with their expected values.
@@ -30,7 +27,6 @@ class EngineStats:
     """
 
     requests: int = 0
-    prompt_blocks: int = 0
     finished: int = 0
     aborted: int = 0
     preemptions: int = 0
@@ -42,7 +38,6 @@ class EngineStats:
     failed_transfers: int = 0
     media: tuple[str, ...] = ()
     first_failure: str | None = None
-    prefill_tokens: int = 0
     bytes_verified: int = 0
     mismatches: int = 0
 

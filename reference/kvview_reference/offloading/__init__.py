@@ -1,10 +1,8 @@
 """The managers of a tier, of equal pages and of pages of any size, and their cache policies."""
 
 from kvview_reference.offloading.byte_budget import ByteBudgetManager
-from kvview_reference.offloading.lru_or_arc import LRUOrARCPolicy
 from kvview_reference.offloading.manager import CPUOffloadingManager
 from kvview_reference.offloading.policies import CachePolicy, PolicyFactory, register_policy
-from kvview_reference.offloading.vllm_arc import VLLMARCPolicy
 
 __all__ = [
     "ByteBudgetManager",
@@ -13,6 +11,3 @@ __all__ = [
     "PolicyFactory",
     "register_policy",
 ]
-
-register_policy("lru-or-arc", LRUOrARCPolicy)
-register_policy("vllm-arc", VLLMARCPolicy)

@@ -220,11 +220,6 @@ class ARCPolicy:
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
 
-    @property
-    def target(self) -> float:
-        """The current target size of T1."""
-        return self._target
-
     def admit(self, keys: Keys, num_victims: int, in_flight: InFlight, /) -> list[OffloadKey]:
         """Choose and drop victims, then add new keys."""
         b1, b2 = self._b1, self._b2

@@ -160,7 +160,6 @@ def replay(
     connector: type[Connector],
     config: ReplayConfig,
     on_progress: Callable[[int], None] = lambda num_requests: None,
-    on_step: Callable[[Engine], None] | None = None,
 ) -> ReplayReport:
     """Run a trace to its end, and then step until the connector has no pending work.
 
@@ -170,7 +169,6 @@ def replay(
         connector: The connector's class.
         config: Sizes and options.
         on_progress: Called after each step with the number of requests so far.
-        on_step: Called after each step with the engine, whose events it may take.
 
     Raises:
         ConfigError: A size is invalid, or no request fits in the pool.
@@ -187,9 +185,8 @@ def replay(
         num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
         max_running=config.closed_loop,
-        enable_events=on_step is not None,
     )
-    run = _Run(engine, TurnQueue(trace, block_size), config.closed_loop, on_progress, on_step)
+    run = _Run(engine, TurnQueue(trace, block_size), config.closed_loop, on_progress)
     start = time.perf_counter()
     try:
         run.to_end()
@@ -212,11 +209,10 @@ class _Run:
         queue: TurnQueue,
         closed_loop: int,
         on_progress: Callable[[int], None],
-        on_step: Callable[[Engine], None] | None,
     ) -> None:
         self._engine, self._queue = engine, queue
         self._closed_loop = closed_loop
-        self._on_progress, self._on_step = on_progress, on_step
+        self._on_progress = on_progress
         self._num_blocks = self._num_too_large = 0
         self._too_large: ConfigError | None = None
 
@@ -229,8 +225,6 @@ class _Run:
             if not engine.has_work():
                 break
             engine.step()
-            if self._on_step is not None:
-                self._on_step(engine)
             self._on_progress(engine.stats.requests)
         if self._too_large is not None and not engine.stats.requests:
             raise self._too_large

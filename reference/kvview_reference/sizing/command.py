@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE
@@ -15,7 +15,6 @@ from kvview_reference.traces.command import open_source, trace_options
 
 if TYPE_CHECKING:
     from kvview_reference.sizing.hit_curve import SizeReport
-    from kvview_reference.traces.sessions import Turns
 
 _NUM_GENERATED = 12_000
 _BAR = 30
@@ -49,17 +48,12 @@ _BAR = 30
 )
 @json_option({"size": "kvview_reference.sizing.hit_curve:SizeReport"})
 def size(
-    trace: str | None,
-    requests: int | None,
-    seed: int,
-    block_size: int | None,
-    turns: Turns | None,
-    skip_bad_rows: bool,
     sizes: str | None,
     block_bytes: int | None,
     skip: int,
     chart: str | None,
     json_file: str | None,
+    **source_options: Any,
 ) -> None:
     """Compute the share of a trace's prompt blocks that a cache of each size hits.
 
@@ -73,10 +67,7 @@ def size(
     if chart is not None:
         from kvview_reference.sizing.chart import write_chart  # fails before the trace is read
     chosen = None if sizes is None else parse_sizes(sizes, block_bytes)
-    source = open_source(
-        *(trace, requests or (_NUM_GENERATED if trace is None else None), seed),
-        *(block_size, turns, skip_bad_rows),
-    )
+    source = open_source(_NUM_GENERATED, **source_options)
     with progress(source.title) as show:
         report = run(source, sizes=chosen, block_bytes=block_bytes, skip=skip, on_progress=show)
     if json_file != "-":

@@ -8,19 +8,15 @@
    removal is not permitted, its key is a miss in this process until a put has replaced the object.
 3. There is no byte budget, because a machine that shares a bucket cannot enforce one. A lifecycle
    rule of the bucket removes old objects, whose keys are then misses.
-4. In a folder (``file://``, for trials) only regular files are objects, and links are not followed,
-   except a link that another program creates during a request. ``FileStore`` is safe against such
-   programs.
+4. In a folder (``file://``, for trials) links are followed, unlike in ``FileStore``.
 5. The client itself finds credentials (environment, profile, role of the machine); they are never
    an option. Of an error in a server's response, only the kind is logged or raised, never the text.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -91,7 +87,7 @@ class ObjectStore(DeletingStore):
         import obstore
 
         start, content = EntryFormat.head_bytes(key), memoryview(b"")
-        with self._requesting("get", self._path(key)):
+        with self._requesting("get"):
             found = obstore.get(self._client, self._path(key))
             if found.meta["size"] == start + len(page):
                 content = memoryview(found.bytes())
@@ -107,7 +103,7 @@ class ObjectStore(DeletingStore):
         self._claim()
         if is_replaced or self._size(key) != EntryFormat.head_bytes(key) + len(page):
             content: list[bytes | memoryview] = [self._format.head(key, page), page]
-            with self._requesting("put", self._path(key)):
+            with self._requesting("put"):
                 obstore.put(self._client, self._path(key), content, use_multipart=False)
         return True
 
@@ -115,13 +111,13 @@ class ObjectStore(DeletingStore):
         """Delete the object of a key."""
         import obstore
 
-        with suppress(FileNotFoundError), self._requesting("delete", self._path(key)):
+        with suppress(FileNotFoundError), self._requesting("delete"):
             obstore.delete(self._client, self._path(key))
 
     def _size(self, key: bytes) -> int | None:
         import obstore
 
-        with suppress(FileNotFoundError), self._requesting("head", self._path(key)):
+        with suppress(FileNotFoundError), self._requesting("head"):
             return obstore.head(self._client, self._path(key))["size"]
         return None
 
@@ -132,7 +128,7 @@ class ObjectStore(DeletingStore):
         if self._is_claimed:
             return
         content, path = self.namespace.to_json().encode(), f"{self._prefix}/{NOTE}"
-        with suppress(OSError), self._requesting("put", path):
+        with suppress(OSError), self._requesting("put"):
             obstore.put(self._client, path, content)
             self._is_claimed = True
 
@@ -140,10 +136,9 @@ class ObjectStore(DeletingStore):
         return f"{self._prefix}/{key.hex()}"
 
     @contextmanager
-    def _requesting(self, what: str, path: str) -> Iterator[None]:
+    def _requesting(self, what: str) -> Iterator[None]:
         """Make a request; raise any error as an ``OSError`` that only states the kind of error."""
         try:
-            _require_plain(self._client, path)
             yield
         except Exception as error:
             if isinstance(error, FileNotFoundError) and what != "put":
@@ -157,27 +152,6 @@ class ObjectStore(DeletingStore):
                     problem,
                 )
             raise OSError(problem) from None
-
-
-def _require_plain(client: Client, path: str) -> None:
-    """Refuse an object that is a link, a pipe or a device, or is behind a link, in a folder.
-
-    Raises:
-        OSError: The object is refused, because a client would follow the link, or wait for the pipe
-            forever.
-    """
-    from obstore.store import LocalStore
-
-    if not isinstance(client, LocalStore) or client.prefix is None:
-        return
-    place, (*folders, name) = client.prefix, path.split("/")
-    with suppress(FileNotFoundError):
-        for folder in folders:
-            place /= folder
-            if not stat.S_ISDIR(place.lstat().st_mode):
-                raise OSError(errno.ENOTDIR, "the path is not a folder", folder)
-        if not stat.S_ISREG((place / name).lstat().st_mode):
-            raise OSError(errno.EINVAL, "the path is not a regular file", name)
 
 
 def make_client(url: str, timeout: float, retries: int, options: Mapping[str, Any]) -> Client:

@@ -62,7 +62,9 @@ def trace_options(num_generated: int) -> Callable[[Callable[..., Any]], Callable
 
 
 def open_source(
-    path: str | None,
+    num_generated: int,
+    *,
+    trace: str | None,
     requests: int | None,
     seed: int,
     block_size: int | None,
@@ -72,8 +74,9 @@ def open_source(
     """Read the trace of a command, or generate a workload.
 
     Args:
-        path: The trace; None generates a workload.
-        requests: Maximum number of requests; of a generated workload, their number.
+        num_generated: Number of requests of a generated workload, unless ``requests`` states it.
+        trace: The trace; None generates a workload.
+        requests: Maximum number of requests; None for all.
         seed: Seed of the generated workload.
         block_size: Tokens of a hash id; None finds it.
         turns: Whether a later turn repeats the turns before it; None finds it.
@@ -87,18 +90,18 @@ def open_source(
     from kvview_reference.traces.reader import read_trace
     from kvview_reference.traces.trace import SkippedRows, Trace
 
-    if path is None:
+    if trace is None:
         if block_size is not None or turns is not None or skip_bad_rows:
             raise ConfigError("--block-size, --turns and --skip-bad-rows describe a TRACE; add it")
         rows = generate_trace(
-            num_requests=requests or 0, seed=seed, block_size=_GENERATED_BLOCK_SIZE
+            num_requests=requests or num_generated, seed=seed, block_size=_GENERATED_BLOCK_SIZE
         )
         title = f"generated workload (seed {seed})"
         return Trace(title, list(rows), _GENERATED_BLOCK_SIZE, SkippedRows())
     skipped = SkippedRows(skip_bad_rows, lambda text: echo(f"kvview: skipped: {text}", err=True))
-    with progress(path) as show:
+    with progress(trace) as show:
         return read_trace(
-            path,
+            trace,
             block_size=block_size,
             turns=turns,
             max_requests=requests,
