@@ -42,6 +42,8 @@ NEVER_WRONG = {
             "kvview_reference.sizing",
             "kvview_reference.replay",
             "kvview_reference.traces",
+            "kvview_reference.tier.command",
+            "kvview_reference.tier.throughput",
             "kvview_vllm.doctor",
             "kvview_vllm.inference",
             "kvview_vllm.partition",

@@ -18,10 +18,12 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvview import ConfigError, KVViewError
 from kvview.tier import GuardedTier, Namespace
 from kvview_reference.tier import FileStore, ObjectStore
+from kvview_reference.tier.command import tier as tier_group
 from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("xxhash")
@@ -448,3 +450,27 @@ def test_damage_that_a_store_finds_is_counted_and_logged_once(
     assert guard.stats.damaged == 53, "the damaged pages are removed"
     assert caplog.text.count("has damaged pages") == 1
     guard.close()
+
+
+# --- fsck ---
+
+
+def fsck(place: str) -> Any:
+    return ends(partial(CliRunner().invoke, tier_group, ["fsck", place]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsck_ends_on_any_folder(kind: str, root: Path) -> None:
+    folder, outside = root / HERE.digest.hex(), root.with_name("outside")
+    for place in ("stray", "SHARD/stray", "SHARD/ABCD", "SHARD/abcd", "half/x"):
+        for path in places_of(folder, place):
+            replace(path, kind, outside)
+    KINDS[kind](root / "stray", outside)
+    found = fsck(str(root))
+    assert found.exit_code == 0, found.output
+    assert f"{len(OLD)} entries" in found.output
+    replace(folder / "namespace.json", kind, outside)
+    found = fsck(str(root))
+    assert found.exit_code == 1, found.output
+    assert "Traceback" not in found.output
+    assert fsck(str(folder / "lock")).exit_code == 1

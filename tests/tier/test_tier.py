@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from examples.folder_store import FolderStore
 from kvview import ConfigError, NamespaceMismatchError
@@ -17,11 +19,14 @@ from kvview.testing.effort import Effort, use_effort
 from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import plan_checks
 from kvview.testing.search import Plan
+from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.testing.tier.player import TierPlayer
 from kvview.tier import Namespace, Threaded
 from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import tier
 from kvview_reference.tier import FileStore
+from kvview_reference.tier.command import tier as tier_group
+from kvview_reference.tier.throughput import measure
 from tests.tier.jobs import HERE, THERE, moved
 from tests.tier.shown import expected, shown
 
@@ -205,6 +210,7 @@ def test_a_seal_is_of_key_namespace_and_bytes() -> None:
     for checksum in ("xxh3", "crc32"):
         seal = PageSeal(HERE, checksum)
         right = seal.of(b"k", page)
+        assert PageSeal.name_of(right) == checksum
         others = [seal.of(b"l", page), seal.of(b"k", page[:-1]), seal.of(b"k", page[1:])]
         others.append(PageSeal(THERE, checksum).of(b"k", page))
         assert right == seal.of(b"k", page)
@@ -283,6 +289,27 @@ def test_of_many_files_the_oldest_of_some_go(
     store.close()
 
 
+def test_fsck_reports_entries_that_cannot_be_loaded(tmp_path: Path) -> None:
+    def fsck(*args: str) -> Any:
+        return CliRunner().invoke(tier_group, ["fsck", *args])
+
+    nothing = fsck(str(tmp_path))
+    assert isinstance(nothing.exception, ConfigError)
+    store = FileStore(HERE, root=str(tmp_path))
+    moved(store, "put", b"k", b"l")
+    store.close()
+    good = fsck(str(tmp_path))
+    assert good.exit_code == 0, good.output
+    assert "2 entries" in good.output
+    assert "weights '1'" in good.output
+    path = sorted((tmp_path / HERE.digest.hex()).glob("??/*"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    bad = fsck(str(tmp_path))
+    assert bad.exit_code == 1
+    assert "it has 999 bytes of a page of 1000" in bad.output
+    assert "entries that cannot be loaded: 1" in bad.output
+
+
 def test_an_exception_of_an_authors_call_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,3 +321,35 @@ def test_an_exception_of_an_authors_call_is_logged_once(
     assert moved(store, "put", b"a", b"b") == [False, False]
     store.close()
     assert caplog.text.count("Wrong.write: TypeError: an author's mistake") == 1
+
+
+# --- kvview tier bench ---
+
+
+def bench(*args: str) -> Any:
+    return CliRunner().invoke(tier_group, ["bench", *args])
+
+
+def test_bench_measures_right_stores(tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    few = ["--page-bytes", "5000", "--page-bytes", "70000", "--pages", "4", "--rounds", "2"]
+    for guard in ([], ["--no-guard"]):
+        done = bench("examples/folder_store.py:FolderStore", "--option", "root={tmp}", *few,
+                     *guard, "--json", str(file))  # fmt: skip
+        assert done.exit_code == 0, done.output
+        found = json.loads(file.read_text())
+        assert [each["page_bytes"] for each in found["sizes"]] == [5000, 70_000]
+        assert all(each["put"] > 0 and each["get"] > 0 for each in found["sizes"])
+        assert found["guarded"] == (not guard)
+
+
+def test_bench_counts_pages_with_wrong_bytes() -> None:
+    class Flips(FaultyStore):
+        def __init__(self, namespace: Namespace) -> None:
+            super().__init__(namespace)
+            self.fault = "flips a bit"
+
+    (found,) = measure(Flips, {}, [4096], pages=4, rounds=2, is_guarded=False)
+    assert (found.failed, found.wrong) == (0, 8)
+    (found,) = measure(Flips, {}, [4096], pages=4, rounds=2)
+    assert (found.failed, found.wrong) == (8, 0)

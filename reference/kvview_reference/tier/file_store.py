@@ -63,7 +63,7 @@ class FileStore(DeletingStore):
         self._folder = Path(root, namespace.digest.hex())
         with ExitStack() as on_error:
             try:
-                self._files = StoreFolder(self._folder)
+                self._files = StoreFolder(self._folder, make=True)
                 on_error.callback(self._files.close)
                 self._files.make_folder("half")
                 self._claim(namespace)

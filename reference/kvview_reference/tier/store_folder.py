@@ -47,15 +47,17 @@ class StoreFolder:
     """Functions of ``os`` on regular files below one folder.
 
     Args:
-        path: Path of the folder, which is created if it is missing.
+        path: Path of the folder.
+        make: Whether to create the folder if it is missing.
 
     Raises:
         OSError: The folder cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, make: bool) -> None:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, _FOLDER)
         except ValueError as error:  # the path has a zero byte
             raise OSError(str(error)) from None
