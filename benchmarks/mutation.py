@@ -148,8 +148,9 @@ class Copy:
 
 def commands_of(room: str) -> list[str]:
     """Return the arguments of Python for each command of a room."""
-    checks = [f"-m kvview check -q {arguments}" for arguments in PLAN["room"][room]["check"]]
-    return [*checks, f"-m pytest -q -x -W default {PLAN['room'][room]['pytest']}"]
+    plan = PLAN["room"][room]
+    tests = [f"-m pytest -q -x -W default {plan['pytest']}"] if plan["pytest"] else []
+    return [*(f"-m kvview check -q {arguments}" for arguments in plan["check"]), *tests]
 
 
 def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
