@@ -121,12 +121,12 @@ class Copy:
 
     def killed_by(self, mutant: Mutant) -> str:
         """Return the first command that ends otherwise with a mutant; empty for a survivor."""
-        commands = commands_of(mutant.room)
+        commands = PLAN["room"][mutant.room]["commands"]
         for command in commands:
             if command not in self._right:
                 start = time.monotonic()
                 code = self._run(command, 600)
-                if code not in (0, 4):  # 4: few seeds may leave gaps
+                if code not in (0, 4):  # 4: gaps of few seeds
                     raise click.ClickException(f"the command fails without a mutant: {command}")
                 self._right[command] = code, 30 + 10 * (time.monotonic() - start)
         path = self._folder / mutant.module
@@ -140,17 +140,10 @@ class Copy:
 
     def _run(self, command: str, seconds: float) -> int:
         # timeout also ends the processes that a check has started.
-        line = ["timeout", "-s", "KILL", str(seconds), sys.executable, *shlex.split(command)]
+        line = ["timeout", "-s", "KILL", str(seconds), sys.executable, "-m", *shlex.split(command)]
         quiet = subprocess.DEVNULL
         done = subprocess.run(line, cwd=self._folder, env=self._env, stdout=quiet, stderr=quiet)
         return done.returncode
-
-
-def commands_of(room: str) -> list[str]:
-    """Return the arguments of Python for each command of a room."""
-    plan = PLAN["room"][room]
-    tests = [f"-m pytest -q -x -W default {plan['pytest']}"] if plan["pytest"] else []
-    return [*(f"-m kvview check -q {arguments}" for arguments in plan["check"]), *tests]
 
 
 def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
@@ -174,7 +167,9 @@ def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
         num_drawn=num_drawn,
         never=", ".join(f"`{part}`" for part in PLAN["never"]),
         rows="\n".join(rows),
-        commands="\n".join(f"- {room}: `{one[3:]}`" for room in rooms for one in commands_of(room)),
+        commands="\n".join(
+            f"- {room}: `{one}`" for room in rooms for one in PLAN["room"][room]["commands"]
+        ),
         alive="\n\n".join(
             f"`{one.module}:{one.line}`\n\n```diff\n-{one.right}+{one.wrong}```" for one in alive
         ),
