@@ -1,268 +1,200 @@
-"""Counts the automatic mutants that the kit kills, by module, and lists the survivors.
+"""Draws random mutants of the product, runs the check and the tests on them, and writes a page.
 
-    python benchmarks/mutation.py [--area engine --area tier ...] [--mutants 400] [--seed 0]
-        [--seeds 40] [--shard 1/2] [--verdicts FILE.jsonl] [--page FILE.md] [--report]
+    python benchmarks/mutation.py [--room pool ...] [--mutants 4] [--seed 0]
+        [--page docs/mutation.md]
 
-The mutants and the steps of the kit are those of tests/mutation; each ``--area`` has its own
-targets of the kit. Those with ``vllm`` in their names need the Python of the vLLM lane, and fetch
-the sources of vLLM. The mutants run in random order. With ``--verdicts`` each verdict is written at
-once, and an interrupted run continues there; two shards may share the file. ``--report`` runs
-nothing, and describes the verdicts of the file. With more ``--seeds`` than before only the
-survivors run. The exit code is 1 if a survivor has no reason in tests/mutation/survivors.toml; the
-missing entries are printed.
+1. universalmutator makes the mutants of a random line of a function, and one of them is drawn.
+2. The mutants run in a copy of the checkout. ``mutation.toml`` lists the modules and the commands
+   of each room. A command that ends otherwise than without the mutant kills the mutant.
+3. The rooms take turns, and the page is written after each mutant. So a draw that is interrupted
+   is a smaller draw.
 """
 
 from __future__ import annotations
 
-import json
-import signal
+import ast
+import contextlib
+import io
+import os
+import platform
+import random
+import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import click
+from universalmutator.mutator import mutants_regexp
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.mutation import areas, judges, operators, reach, survivors, trial  # noqa: E402
-
-HEAD = """\
-# How much the kit sees
-
-<!-- Written by benchmarks/mutation.py --page. -->
-
-A mutant is the reference, the shared code or the vLLM adapter with one place made wrong. Mutants
-are drawn with a seed and spread evenly over the functions of all modules that a check executes.
-Only `kvview check` decides, over every harness of the reference, its connectors, and the adapter
-in the newest and in an old release of vLLM; the project's own tests do not count. A mutant is
-killed if a check or a run fails, if a required event never happens ("not checked"), if its import
-fails, or if it does not end. If no right target finds a mutant, wrong code runs: the examples of
-the [laws](laws.md), a wrong connector for each law, classes with methods that are almost hooks, and
-connectors whose hooks raise in vLLM. The mutant is killed if wrong code is not refused any more
-("wrong code"). The rate is given with and without these kills.
-
-The rate is a lower bound, because a connector runs with fewer seeds here than the 200 of `kvview
-check`, and because equivalent mutants count as alive. A fresh draw is the fairer figure, because
-no check was added for its survivors. The mutants of a draw run in random order, so those that ran
-are a random sample even if the draw did not end.
-
-The draws of 2026-11-23 were over 17 modules that were listed by hand: 341 of 400 killed (85.2%),
-and 98 of 120 (81.7%) in a fresh draw; of the store of files and its guard, 82 of 100 in a fresh
-draw. A draw of 2026-11-26 was over 92 modules, all that a check executes: 42 of 66 (63.6%). On
-2026-11-27 the kit got more targets: handoffs and KVViewOffloadingSpec in vLLM, object stores, and
-stores with other options. The trial run of vLLM, texts about hooks that raise, and metrics are no
-longer made wrong. The draw after that had 107 of 145 (73.8%). Then old releases and wrong code
-became targets, and the draw of this page was made, with 6 seeds of each connector and 10 sequences
-of calls of each harness. Reasons name the survivors that are killed since.
-"""
-
-_SAME = ("equivalent", "performance")  # kinds of survivors with the results of the right code
+PLAN: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+RULES = ["universal.rules", "python.rules"]
 
 
-def rate_of(seed: int, verdicts: Sequence[trial.Verdict], num_drawn: int) -> str:
-    """Return the rate of kills of a draw, by the kind of kill."""
-    hows = Counter(verdict.how for verdict in verdicts if verdict.is_killed)
-    killed, ran = hows.total(), len(verdicts)
-    kinds = ", ".join(f"{how} {times}" for how, times in hows.most_common())
-    unreached = sum(not one.is_killed and not one.num_steps for one in verdicts)
-    part = "" if ran == num_drawn else f"; {ran} of {num_drawn} drawn mutants ran"
-    cpu = sum(verdict.cpu_seconds for verdict in verdicts)
-    by_right = killed - hows["wrong code"]
-    places = Counter(verdict.area for verdict in verdicts if verdict.area)
-    by_area = ", ".join(f"{name} {times}" for name, times in places.most_common()) or "unknown"
-    return (
-        f"**The draw: {killed} of {ran} killed, {killed / max(ran, 1):.1%}** "
-        f"(seed {seed}{part}; {kinds}; {cpu / 60:.0f} CPU minutes). Without the kills by wrong "
-        f"code: {by_right} of {ran}, {by_right / max(ran, 1):.1%}. Kills by area: {by_area}. Of "
-        f"the survivors, {unreached} are in statements that no check executes.\n"
+@dataclass(frozen=True)
+class Mutant:
+    """A module with one wrong line."""
+
+    room: str
+    module: str
+    line: int
+    right: str
+    wrong: str
+    source: str
+
+
+class _WithoutTexts(ast.NodeTransformer):
+    """Removes the parts of a program that are texts for people."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        if isinstance(node.exc, ast.Call):
+            node.exc.args = []
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+
+def program(source: str) -> str | None:
+    """Return a program without texts for people; None if it does not compile."""
+    try:
+        compile(source, "mutant", "exec")
+    except SyntaxError:
+        return None
+    return ast.dump(_WithoutTexts().visit(ast.parse(source)))
+
+
+def draw(room: str, seed: int) -> Iterator[Mutant]:
+    """Yield mutants of a room in random order, at most one for each line."""
+    paths = [path for pattern in PLAN["room"][room]["modules"] for path in ROOT.glob(pattern)]
+    places = {
+        (path, at)
+        for path in paths
+        if not any(part in path.stem for part in PLAN["never"])
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for at in range(node.body[0].lineno - 1, node.end_lineno or 0)
+    }
+    chance = random.Random(f"{seed} {room}")
+    for path, at in chance.sample(sorted(places), len(places)):
+        lines = path.read_text().splitlines(keepends=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # the names of the rules
+            found = mutants_regexp(lines[at : at + 1], RULES, ignorePatterns=[])
+        for _, wrong, *_ in chance.sample(found, len(found)):
+            source = "".join([*lines[:at], wrong, *lines[at + 1 :]])
+            if program(source) not in (None, program("".join(lines))):
+                yield Mutant(room, str(path.relative_to(ROOT)), at + 1, lines[at], wrong, source)
+                break
+
+
+class Copy:
+    """A copy of the checkout, in which mutants run.
+
+    Args:
+        folder: An empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        without = shutil.ignore_patterns(".*", "__pycache__", "site", "dist")
+        shutil.copytree(ROOT, folder, ignore=without, dirs_exist_ok=True)
+        self._folder = folder
+        path = [str(folder / part) for part in ("", "reference", "adapters")]
+        names = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
+        # Without bytecode, because two mutants of one second would have the same time.
+        self._env = os.environ | {"PYTHONPATH": names, "PYTHONDONTWRITEBYTECODE": "1"}
+        self._right: dict[str, tuple[int, float]] = {}
+
+    def killed_by(self, mutant: Mutant) -> str:
+        """Return the first command that ends otherwise with a mutant; empty for a survivor."""
+        commands = PLAN["room"][mutant.room]["commands"]
+        for command in commands:
+            if command not in self._right:
+                start = time.monotonic()
+                code = self._run(command, 600)
+                if code not in (0, 4):  # 4: gaps of few seeds
+                    raise click.ClickException(f"the command fails without a mutant: {command}")
+                self._right[command] = code, 30 + 10 * (time.monotonic() - start)
+        path = self._folder / mutant.module
+        right = path.read_text()
+        path.write_text(mutant.source)
+        try:
+            limits = {one: self._right[one] for one in commands}
+            return next((one for one, (code, s) in limits.items() if self._run(one, s) != code), "")
+        finally:
+            path.write_text(right)
+
+    def _run(self, command: str, seconds: float) -> int:
+        # timeout also ends the processes that a check has started.
+        line = ["timeout", "-s", "KILL", str(seconds), sys.executable, "-m", *shlex.split(command)]
+        quiet = subprocess.DEVNULL
+        done = subprocess.run(line, cwd=self._folder, env=self._env, stdout=quiet, stderr=quiet)
+        return done.returncode
+
+
+def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
+    """Return the page about a draw."""
+    rooms = [*dict.fromkeys(mutant.room for mutant in killed_by)]
+    rows = []
+    for room in [*rooms, "all"]:
+        kills = [how for one, how in killed_by.items() if room in (one.room, "all")]
+        by_check = sum("kvview check" in how for how in kills)
+        by_tests = sum("pytest" in how for how in kills)
+        rate = f"{(by_check + by_tests) / len(kills):.0%}"
+        rows.append(f"| {room} | {len(kills)} | {by_check} | {by_tests} | {rate} |")
+    alive = [one for one, how in killed_by.items() if not how]
+    text: str = PLAN["page"]["text"].lstrip()
+    return text.format(
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        seed=seed,
+        python=platform.python_version(),
+        vllm=f"vLLM {import_module('vllm.version').__version__}" if "vllm" in rooms else "no vLLM",
+        num_played=len(killed_by),
+        num_drawn=num_drawn,
+        never=", ".join(f"`{part}`" for part in PLAN["never"]),
+        rows="\n".join(rows),
+        commands="\n".join(
+            f"- {room}: `{one}`" for room in rooms for one in PLAN["room"][room]["commands"]
+        ),
+        alive="\n\n".join(
+            f"`{one.module}:{one.line}`\n\n```diff\n-{one.right}+{one.wrong}```" for one in alive
+        ),
     )
 
 
-def describe(
-    verdicts: Sequence[trial.Verdict],
-    account: survivors.Account,
-    *,
-    seed: int,
-    num_sites: int,
-    num_drawn: int,
-) -> str:
-    """Return the page."""
-    lived = Counter(one.num_seeds for one in verdicts if not one.is_killed)
-    kinds = Counter(entry.kind for _, entry in account.explained)
-    lines = [
-        HEAD,
-        "These places are never made wrong:\n",
-        *(f"- {places}: {reason}." for places, reason in operators.LEFT_OUT.items()),
-        *(
-            f"- {', '.join(f'`{module}`' for module in modules)}: {reason}."
-            for reason, modules in _by_reason(areas.NEVER_WRONG).items()
-        ),
-        "",
-        rate_of(seed, verdicts, num_drawn),
-        f"There are {num_sites:,} possible mutants.\n",
-    ]
-    played = [f"{times} with {seeds}" for seeds, times in sorted(lived.items()) if seeds]
-    if played:
-        lines.append(f"Survivors by the number of seeds of each connector: {'; '.join(played)}.\n")
-    same = [one for one, entry in account.explained if entry.shown and entry.kind in _SAME]
-    if same:
-        killed, others = sum(one.is_killed for one in verdicts), len(verdicts) - len(same)
-        lines.append(
-            f"Without the {len(same)} survivors that are shown to give the same results: {killed} "
-            f"of {others} killed, {killed / others:.1%}.\n"
-        )
-    if kinds:
-        counted = ", ".join(f"{times} {kind}" for kind, times in kinds.most_common())
-        shown = sum(bool(entry.shown) for _, entry in account.explained)
-        lines.append(
-            f"Survivors by kind: {counted}. A test executes the reason of {shown} of them with the "
-            "right code and with the mutant.\n"
-        )
-    lines += ["| module | mutants | killed | rate |", "|---|---|---|---|"]
-    by_module = defaultdict(list)
-    for verdict in verdicts:
-        by_module[verdict.site.module].append(verdict.is_killed)
-    for module, kills in sorted(by_module.items()):
-        rate = sum(kills) / len(kills)
-        lines.append(f"| `{module}` | {len(kills)} | {sum(kills)} | {rate:.0%} |")
-    lines.append("\n## Survivors\n")
-    for kind, meaning in survivors.KINDS.items():
-        of_kind = [(one, entry) for one, entry in account.explained if entry.kind == kind]
-        if of_kind:
-            lines.append(f"### {kind}: {meaning} ({len(of_kind)})\n")
-        for one, entry in sorted(of_kind, key=lambda pair: pair[1].id):
-            mark = " *(executed)*" if entry.shown else ""
-            place = entry.id.replace(":", "`: `", 1)
-            lines.append(f"- `{place}`: `{one.site.change}`. {entry.reason}{mark}")
-        if of_kind:
-            lines.append("")
-    if account.unexplained:
-        lines.append(f"### no reason yet ({len(account.unexplained)})\n")
-        lines += [f"- `{one.site.id}`: `{one.site.change}`" for one in account.unexplained]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _by_reason(reasons: Mapping[str, str]) -> Mapping[str, Sequence[str]]:
-    names = defaultdict(list)
-    for name, reason in reasons.items():
-        names[reason].append(name)
-    return names
-
-
-def read_verdicts(
-    log: Path | None, sites: Sequence[operators.Site], sources: str = "", earlier: bool = True
-) -> dict[str, trial.Verdict]:
-    """Return the last verdict on each mutant for these sources, or for any if there are none.
-
-    With ``earlier``, kills for other sources count too.
-    """
-    by_id = {site.id: site for site in sites}
-    verdicts = {}
-    for line in log.read_text().splitlines() if log and log.is_file() else ():
-        row = json.loads(line)
-        is_now, site = row.pop("sources") == sources, by_id.get(row["site"]["id"])
-        if site is None or site.change != row["site"]["change"]:
-            continue
-        if is_now or not sources or (earlier and row["how"]):
-            verdicts[site.id] = trial.Verdict(**{**row, "site": site})
-    return verdicts
-
-
-def shard_of(text: str) -> slice:
-    """Return the slice of a shard, such as "1/2" for the first of two."""
-    number, _, num_shards = text.partition("/")
-    return slice(int(number) - 1, None, int(num_shards))
-
-
 @click.command(help=__doc__)
-@click.option(
-    "--area",
-    "names",
-    type=click.Choice([*areas.AREAS]),
-    multiple=True,
-    default=[name for name in areas.AREAS if "vllm" not in name],
-    show_default=True,
-)
-@click.option("--mutants", "num_mutants", default=400, show_default=True)
+@click.option("--room", "rooms", type=click.Choice([*PLAN["room"]]), multiple=True)
+@click.option("--mutants", "each", default=4, show_default=True, help="Of each room.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--seeds", default=judges.SEEDS, show_default=True, help="Of each connector.")
-@click.option("--shard", default="1/1", show_default=True, help="Part of the draw that runs.")
-@click.option("--page", type=click.Path(path_type=Path), help="Write docs/mutation.md there.")
-@click.option("--verdicts", "log", type=click.Path(path_type=Path))
-@click.option("--report", is_flag=True, help="Run no mutant; describe the verdicts of the file.")
-@click.option("--earlier", is_flag=True, help="Accept kills by an earlier state of the sources.")
-def main(
-    names: Sequence[str],
-    num_mutants: int,
-    seed: int,
-    seeds: int,
-    shard: str,
-    page: Path | None,
-    log: Path | None,
-    report: bool,
-    earlier: bool,
-) -> None:
-    """Run the mutants, and print the verdicts."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends its processes too
-    start = time.monotonic()
-    modules = sorted({one for area in areas.AREAS.values() for one in area.modules})
-    sites = trial.all_sites(modules)
-    if report:
-        verdicts = list(read_verdicts(log, sites).values())
-    else:
-        verdicts = run(names, num_mutants, seed, seeds, shard, log, earlier)
-    entries = survivors.read_survivors()
-    account = survivors.compare(verdicts, sites, entries)
-    text = describe(verdicts, account, seed=seed, num_sites=len(sites), num_drawn=num_mutants)
-    if page is not None:
-        page.write_text(text)
-    click.echo(text[len(HEAD) :])
-    for title, ended in (("killed now", account.dead), ("no longer in the sources", account.gone)):
-        for entry in ended:
-            click.echo(f"survivors.toml: {entry.id} is {title}; remove it")
-    for verdict in account.unexplained:
-        click.echo(f'\n[[survivor]]\nid = "{verdict.site.id}"')
-        click.echo(f'change = {json.dumps(verdict.site.change)}\nkind = ""\nreason = ""')
-    click.echo(f"{time.monotonic() - start:.0f} s")
-    sys.exit(1 if account.unexplained else 0)
-
-
-def run(
-    names: Sequence[str],
-    num_mutants: int,
-    seed: int,
-    seeds: int,
-    shard: str,
-    log: Path | None,
-    earlier: bool,
-) -> list[trial.Verdict]:
-    """Run the mutants of a shard that have no verdict yet, and return all verdicts of the shard."""
-    sources = reach.fingerprint()
-    with trial.open_rooms(names, seeds) as rooms:
-        reached = {name for room in rooms.values() for one in room(None) for name in one.modules}
-        sites = trial.all_sites(sorted(reached))
-        chosen = operators.sample(sites, num_mutants, seed)[shard_of(shard)]
-        done = {
-            name: one
-            for name, one in read_verdicts(log, sites, sources, earlier).items()
-            if one.is_killed or one.num_seeds >= seeds
-        }
-        for site in chosen:
-            if site.id in done:
-                continue
-            verdict = done[site.id] = trial.judge(site, rooms)
-            outcome = verdict.killed_by if verdict.is_killed else "SURVIVES"
-            click.echo(f"{verdict.cpu_seconds:5.1f} s  {site.id}: {site.change}: {outcome}")
-            if log is not None:
-                with log.open("a") as file:
-                    named = {"id": site.id, "change": site.change}
-                    row = {"sources": sources, **asdict(verdict), "site": named}
-                    file.write(json.dumps(row) + "\n")
-    return [done[site.id] for site in chosen]
+@click.option("--page", "target", type=click.Path(path_type=Path))
+def main(rooms: Sequence[str], each: int, seed: int, target: Path | None) -> None:
+    """Draw the mutants and run them."""
+    plans = {room: PLAN["room"][room] for room in rooms or PLAN["room"]}
+    can_run = [room for room, plan in plans.items() if find_spec(plan.get("needs", "kvview"))]
+    turns = zip(*(islice(draw(room, seed), each) for room in can_run), strict=True)
+    drawn = [mutant for turn in turns for mutant in turn]
+    killed_by: dict[Mutant, str] = {}
+    with tempfile.TemporaryDirectory(prefix="kvview-mutants-") as folder:
+        copy = Copy(Path(folder))
+        for mutant in drawn:
+            killed_by[mutant] = copy.killed_by(mutant)
+            click.echo(f"{mutant.module}:{mutant.line}: {killed_by[mutant] or 'alive'}")
+            if target is not None:
+                target.write_text(page(killed_by, seed, len(drawn)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from docs import make_hooks, make_results, make_support_matrix
+import kvview
+from docs import make_results, make_support_matrix
 from docs.make_laws import laws
 from kvview import BlockNotHeldError, ConfigError
 from kvview.targets import load_target
@@ -56,9 +57,18 @@ def test_a_page_of_the_api_links_to_its_sources(document: str) -> None:
         assert any(link in text for link in links), module
 
 
-@pytest.mark.parametrize("maker", [make_hooks, make_results, make_support_matrix])
+@pytest.mark.parametrize("maker", [make_results, make_support_matrix])
 def test_a_page_that_is_made_from_the_sources_is_up_to_date(maker: Any) -> None:
     assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"python {maker.__file__}"
+
+
+def test_the_page_of_hooks_lists_every_hook() -> None:
+    listed = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs/hooks.md").read_text("utf-8"), re.MULTILINE
+    )
+    halves = (kvview.SchedulerConnector, kvview.WorkerConnector, kvview.Connector)
+    hooks = [name for half in halves for name in vars(half) if callable(getattr(half, name))]
+    assert listed == [name for name in hooks if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("law", [*laws(), "POOL-*", "ENGINE", "coverage"])

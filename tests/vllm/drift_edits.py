@@ -1,4 +1,4 @@
-"""Edits of vLLM's sources, as ``drifts.toml`` and ``upstream_faults.toml`` list them."""
+"""Edits of vLLM's sources, as ``drifts.toml`` lists them."""
 
 from __future__ import annotations
 
