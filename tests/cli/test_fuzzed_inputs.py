@@ -180,7 +180,7 @@ SPECIAL_FILES = [make for kind, make in KINDS.items() if kind != "large file"]
 
 
 def trace(folder: Path, dice: random.Random) -> Input:
-    rows = dice.choice(TRACES)
+    rows = dice.choice([rows for rows, _ in TRACES.values()])
     path = folder / dice.choice(("trace.jsonl", "trace.jsonl.gz", "trace"))
     if dice.random() < 0.1:
         path = folder / "traces"

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -28,7 +27,6 @@ from kvview_reference.sizing.references import References, read_references
 from kvview_reference.traces.reader import read_trace
 from kvview_reference.traces.recordings import SAME_REQUEST_S
 from kvview_reference.traces.trace import SkippedRows, Trace, TraceRequest
-from tests.traces import MOONCAKE, trace_file
 
 BLOCK_SIZE = 4
 
@@ -247,14 +245,3 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     record(7)
     assert "events.jsonl: 7 messages from 1 are missing" in run(path).stderr
     assert "4 of 11 requests read" in run(path, "--skip-bad-rows").stdout
-
-
-def test_the_mooncake_trace() -> None:
-    trace = read_trace(trace_file(MOONCAKE))
-    report = run_size(trace, sizes=[10_000, 50_000])
-    rates: list[Any] = [round(100 * point.lru_hit_rate, 1) for point in report.points]
-    full = [row.hash_ids[: row.num_prompt_tokens // 512] for row in trace.requests]
-    assert rates == [
-        round(100 * plain_lru(full, blocks) / report.blocks, 1) for blocks in (10_000, 50_000)
-    ]
-    assert round(100 * report.points[0].optimum_hit_rate, 1) == 36.6

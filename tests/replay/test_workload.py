@@ -12,7 +12,6 @@ import pytest
 from kvview.errors import ConfigError
 from kvview_reference.replay.workload import generate_trace
 from kvview_reference.traces.trace import TraceRequest
-from tests.replay.test_traces import prefix_hits
 from tests.replay.trace_rows import to_lines
 from tests.traces import mooncake_row
 
@@ -27,31 +26,6 @@ def digest(requests: Iterable[TraceRequest]) -> str:
 def test_the_workload_is_the_same_on_every_platform() -> None:
     assert digest(generate_trace(num_requests=1_000, seed=0)) == "2b2f76acca7ef151"
     assert digest(generate_trace(num_requests=1_000, seed=1)) != "2b2f76acca7ef151"
-
-
-def test_a_longer_workload_starts_with_the_shorter() -> None:
-    short = list(generate_trace(num_requests=50, seed=3))
-    assert list(itertools.islice(generate_trace(num_requests=500, seed=3), 50)) == short
-    assert list(generate_trace(num_requests=0)) == []
-
-
-@pytest.mark.parametrize("seed", [0, 7])
-def test_the_workload_has_the_shape_of_the_real_trace(seed: int) -> None:
-    requests = list(generate_trace(seed=seed))
-    num_requests, references, _, hits = prefix_hits(requests)
-    assert num_requests == 12_000
-    assert 22 < references / num_requests < 28
-    assert 0.32 < hits / references < 0.40
-    assert {r.hash_ids[0] for r in requests} == {0}
-    lengths = sorted(r.num_prompt_tokens for r in requests)
-    assert 5_000 < lengths[6_000] < 9_000
-    assert lengths[11_880] > 60_000
-    gaps = [b.arrival_s - a.arrival_s for a, b in itertools.pairwise(requests)]
-    mean = sum(gaps) / len(gaps)
-    assert mean == pytest.approx(1 / 3.4, rel=0.05)
-    # An exponential's deviation is its mean.
-    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert deviation == pytest.approx(mean, rel=0.05)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 500, 512, 10**9])

@@ -1,12 +1,8 @@
-"""Rows of every format of a trace, and mutations of them."""
+"""Rows of every format of a trace."""
 
 from __future__ import annotations
 
-import copy
-import gzip
 import json
-import random
-from collections.abc import Iterator
 from typing import Any
 
 Rows = list[dict[str, Any]]
@@ -74,100 +70,18 @@ WEKA: Rows = [
     )
     for scope in ("local", "global", "local", "global")
 ]
-TRACES = [MOONCAKE, UNCHAINED, SMALL_BLOCKS, CUMULATIVE, INCREMENTAL, BAILIAN, WEKA]
-
-_VALUES: list[Any] = [
-    *(None, True, -1, 0, 1, 1.5, "1", [], {}, [1, "a"], [True], [-1], [2**64], [2**64 - 1]),
-    *(10**30, float("nan"), float("inf"), -0.5, 2**31, 16, 512, 1024, [4], "local"),
-]
-_ALIASES = {
-    "input_length": "input_tokens",
-    "output_length": "output_tokens",
-    "timestamp": "created_time",
-    "delay": "delay_ms",
+TRACES: dict[str, tuple[Rows, tuple[int, ...]]] = {
+    "mooncake": (MOONCAKE, (4, 12, 5944, 5, 512)),
+    "unchained": (UNCHAINED, (3, 6, 3072, 1, 512)),
+    "small blocks": (SMALL_BLOCKS, (4, 10, 152, 4, 16)),
+    "cumulative": (CUMULATIVE, (6, 24, 12288, 12, 512)),
+    # The answers complete blocks: 2 + 4 + 6 blocks of a, 3 + 5 of b, 1 + 2 of c.
+    "incremental": (INCREMENTAL, (7, 23, 10390, 2 + 3 + 2 + 2 + 1 + 2, 512)),
+    "bailian": (BAILIAN, (5, 25, 345, 14, 16)),
+    "weka": (WEKA, (28, 68, 4436, 50, 64)),
 }
+"""Rows by name, with requests, blocks, prompt tokens, hits and block size of the trace."""
 
 
 def to_lines(rows: Rows) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
-def variant(draw: random.Random) -> bytes:
-    """A trace with a few changes, many of which keep it valid."""
-    rows = copy.deepcopy(draw.choice(TRACES))
-    for _ in range(draw.choice((0, 1, 1, 1, 2))):
-        _change(rows, draw)
-    data = to_lines(rows)
-    lines = data.splitlines(keepends=True)
-    match draw.randrange(16):
-        case 0:
-            data = data.replace(b"\n", b"\r\n")
-        case 1:
-            data = b"\xef\xbb\xbf" + data.rstrip()
-        case 2:
-            lines.insert(draw.randrange(len(lines) + 1), draw.choice((b"\n", b"  \n", b"\t\r\n")))
-            data = b"".join(lines)
-        case 3:
-            lines.insert(
-                draw.randrange(1, len(lines) + 1), draw.choice((b"null\n", b"7\n", b"{\n"))
-            )
-            data = b"".join(lines)
-        case 4:
-            data = data[: -draw.randint(2, 40)]
-        case 5:
-            data = gzip.compress(data)
-        case 6:
-            data = gzip.compress(data)[: -draw.randint(1, 20)]
-    return data
-
-
-def _objects(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield row
-    requests = row.get("requests")
-    for inner in requests if isinstance(requests, list) else []:
-        if isinstance(inner, dict):
-            yield from _objects(inner)
-
-
-def _change(rows: Rows, draw: random.Random) -> None:
-    at = draw.randrange(len(rows))
-    target = draw.choice([each for each in _objects(rows[at]) if each] or [{"": 0}])
-    name = draw.choice(list(target))
-    match draw.randrange(12):
-        case 0 | 1:
-            target[name] = draw.choice(_VALUES)
-        case 2:
-            del target[name]
-        case 3:
-            rows.insert(draw.randrange(len(rows) + 1), copy.deepcopy(rows[at]))
-        case 4:
-            draw.shuffle(rows)
-        case 5:
-            rows.insert(
-                draw.randrange(len(rows) + 1), copy.deepcopy(draw.choice(draw.choice(TRACES)))
-            )
-        case 6:
-            for row in rows:
-                for old, new in _ALIASES.items():
-                    if old in row and draw.random() < 0.7:
-                        row[new] = row.pop(old)
-        case 7:
-            factor = draw.choice((2, 0.5, 1 / 32, 48 / 512))
-            for key in ("input_length", "in"):
-                for each in (each for row in rows for each in _objects(row) if key in each):
-                    if isinstance(each[key], int):
-                        each[key] = max(1, int(each[key] * factor))
-        case 8:
-            for key in {"input_length", "in", "output_length"} & target.keys():
-                if isinstance(target[key], int):
-                    target[key] += draw.choice((-600, -100, -1, 1, 5, 600))
-        case 9:
-            for row in rows:
-                if "hash_ids" in row and draw.random() < 0.6:
-                    row["session_id"] = draw.choice(("a", "b", 1))
-        case 10:
-            for each in _objects(rows[at]):
-                if isinstance(each.get("hash_ids"), list):
-                    each["hash_ids"] = [draw.choice((0, 1, 2, 4)) for _ in each["hash_ids"]]
-        case 11:
-            target["unknown"] = draw.choice(_VALUES)

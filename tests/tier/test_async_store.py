@@ -11,7 +11,6 @@ import pytest
 from typing_extensions import override
 
 from kvview.tier import AsyncStore, Namespace
-from kvview.tier.trial import try_store
 
 MODEL = Namespace("m", weights="1")
 
@@ -52,13 +51,6 @@ class SlowDictionary(AsyncStore):
         self.is_connected = False
 
 
-def test_pages_come_back() -> None:
-    store = SlowDictionary()
-    assert try_store(store) == ""
-    store.close()
-    store.close()
-
-
 def test_the_thread_ends_although_disconnect_raises() -> None:
     class CannotDisconnect(SlowDictionary):
         @override
@@ -70,19 +62,6 @@ def test_the_thread_ends_although_disconnect_raises() -> None:
     with pytest.raises(ConnectionResetError, match="the server has gone"):
         store.close()
     assert threading.active_count() == before
-
-
-def test_a_deleted_page_is_dropped_by_a_coroutine() -> None:
-    store = SlowDictionary(seconds=0.01)
-    page = memoryview(bytearray(8))
-    store.put(1, [b"key"], [page])
-    store.drain(10)
-    store.delete([b"key"])
-    store.put(2, [b"key"], [page])  # waits for the removal
-    store.drain(10)
-    assert store.poll() == [(1, [True]), (2, [True])]
-    assert [*store.pages] == [b"key"]
-    store.close()
 
 
 def test_a_put_waits_for_all_removals_of_its_key() -> None:

@@ -1,4 +1,4 @@
-"""The kit on stores as authors write them, in five media: right ones, and wrong edits of them."""
+"""The kit on stores as authors write them, in three media: right ones, and wrong edits of them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ from typing import Any
 
 import pytest
 
-from examples import folder_store, remote_store
-from examples.sqlite_store import SQLiteStore
+from examples import folder_store, remote_store, sqlite_store
 from kvview.testing import run_checks
 from kvview.testing.effort import Effort
 from kvview.testing.offloading.policy import as_factory
 from kvview.testing.runner import plan_checks, run_planned
 from tests.mutants.edits import Base, Variant, read_variants
-from tests.tier.author_stores import RIGHT
 
 pytest.importorskip("xxhash")
 
 FOLDER = Path(__file__).parent
-LMDB = Base("LMDBStore", (FOLDER / "lmdb_store.py",))
 REMOTE = Base("RemoteStore", (Path(remote_store.__file__),))
 BASES = {
     "wrong_folder.txt": Base("FolderStore", (Path(folder_store.__file__),)),
-    "wrong_sqlite.txt": Base("SqliteStore", (FOLDER / "author_stores.py",)),
-    "wrong_lmdb.txt": LMDB,
+    "wrong_sqlite.txt": Base("SQLiteStore", (Path(sqlite_store.__file__),)),
     "wrong_remote.txt": REMOTE,
 }
 WRONG = [wrong for file, base in BASES.items() for wrong in read_variants(FOLDER / file, base)]
@@ -42,20 +38,13 @@ def test_the_store_of_a_server_is_green(port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", RIGHT)
-def test_right_stores_are_green(store: Any) -> None:
-    assert_green(store, {"root": "{tmp}"}, steps=10, select=FEW)
-
-
-@pytest.mark.slow
-def test_the_store_of_lmdb_is_green() -> None:
-    pytest.importorskip("lmdb")
-    assert_green(Variant(LMDB, "", "", "right").load(), {"root": "{tmp}"}, seeds=20)
+def test_the_store_of_a_folder_is_green() -> None:
+    assert_green(folder_store.FolderStore, {"root": "{tmp}"}, steps=10, select=FEW)
 
 
 @pytest.mark.slow
 def test_the_example_with_a_byte_budget_is_green() -> None:
-    assert_green(SQLiteStore, {"root": "{tmp}"}, seeds=3, select=["TIER-8"])
+    assert_green(sqlite_store.SQLiteStore, {"root": "{tmp}"}, seeds=3, select=[*FEW, "TIER-8"])
 
 
 @pytest.mark.parametrize(
@@ -70,8 +59,6 @@ def test_the_example_with_a_byte_budget_is_green() -> None:
     ],
 )
 def test_a_wrong_store_is_red(wrong: Variant, request: pytest.FixtureRequest) -> None:
-    if wrong.base == LMDB:
-        pytest.importorskip("lmdb")
     is_remote = wrong.base == REMOTE
     options = {"port": request.getfixturevalue("port")} if is_remote else {"root": "{tmp}"}
     store, effort = as_factory(wrong.load()), Effort(steps=20, options=options, is_brief=True)

@@ -46,24 +46,6 @@ def test_a_store_that_cannot_start_shows_no_secret(_: str, options: str, said: s
     assert SECRET not in str(raised.value)
 
 
-def test_machines_share_a_prefix_and_repair_it_for_each_other(tmp_path: Path) -> None:
-    one, other = (ObjectStore(HERE, url=f"file://{tmp_path}") for _ in range(2))
-    assert moved(one, "put", b"a", b"b") == [True, True]
-    assert looked_up(other, b"a", b"b", b"c") == [True, True, False]
-    (path,) = tmp_path.rglob(b"a".hex())
-    path.write_bytes(path.read_bytes()[:-1])
-    assert moved(other, "get", b"a", b"b") == [False, True]
-    assert not path.exists(), "a damaged object is removed for all"
-    assert moved(other, "put", b"a") == [True]
-    assert moved(one, "get", b"a") == [True]
-    one.delete([b"a"])
-    assert looked_up(one, b"a") == [False]
-    assert moved(one, "put", b"a") == [True]
-    assert moved(one, "get", b"a") == [True]
-    for store in (one, other):
-        store.close()
-
-
 def test_an_object_that_may_not_be_removed_is_replaced(tmp_path: Path) -> None:
     """As with credentials that may read and write, and no more."""
 
@@ -154,19 +136,3 @@ def test_a_server_that_fails_gives_misses_and_no_secret(
     assert fault == "nonsense" or "fails: " in caplog.text
     server.shutdown()
     server.server_close()
-
-
-def test_no_server_and_no_credentials_give_misses(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
-    store = ObjectStore(
-        HERE, url="s3://b/p", endpoint="http://127.0.0.1:9", region="r", timeout=0.5, retries=0
-    )
-    assert moved(store, "put", b"a") == [False]
-    assert moved(store, "get", b"a") == [False]
-    assert looked_up(store, b"a") == [False]
-    store.close()
-    assert "put fails: " in caplog.text

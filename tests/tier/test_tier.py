@@ -15,14 +15,8 @@ from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
-from kvview.testing.effort import Effort, use_effort
-from kvview.testing.recorder import LawBroken
-from kvview.testing.runner import plan_checks
-from kvview.testing.search import Plan
 from kvview.testing.tier.faulty_store import FaultyStore
-from kvview.testing.tier.player import TierPlayer
 from kvview.tier import Namespace, Threaded
-from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
@@ -83,59 +77,6 @@ def test_the_names_of_an_author_do_not_replace_those_of_the_base(tmp_path: Path)
 
 
 # --- reports ---
-
-
-class Large(FolderStore):
-    """Takes room beyond its pages, and an option ``max_bytes``."""
-
-    def __init__(self, namespace: Namespace, root: str, max_bytes: int = 10**9) -> None:
-        super().__init__(namespace, root)
-        Path(root, "a.journal").write_bytes(bytes(80_000))
-
-
-@pytest.mark.parametrize(
-    ("max_bytes", "what", "limit"),
-    [
-        (50_000, "a store never occupies more than its budget", "50,000 bytes (max_bytes)"),
-        (
-            100_000,
-            "a store without a put occupies bytes for its own notes only",
-            "65,536 bytes (0 pages of 0, 512 more for each, 65,536 for notes)",
-        ),
-    ],
-)
-def test_a_store_that_takes_too_much_room_is_shown_its_files(
-    max_bytes: int, what: str, limit: str
-) -> None:
-    with use_effort(Effort(options={"root": "{tmp}"})):
-        player = TierPlayer(Large, Plan(0, is_small=True))
-    player.set_budget(max_bytes)
-    player.patience = 0.0
-    try:
-        with pytest.raises(LawBroken) as broken:
-            player.budget()
-    finally:
-        player.end()
-    assert broken.value.what == what
-    assert "(a.journal 80,000" in broken.value.got
-    assert broken.value.expected == f"at most {limit}"
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"root": "{tmp}"}, "the store takes no option max_bytes"),
-        ({"root": "{tmp}"}, "the store does not set verifies = True"),
-        ({"root": "."}, "no option of the store has {tmp}, a new folder name, such as"),
-    ],
-)
-def test_a_check_that_a_store_skips_names_the_reason_in_its_words(
-    options: dict[str, str], reason: str
-) -> None:
-    _, planned = plan_checks(FolderStore, Effort(options=options))
-    reasons = {one.skip_reason for one in planned}
-    assert any(one.startswith(reason) for one in reasons), reasons
-    assert not any("harness" in one for one in reasons)
 
 
 # --- targets ---
@@ -203,19 +144,6 @@ def test_a_namespace_is_read_as_it_was_written() -> None:
 
 
 # --- seals ---
-
-
-def test_a_seal_is_of_key_namespace_and_bytes() -> None:
-    page = memoryview(bytes(range(200)))
-    for checksum in ("xxh3", "crc32"):
-        seal = PageSeal(HERE, checksum)
-        right = seal.of(b"k", page)
-        assert PageSeal.name_of(right) == checksum
-        others = [seal.of(b"l", page), seal.of(b"k", page[:-1]), seal.of(b"k", page[1:])]
-        others.append(PageSeal(THERE, checksum).of(b"k", page))
-        assert right == seal.of(b"k", page)
-        assert right not in others
-        assert len({*others}) == 4
 
 
 # --- the store of files ---

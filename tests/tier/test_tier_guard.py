@@ -27,7 +27,7 @@ from tests.tier.guard_machines import (
     ManualClock,
     await_that,
 )
-from tests.tier.jobs import looked_up, moved
+from tests.tier.jobs import moved
 
 pytest.importorskip("xxhash")
 OLD = {b"old %d" % number: 4096 for number in range(8)}
@@ -56,18 +56,6 @@ class GuardedFiles(StoreHarness):
 @parametrize_with_checks(GuardedFiles, seeds=6)
 def test_a_guard_satisfies_the_laws_of_a_tier(check: BoundCheck) -> None:
     check()
-
-
-def test_a_guard_counts_no_fault_of_a_right_store(tmp_path: Path) -> None:
-    guard = GuardedTier(FileStore(HERE, root=str(tmp_path)), HERE)
-    assert moved(guard, "put", b"a", b"b") == [True, True]
-    assert moved(guard, "get", b"a", b"missing") == [True, False]
-    assert looked_up(guard, b"a", b"missing") == [True, False]
-    guard.delete([b"a"])
-    assert looked_up(guard, b"a") == [False]
-    guard.close()
-    stats = guard.stats
-    assert (stats.raised, stats.malformed, stats.unknown) == (0, 0, 0), "TIER-12"
 
 
 def test_a_guard_names_the_keys_that_its_store_evicts(tmp_path: Path) -> None:
