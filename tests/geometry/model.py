@@ -38,6 +38,8 @@ def misfits(scheduler: int, hashed: int, block_sizes: Sequence[int]) -> list[set
     sizes = (scheduler, hashed, *block_sizes)
     if any(size <= 0 for size in sizes):
         return [{size} for size in sizes if size <= 0]
+    if not block_sizes:
+        return [set()]
     found = [{size, hashed} for size in block_sizes if size % hashed]
     return found + [{scheduler, size} for size in block_sizes if scheduler % size]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pytest
 from typing_extensions import override
 
 from kvview import (
@@ -17,7 +16,6 @@ from kvview import (
     CacheGroup,
     ChunkedLocalAttention,
     FullAttention,
-    GeometryError,
     Mamba,
     SlidingWindow,
     make_offload_key,
@@ -283,23 +281,6 @@ def test_block_tables() -> None:
 
 
 # --- by hand ---
-
-
-@pytest.mark.parametrize(
-    ("sizes", "groups", "numbers"),
-    [
-        ((12, 4), (FullAttention(8),), "12.*8"),
-        ((16, 4), (FullAttention(4), Mamba(12)), "16.*12"),
-        ((0, 4), (FullAttention(4),), "scheduler_block_size .*0"),
-    ],
-)
-@pytest.mark.parametrize("enable_caching", [True, False])
-def test_geo_2_a_manager_refuses_sizes_that_do_not_divide(
-    sizes: tuple[int, int], groups: tuple[CacheGroup, ...], numbers: str, enable_caching: bool
-) -> None:
-    given: dict[str, Any] = {"scheduler_block_size": sizes[0], "hash_block_size": sizes[1]}
-    with pytest.raises(GeometryError, match=f"^GEO-2: .*{numbers}"):
-        KVCacheManager(groups, 8, enable_caching=enable_caching, **given)
 
 
 def test_without_a_prefix_cache_no_hashes_are_needed() -> None:

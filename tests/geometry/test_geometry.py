@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import FrozenInstanceError
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,10 +16,8 @@ from kvview import (
     CacheGeometry,
     FullAttention,
     GeometryError,
-    SlidingWindow,
     make_offload_key,
 )
-from tests.cases import read_cases
 from tests.geometry.hits import KINDS, Sizes, compare_hits, sizes
 from tests.geometry.model import GeometryModel, blocks_read, misfits
 from tests.geometry.prefix_cache import PrefixCache
@@ -42,7 +38,7 @@ def test_hits(given_sizes: Sizes, data: st.DataObject, is_on: bool) -> None:
     compare_hits(cache, model, data)
 
 
-@given(st.integers(-1, 16), st.integers(-1, 8), st.lists(st.integers(1, 16), min_size=1))
+@given(st.integers(-1, 16), st.integers(-1, 8), st.lists(st.integers(1, 16)))
 def test_geo_2_exactly_sizes_that_do_not_divide_are_refused(
     scheduler_block_size: int, hash_block_size: int, block_sizes: list[int]
 ) -> None:
@@ -72,18 +68,6 @@ def test_groups_given_as_a_list_become_a_tuple() -> None:
 
 
 # --- GEO-2 ---
-
-
-@pytest.mark.parametrize(
-    ("_", "sizes", "message"), read_cases(Path(__file__).with_name("geo_2.txt"))
-)
-def test_geo_2_an_error_names_the_numbers(_: str, sizes: str, message: str) -> None:
-    scheduler_size, hash_size, named = json.loads(sizes)
-    groups = tuple(KINDS[kind](size, 1) for kind, size in named)
-    with pytest.raises(GeometryError) as caught:
-        CacheGeometry(scheduler_size, hash_size, groups)
-    assert str(caught.value) == f"GEO-2: {message}"
-    assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "4", None])
@@ -127,24 +111,7 @@ def test_longest_prefixes(data: st.DataObject, geometry: CacheGeometry, max_toke
         assert found == max((end for end in ends if is_hit(index, end)), default=0)
 
 
-def test_a_search_looks_up_each_block_of_a_window_once() -> None:
-    looked_up: list[int] = []
-    group = SlidingWindow(1, 1000)
-    # Block 2000 is missing, so a thousand prefixes miss, but no block is looked up again.
-
-    def is_cached(block: int) -> bool:
-        looked_up.append(block)
-        return block != 2000
-
-    assert group.longest_prefix(2500, is_cached, 1) == 2000
-    assert len(looked_up) == len(set(looked_up)) <= 1500
-
-
 # --- keys of blocks ---
-
-
-def test_single_is_one_full_attention_group() -> None:
-    assert CacheGeometry.single(16) == CacheGeometry(16, 16, (FullAttention(16),))
 
 
 @given(sizes().map(as_geometry), st.integers(0, 20), st.integers(0, 60))

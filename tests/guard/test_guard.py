@@ -15,13 +15,11 @@ import pytest
 from hypothesis import settings
 
 from kvview import (
-    BlockNotHeldError,
     ConfigError,
     GPUBlockPoolView,
     GuardedView,
     Lease,
     NotCopyableError,
-    PinBudgetExceeded,
     SupportsBlockKeys,
     SupportsFreeCount,
     SupportsHolds,
@@ -166,18 +164,10 @@ def test_a_guard_has_the_queries_of_the_view_below() -> None:
     assert isinstance(limited, SupportsPinBudget)
 
 
-def test_refusals_name_budget_and_holds() -> None:
-    view = BlockPool(10).view()
-    guard = GuardedView(view, pin_budget=0.5)
-    lease = guard.lease([1, 2])
-    with pytest.raises(PinBudgetExceeded, match="budget is 5 of 10"):
-        guard.touch_blocks([3, 4, 5, 6])
-    with pytest.raises(BlockNotHeldError, match="1 more are leased"):
-        guard.free_blocks([1])
-    lease.release()
+def test_a_share_without_a_pool_or_beyond_it_is_refused() -> None:
     for wrong in (0.0, 1.5):
         with pytest.raises(ConfigError, match="share"):
-            GuardedView(view, pin_budget=wrong)
+            GuardedView(BlockPool(10).view(), pin_budget=wrong)
     with pytest.raises(ConfigError, match="num_blocks"):
         GuardedView(UncheckedView(10, has_size=False), pin_budget=0.5)
 
@@ -241,34 +231,22 @@ def test_a_view_that_overrides_a_method_is_called() -> None:
     assert calls == [[4], [4]]
 
 
-def test_repeated_mentions_reach_the_engine_in_a_call_before_the_last_ones() -> None:
+def test_repeated_mentions_reach_the_engine_in_a_call_before_the_notice() -> None:
     class Below(UncheckedView):
         def free_blocks(self, block_ids: Sequence[int]) -> None:
             calls.append(("free", list(block_ids)))
-            super().free_blocks(block_ids)
-
-        def give_back_blocks(self, block_ids: Sequence[int]) -> None:
-            calls.append(("give back", list(block_ids)))
-            super().give_back_blocks(block_ids)
 
         def free_blocks_with_notice(
             self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
         ) -> None:
             assert on_reuse is print
             calls.append(("notice", list(block_ids)))
-            super().free_blocks(block_ids)
 
     calls: list[tuple[str, list[int]]] = []
     guard = GuardedView(Below(10, has_size=True))
-    ways: dict[str, Callable[[list[int]], None]] = {
-        "give back": guard.give_back_blocks,
-        "notice": lambda block_ids: guard.free_blocks_with_notice(block_ids, print),
-    }
-    for name, free in ways.items():
-        calls.clear()
-        guard.touch_blocks([1, 2, 2])
-        free([2, 0, 1, 2])
-        assert calls == [("free", [2]), (name, [1, 2])]
+    guard.touch_blocks([1, 2, 2])
+    guard.free_blocks_with_notice([2, 0, 1, 2], print)
+    assert calls == [("free", [2]), ("notice", [1, 2])]
 
 
 def test_a_query_of_a_guard_above_expires_the_leases_below() -> None:

@@ -84,6 +84,14 @@ def test_fields_have_two_names_in_mooncake(path: Path) -> None:
     assert size(path) == trace_rows.TRACES["cumulative"][1]
 
 
+def test_delays_and_the_clocks_of_subagents_give_arrival_times(path: Path) -> None:
+    turns = read_trace(write(path, *trace_rows.CUMULATIVE)).requests
+    times = [0.001, 0.011, 0.501, 0.511, 1.001, 1.011]
+    assert [one.arrival_s for one in turns] == pytest.approx(times)
+    requests = read_trace(write(path, trace_rows.WEKA[0])).requests
+    assert [one.arrival_s for one in requests] == [0, 1.5, 2, 4, 5, 21, 30.5]
+
+
 @pytest.mark.parametrize("name", ["mooncake", "unchained", "bailian", "weka"])
 def test_requests_arrive_in_the_order_of_their_times(name: str, path: Path) -> None:
     rows, found = trace_rows.TRACES[name]

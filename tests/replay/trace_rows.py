@@ -39,6 +39,7 @@ SMALL_BLOCKS: Rows = [
     *(flat(12, 1, timestamp=n) for n in range(2)),
     *(flat(64, 2, 3, 4, 5, timestamp=n) for n in (2, 3)),
 ]
+UNUSUAL_BLOCKS: Rows = [flat(143, 1, 2, timestamp=0), flat(97, 1, 2, 3, timestamp=1)]
 CUMULATIVE: Rows = [
     flat(512 * len(ids), *ids, session_id=name, **time)
     for name, start in (("a", 1), ("b", 11))
@@ -53,6 +54,9 @@ INCREMENTAL: Rows = [
     flat(1024, 9, 10, session_id="b", delay=50.0),
     flat(512, 1, output=0, session_id="c", timestamp=5),
     flat(512, 2, output=0, session_id="c", delay=5),
+    # The ids after different answers stand for different blocks.
+    *(flat(512, 1, session_id=name, timestamp=20) for name in "de"),
+    *(flat(1024, 3, 4, session_id=name, delay=5) for name in "de"),
 ]
 BAILIAN: Rows = [
     flat(16 * n + 5, *range(n), 900 + n, chat_id=n, parent_chat_id=n - 3, timestamp=n * 1.5)
@@ -74,9 +78,10 @@ TRACES: dict[str, tuple[Rows, tuple[int, ...]]] = {
     "mooncake": (MOONCAKE, (4, 12, 5944, 5, 512)),
     "unchained": (UNCHAINED, (3, 6, 3072, 1, 512)),
     "small blocks": (SMALL_BLOCKS, (4, 10, 152, 4, 16)),
+    "unusual blocks": (UNUSUAL_BLOCKS, (2, 5, 240, 2, 48)),
     "cumulative": (CUMULATIVE, (6, 24, 12288, 12, 512)),
-    # The answers complete blocks: 2 + 4 + 6 blocks of a, 3 + 5 of b, 1 + 2 of c.
-    "incremental": (INCREMENTAL, (7, 23, 10390, 2 + 3 + 2 + 2 + 1 + 2, 512)),
+    # The answers complete blocks: 2 + 4 + 6 of a, 3 + 5 of b, 1 + 2 of c, 1 + 4 of d and of e.
+    "incremental": (INCREMENTAL, (11, 33, 14502, 2 + 3 + 2 + 2 + 1 + 2 + 4, 512)),
     "bailian": (BAILIAN, (5, 25, 345, 14, 16)),
     "weka": (WEKA, (28, 68, 4436, 50, 64)),
 }

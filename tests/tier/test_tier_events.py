@@ -36,7 +36,7 @@ def test_any_calls_fold_to_the_contents_of_a_plain_model() -> None:
             good = {key for key, flag in zip(keys, flags, strict=True) if flag}
             match dice.randrange(4):
                 case 0 if put:
-                    events.ended([*put], [key in good for key in put], is_get=False)
+                    events.ended(sorted(put), [key in good for key in sorted(put)], is_get=False)
                     stored |= put & good - lost
                     put.clear()
                     lost.clear()
