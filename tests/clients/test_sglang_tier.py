@@ -19,7 +19,6 @@ pytest.importorskip("xxhash")
 import torch
 
 from kvview import ConfigError
-from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
 from tests.tier.shown import expected, shown
 
@@ -199,30 +198,6 @@ def test_prefixes_of_several_pools_are_those_of_sglangs_own_backend(
         ours.close()
 
 
-def test_a_flipped_bit_is_a_miss_where_sglangs_own_backend_returns_it(tmp_path: Path) -> None:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-
-    pool = HostPool("layer_first")
-    pool.fill()
-    ours = backend(pool, extra=files(tmp_path / "ours"))
-    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, False, "m")
-    theirs = HiCacheFile(config, str(tmp_path / "theirs"))
-    page = pool.get_data_page(0)  # type: ignore[attr-defined]
-    for storage in (ours, theirs):
-        assert storage.set("a", page)
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            content = bytearray(path.read_bytes())
-            content[100] ^= 1
-            path.write_bytes(content)
-    assert ours.get("a", torch.zeros_like(page)) is None
-    assert not ours.exists("a")
-    found = theirs.get("a", torch.zeros_like(page))
-    assert found is not None
-    assert not torch.equal(found, page)
-    ours.close()
-
-
 @pytest.fixture
 def faulty() -> Iterator[Any]:
     made = backend(
@@ -309,12 +284,3 @@ def test_doctor_finds_a_right_configuration_healthy_and_an_unknown_class_not(
 
 def test_the_page_shows_the_output_for_sglangs_file_backend() -> None:
     assert shown(0, STORE=HiCacheFileStore, OPTIONS={"root": "{tmp}"}) == expected(3)
-
-
-@pytest.mark.slow
-def test_the_kit_finds_the_faults_of_sglangs_own_file_backend() -> None:
-    report = run_checks(
-        HiCacheFileStore, options={"root": "{tmp}"}, select=("TIER-1", "TIER-2", "TIER-10")
-    )
-    found = {result.check.name for result in report.failures}
-    assert found >= {"check_tier_1", "check_tier_10"}

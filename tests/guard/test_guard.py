@@ -231,22 +231,34 @@ def test_a_view_that_overrides_a_method_is_called() -> None:
     assert calls == [[4], [4]]
 
 
-def test_repeated_mentions_reach_the_engine_in_a_call_before_the_notice() -> None:
+def test_repeated_mentions_reach_the_engine_in_a_call_before_the_last_ones() -> None:
     class Below(UncheckedView):
         def free_blocks(self, block_ids: Sequence[int]) -> None:
             calls.append(("free", list(block_ids)))
+            super().free_blocks(block_ids)
+
+        def give_back_blocks(self, block_ids: Sequence[int]) -> None:
+            calls.append(("give back", list(block_ids)))
+            super().give_back_blocks(block_ids)
 
         def free_blocks_with_notice(
             self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
         ) -> None:
             assert on_reuse is print
             calls.append(("notice", list(block_ids)))
+            super().free_blocks(block_ids)
 
     calls: list[tuple[str, list[int]]] = []
     guard = GuardedView(Below(10, has_size=True))
-    guard.touch_blocks([1, 2, 2])
-    guard.free_blocks_with_notice([2, 0, 1, 2], print)
-    assert calls == [("free", [2]), ("notice", [1, 2])]
+    ways: dict[str, Callable[[list[int]], None]] = {
+        "give back": guard.give_back_blocks,
+        "notice": lambda block_ids: guard.free_blocks_with_notice(block_ids, print),
+    }
+    for name, free in ways.items():
+        calls.clear()
+        guard.touch_blocks([1, 2, 2])
+        free([2, 0, 1, 2])
+        assert calls == [("free", [2]), (name, [1, 2])]
 
 
 def test_a_query_of_a_guard_above_expires_the_leases_below() -> None:

@@ -12,9 +12,6 @@ from collections.abc import Iterator
 
 from tests.house.source_tree import Module, modules
 
-ALLOWED: dict[str, dict[str, str]] = {}
-"""``{file: {expression: why it is not a decision by release}}``."""
-
 _MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 
 
@@ -41,16 +38,8 @@ def test_only_the_releases_decide_by_release() -> None:
     for module in modules():
         if not module.name.startswith("kvview_vllm") or ".releases" in module.name:
             continue
-        allowed = ALLOWED.get(module.path, {})
-        lines = [f"{line}: {text}" for line, text in decisions(module) if text not in allowed]
+        lines = [f"{line}: {text}" for line, text in decisions(module)]
         if lines:
             found[module.path] = lines
     listed = "\n".join(f"{path}:{line}" for path, lines in found.items() for line in lines)
     assert not found, listed
-
-
-def test_every_exception_is_in_use() -> None:
-    texts = {m.path: {text for _, text in decisions(m)} for m in modules() if m.path in ALLOWED}
-    assert not {
-        (path, text) for path in ALLOWED for text in ALLOWED[path] if text not in texts[path]
-    }

@@ -26,7 +26,7 @@ from tests.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, TierGu
 DEADLINE, LOOKUP_DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 1.0, 10.0, 3
 PATIENCE = 10.0  # real seconds
 HERE = Namespace("m", weights="1")
-SIZES = {b"key %d" % n: size for n, size in enumerate((1, 300, 511, 4096, 4097, 4096, 65_536))}
+SIZES = {b"key %d" % n: size for n, size in enumerate((1, 300, 511, 4096, 4097, 9001, 65_536))}
 EMPTY, REUSED = b"\xa5", b"\x11"
 
 some_keys = st.lists(st.sampled_from(sorted(SIZES)), max_size=5, unique=True)

@@ -445,6 +445,12 @@ def test_fsck_ends_on_any_folder(kind: str, root: Path) -> None:
     found = fsck(str(root))
     assert found.exit_code == 0, found.output
     assert f"{len(OLD)} entries" in found.output
+    entry = min(folder.glob("??/*"))
+    entry.write_bytes(entry.read_bytes()[:-1])
+    found = fsck(str(root))
+    assert found.exit_code == 1
+    assert "it has 999 bytes of a page of 1000" in found.output
+    assert "entries that cannot be loaded: 1" in found.output
     replace(folder / "namespace.json", kind, outside)
     found = fsck(str(root))
     assert found.exit_code == 1, found.output

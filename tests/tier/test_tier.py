@@ -17,6 +17,7 @@ from kvview.options import parse_options
 from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.tier import Namespace, Threaded
+from kvview.tier.checksum import PageSeal
 from kvview_reference.harness import tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
@@ -146,6 +147,19 @@ def test_a_namespace_is_read_as_it_was_written() -> None:
 # --- seals ---
 
 
+def test_a_seal_is_of_key_namespace_and_bytes() -> None:
+    page = memoryview(bytes(range(200)))
+    for checksum in ("xxh3", "crc32"):
+        seal = PageSeal(HERE, checksum)
+        right = seal.of(b"k", page)
+        assert PageSeal.name_of(right) == checksum
+        others = [seal.of(b"l", page), seal.of(b"k", page[:-1]), seal.of(b"k", page[1:])]
+        others.append(PageSeal(THERE, checksum).of(b"k", page))
+        assert right == seal.of(b"k", page)
+        assert right not in others
+        assert len({*others}) == 4
+
+
 # --- the store of files ---
 
 
@@ -215,27 +229,6 @@ def test_of_many_files_the_oldest_of_some_go(
     assert newest == 150
     assert oldest < 60
     store.close()
-
-
-def test_fsck_reports_entries_that_cannot_be_loaded(tmp_path: Path) -> None:
-    def fsck(*args: str) -> Any:
-        return CliRunner().invoke(tier_group, ["fsck", *args])
-
-    nothing = fsck(str(tmp_path))
-    assert isinstance(nothing.exception, ConfigError)
-    store = FileStore(HERE, root=str(tmp_path))
-    moved(store, "put", b"k", b"l")
-    store.close()
-    good = fsck(str(tmp_path))
-    assert good.exit_code == 0, good.output
-    assert "2 entries" in good.output
-    assert "weights '1'" in good.output
-    path = sorted((tmp_path / HERE.digest.hex()).glob("??/*"))[0]
-    path.write_bytes(path.read_bytes()[:-1])
-    bad = fsck(str(tmp_path))
-    assert bad.exit_code == 1
-    assert "it has 999 bytes of a page of 1000" in bad.output
-    assert "entries that cannot be loaded: 1" in bad.output
 
 
 def test_an_exception_of_an_authors_call_is_logged_once(

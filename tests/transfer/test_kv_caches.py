@@ -74,15 +74,6 @@ def test_a_page_is_a_block(name: str) -> None:
         tensor.copy_(before)
 
 
-def test_a_block_of_several_runs_has_a_page_for_each() -> None:
-    # PAGE-1
-    heads_first = torch.arange(2 * N * 8).view(2, N, 8)
-    caches = canonical_kv_caches({"layer": heads_first.permute(1, 0, 2)}, config(["layer"]))
-    assert len(caches.group_data_refs[0]) == 2
-    pages = [cache.tensor[3].view(torch.int64) for cache in caches.tensors]
-    assert torch.equal(torch.stack(pages), heads_first[:, 3])
-
-
 def test_groups_that_share_memory_share_a_tensor() -> None:
     # PAGE-2
     shared, own = torch.zeros(N, 16), torch.zeros(N, 16)
