@@ -6,9 +6,8 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import field, make_dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,16 +242,9 @@ def test_jobs_and_counters_are_among_sglangs_own_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prometheus: Any = pytest.importorskip("prometheus_client")
-    kind = make_dataclass(  # the module needs a GPU
-        "StorageMetrics",
-        [
-            (name, list[float], field(default_factory=list))
-            for name in ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
-        ],
-    )
     package = "sglang.srt.observability"
     module: Any = ModuleType(f"{package}.metrics_collector")
-    module.StorageMetrics = kind
+    module.StorageMetrics = SimpleNamespace
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     pool = HostPool("layer_first")

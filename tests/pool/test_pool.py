@@ -121,16 +121,6 @@ def test_ids_may_be_in_any_iterable_of_ints(make: Callable[[Any], Any]) -> None:
         pool.free_blocks(make(source))
 
 
-@pytest.mark.parametrize("block_ids", [None, 1, 1.0])
-def test_ids_that_cannot_be_iterated_raise_type_error(block_ids: Any) -> None:
-    pool = make_pool()
-    view = pool.view()
-    for call in (view.touch_blocks, view.free_blocks, pool.touch_blocks, pool.free_blocks):
-        with pytest.raises(TypeError):
-            call(block_ids)
-    assert pool.num_free_blocks() == 8
-
-
 def test_pool_3_the_ledger_is_unchanged_if_the_engine_has_freed_the_hold() -> None:
     pool = make_pool()
     view = pool.view()

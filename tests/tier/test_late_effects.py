@@ -106,33 +106,19 @@ def test_a_load_may_end_well_before_the_eviction_of_its_key_is_reported() -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux exchanges two files in one step")
 def test_damage_does_not_bring_back_a_file_that_a_store_removes_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_damaging, is_removed = threading.Event(), threading.Event()
-    write_bytes = Path.write_bytes
+    removed, write_bytes = tmp_path / "page", Path.write_bytes
+    removed.touch()
 
     def write_late(path: Path, content: bytes) -> int:
-        is_damaging.set()
-        is_removed.wait()
+        removed.unlink()
         return write_bytes(path, content)
-
-    class RemovesDuringTheDamage(FileStore):
-        @override
-        def remove(self, key: bytes, /) -> None:
-            is_damaging.wait()
-            super().remove(key)
-            is_removed.set()
 
     monkeypatch.setattr(Path, "write_bytes", write_late)
     monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment before
-    with playing(RemovesDuringTheDamage) as player:
-        player.move("put", NEW)
-        player.ask("delete", [first := next(iter(NEW))])
-        player.model.delete([first])
-        player.harness.damage("flip")
-        player.model.damage()
-        player.reopen()
-        assert player.look([first]) == [False]
+    damage_files([removed], "grow", 0, tmp_path / "new")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "grow", "swap"])

@@ -33,12 +33,6 @@ def test_the_store_of_files(check: BoundCheck) -> None:
     check()
 
 
-@pytest.mark.slow
-def test_longer_runs() -> None:
-    report = run_checks(tier)
-    assert report.is_clean, [str(result.failure) for result in report.failures]
-
-
 def test_the_page_shows_the_results_of_its_programs() -> None:
     assert shown(0, STORE=FileStore, OPTIONS={"root": "{tmp}"}) == expected(4)
     for fault, said in shown(1).items():
