@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -69,19 +68,10 @@ def test_a_guard_names_the_keys_that_its_store_evicts(tmp_path: Path) -> None:
     guard.close()
 
 
-def test_touches_deletes_and_wake_ups_are_passed_on() -> None:
-    tier, woken = GuardedStore(), threading.Event()
-    tier.guard.on_wake_up(woken.set)
-    tier.submit("put", OLD)
-    assert woken.wait(PATIENCE), "TIER-12: a job that ended wakes up the engine"
-    assert tier.guard.drain(PATIENCE)
-    tier.poll()
-    tier.guard.touch([*OLD][:2])
-    await_that("touch reaches the store", lambda: tier.under.touched == [*OLD][:2])
-    tier.guard.delete([*OLD][:1])
-    tier.model.delete([*OLD][:1])
-    await_that("delete reaches the store", lambda: b"old 0" not in tier.under.held)
-    assert tier.look([*OLD]) == [False] + [True] * 7
+def test_touches_are_passed_on() -> None:
+    tier = GuardedStore()
+    tier.guard.touch([*OLD])
+    await_that("touch reaches the store", lambda: tier.under.touched == [*OLD])
     tier.close()
 
 
