@@ -208,7 +208,7 @@ def test_reasons_are_bounded() -> None:
     [
         (b"", "no rows"),
         (b"\n\r\n  \n", "no rows"),
-        (gzip.compress(b""), "no rows"),
+        (gzip.compress(b"", mtime=0), "no rows"),
         (b"\x1f\x8b garbage", "gzip data truncated or damaged"),
         (b'{"prompt": "hi", "max_tokens": 3}\n', "fit no known format; known formats: mooncake ("),
         (b'{"event": "stored", "block_hashes": [1]}\n', "are those of an event log, which lacks"),
@@ -218,7 +218,7 @@ def test_reasons_are_bounded() -> None:
         (b'[{"input_length": 1}]', "is a JSON array; write one element per line"),
         (b'{\n  "id": "x"\n}\n', "is one JSON object over several lines; write it in one line"),
         (b"TIMESTAMP,ContextTokens\n0,5\n", "is a CSV file, which lacks the hash_ids"),
-        (gzip.compress(b'"a","b"\n1,2\n'), "is a CSV file, which lacks the hash_ids"),
+        (gzip.compress(b'"a","b"\n1,2\n', mtime=0), "is a CSV file, which lacks the hash_ids"),
     ],
 )
 def test_a_file_without_requests_says_what_it_lacks(content: bytes, part: str, path: Path) -> None:
