@@ -9,11 +9,11 @@ import importlib
 import pkgutil
 
 from .mutant import Mutant
-from .tested import TestedFault
+from .tested import FaultOfTests
 
 MUTANTS: list[Mutant] = []
 """Faults that checks of the kit must detect."""
-TESTED: list[TestedFault] = []
+TESTED: list[FaultOfTests] = []
 """Faults that tests must detect, because kvview alone implements the contract."""
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     _module = importlib.import_module(f"{__name__}.{_name}")

@@ -14,7 +14,7 @@ from .edits import ROOT, Base, Variant, read_variants
 
 
 @dataclass(frozen=True)
-class TestedFault:
+class FaultOfTests:
     """A wrong module, which tests must detect.
 
     Args:
@@ -45,7 +45,7 @@ class TestedFault:
         return None if done.returncode == 0 else found[1] if found else done.stdout[-500:]
 
 
-def read_faults(file: str, base: Base, module: str, tests: str) -> Sequence[TestedFault]:
+def read_faults(file: str, base: Base, module: str, tests: str) -> Sequence[FaultOfTests]:
     """Return the faults of the text file next to a module."""
     variants = read_variants(Path(file).with_suffix(".txt"), base)
-    return [TestedFault(variant, module, tests) for variant in variants]
+    return [FaultOfTests(variant, module, tests) for variant in variants]

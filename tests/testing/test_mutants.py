@@ -16,7 +16,7 @@ from kvview_reference.handoff.pull import PullConnector
 from tests import mutants
 from tests.house.test_laws import LAWS_WITHOUT_A_CHECK
 from tests.mutants.mutant import Mutant
-from tests.mutants.tested import TestedFault
+from tests.mutants.tested import FaultOfTests
 
 pytest.importorskip("torch")
 
@@ -42,7 +42,7 @@ def test_mutant_is_killed(mutant: Mutant) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", mutants.TESTED, ids=lambda fault: fault.variant.name)
-def test_a_fault_fails_the_tests_of_its_contract(fault: TestedFault) -> None:
+def test_a_fault_fails_the_tests_of_its_contract(fault: FaultOfTests) -> None:
     assert fault.first_failure() is not None, fault.variant.what
 
 
