@@ -94,7 +94,7 @@ def draw(room: str, seed: int) -> Iterator[Mutant]:
     for path, at in chance.sample(sorted(places), len(places)):
         lines = path.read_text().splitlines(keepends=True)
         with contextlib.redirect_stdout(io.StringIO()):  # the names of the rules
-            found = mutants_regexp(lines[at : at + 1], RULES, ignorePatterns=[])
+            found = mutants_regexp(lines[at : at + 1], RULES, ignorePatterns=[r"^\s*#"])
         for _, wrong, *_ in chance.sample(found, len(found)):
             source = "".join([*lines[:at], wrong, *lines[at + 1 :]])
             if program(source) not in (None, program("".join(lines))):
