@@ -36,20 +36,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import pytest
 from click.testing import CliRunner
 
-from docs.make_commands import leaves
 from kvview.cli.commands import cli
-from kvview.cli.output import OutputFile
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
-from tests.cli.test_wrong_inputs import TABLE, values
 from tests.replay.trace_rows import TRACES, flat
 from tests.tier.test_store_folder import KINDS
 
@@ -271,34 +267,6 @@ def tier_folder(folder: Path, dice: random.Random) -> Input:
     return reporting(folder, "tier fsck", root, codes=(0, 1, 2))
 
 
-ODD = ["2147483648", "9223372036854775808", "1" + "0" * 30, "1_000", "\u0663", "1e308", "a=1"]
-ODD += [value for names in TABLE["values"].values() for value in values(names)]
-COMMANDS = ("replay --gpu-blocks=40", "size", POOL_CHECK, "events validate")
-OPTIONS = {
-    path.removeprefix("kvview "): [
-        option.opts[0]
-        for option in command.params
-        if isinstance(option, click.Option)
-        and not option.is_flag
-        and not isinstance(option.type, OutputFile)
-    ]
-    for path, command in leaves()
-}
-
-
-def options(folder: Path, dice: random.Random) -> Input:
-    (folder / "t.jsonl").write_bytes(to_lines([flat(1024, 0, n) for n in range(4)]))
-    with Recording(str(folder / "recording.jsonl")) as written:
-        written.write(Message(0, BATCHES[0]))
-    command = dice.choice(COMMANDS)
-    (known,) = (names for name, names in OPTIONS.items() if command.startswith(name))
-    given = [f"{name}={dice.choice(ODD)}" for name in dice.sample(known, dice.choice((1, 1, 2, 3)))]
-    files = {"check": [], "events": ["recording.jsonl"]}.get(command.split()[0], ["t.jsonl"])
-    report = folder / "report.json"
-    tail = ["--", *files] if files else []
-    return Input([*command.split(), *given, f"--json={report}", *tail], report=report)
-
-
 def connector_options(folder: Path, dice: random.Random) -> Input:
     """Options of a connector and of a store, which are read as JSON."""
     (folder / "t.jsonl").write_bytes(to_lines([flat(1024, 0, 1)] * 4))
@@ -309,9 +277,9 @@ def connector_options(folder: Path, dice: random.Random) -> Input:
         store = "tier bench kvview_reference.tier:FileStore --pages=1 --rounds=1 --page-bytes=64"
         given = [f"--option=root={folder}/root", f"--option={name}={wrong}"]
         return Input([*store.split(), *given], (0, 1, 2))  # 1: a budget too small for a page
-    kind = dice.choice(("Offload", "Multi"))
+    kind = dice.choice(("store_connector:Store", "connector:Multi"))
     names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
-    args = f"replay --gpu-blocks=40 --connector=kvview_reference.connector:{kind}Connector"
+    args = f"replay --gpu-blocks=40 --connector=kvview_reference.{kind}Connector"
     option = f"--option={dice.choice(names)}={wrong}"
     codes = (0, 1, 2, 3)  # 3: the tier is larger than memory
     return Input([*args.split(), option, "--", "t.jsonl"], codes)
@@ -359,7 +327,7 @@ def large(folder: Path, dice: random.Random) -> Input:
 MAKERS: dict[str, Callable[[Path, random.Random], Input]] = {
     make.__name__: make
     for make in (
-        *(trace, recording, tier_text, tier_folder, options),
+        *(trace, recording, tier_text, tier_folder),
         *(connector_options, large),
     )
 }

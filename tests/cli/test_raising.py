@@ -10,7 +10,6 @@ from click.testing import CliRunner, Result
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview_reference.engine import Engine
-from kvview_reference.store_connector import StoreConnector
 from tests.cases import read_cases
 
 pytest.importorskip("torch")
@@ -104,14 +103,6 @@ def test_an_error_of_the_engine_is_a_bug_of_kvview(monkeypatch: pytest.MonkeyPat
     assert "injected into the engine" in result.stderr
     assert "Traceback" in result.stderr
     assert "raised" not in result.stderr.splitlines()[-1]
-
-
-def test_an_error_of_a_connector_of_kvview_has_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_worker(self: object) -> None:
-        raise OSError("no memory")
-
-    monkeypatch.setattr(StoreConnector, "make_worker", make_worker)
-    require_one_line(run(*REPLAY[:-1]), ExitCode.CONNECTOR_RAISED, "make_worker raised OSError")
 
 
 def test_ctrl_c_in_a_hook(tmp_path: Path) -> None:

@@ -38,16 +38,6 @@ CHILDREN = {
 }
 
 
-def laws_of(connector: type[Connector], seeds: int = 6, **more: Any) -> set[str]:
-    report = check_connector(connector, seeds=seeds, max_shrink_runs=0, **more)
-    return {failure.law for failure in report.failures}
-
-
-@pytest.mark.slow
-def test_a_multi_connector_that_passes_all_calls_on_is_green() -> None:
-    assert laws_of(MultiConnector, 12, options=CHILDREN) == set()
-
-
 def with_halves(**halves: type) -> type[Connector]:
     """The example with other halves."""
     return type("Own", (Host,), halves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import threading
@@ -26,9 +25,7 @@ from kvview import (
 )
 from kvview.testing.connector import (
     Add,
-    Fate,
     Scenario,
-    Squeeze,
     Step,
     check_connector,
     generate_scenario,
@@ -134,27 +131,6 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     assert broken.law == mutant.law, broken
 
 
-class Crashes(StoreConnector):
-    def make_scheduler(self) -> None:  # type: ignore[override]
-        raise OSError("no such host")
-
-
-def test_an_exception_of_a_connector_is_a_failure() -> None:
-    failure = simulate(Crashes, generate_scenario(0)).failure
-    assert failure is not None
-    raised = (
-        "exceptions: make_scheduler raised OSError no such host at .*test_simulation.py:[0-9]+: "
-    )
-    assert re.match(raised, str(failure))
-
-
-@pytest.mark.slow
-def test_a_connector_that_never_answers_is_to_blame_and_not_the_engine() -> None:
-    failure = check_connector(load_named("NeverAnswers"), seeds=3, max_shrink_runs=0).failures[0]
-    assert failure.law == "CONN-2"
-    assert "match_prefix always returns None" in failure.message
-
-
 # --- replay ---
 
 
@@ -247,50 +223,6 @@ def test_all_that_is_simpler_can_be_played() -> None:
         for simpler in (*simpler_sizes(scenario), *simpler_geometries(scenario)):
             assert simulate(HostCacheConnector, replace(simpler, events=())).failure is None
     assert len(drawn) > 5
-
-
-def test_a_scenario_by_hand() -> None:
-    scenario = Scenario(
-        geometry=CacheGeometry.single(4),
-        num_gpu_blocks=12,
-        events=(Add("a", 1, 20), Step(4), Squeeze(11), Squeeze(0), Add("a", 1, 20), Step(4)),
-        fates=(Fate(is_lost=True),),
-    )
-    result = simulate(StoreConnector, scenario)
-    assert result.failure is None
-    assert max(snapshot.held for snapshot in result.timeline) > 0
-    assert simulate(StoreConnector, replace(scenario, events=(), fates=())).failure is None
-
-
-# --- the report ---
-
-
-def test_a_report_shows_seeds_laws_and_a_script() -> None:
-    seen: list[tuple[int, int]] = []
-    report = check_connector(
-        FREES,
-        seeds=3,
-        first_seed=5,
-        keep_going=True,
-        max_shrink_runs=5,
-        on_progress=lambda done, failed: seen.append((done, failed)),
-    )
-    assert [done for done, _ in seen] == [1, 2, 3]
-    assert (report.num_seeds, report.first_seed) == (3, 5)
-    assert "CONN-6" in {failure.law for failure in report.failures}
-    assert f"seed {report.failures[0].seed}: " in report.failures[0].script
-    assert not check_connector(StoreConnector, seeds=2).failures
-
-
-def test_ctrl_c_leaves_the_result_so_far() -> None:
-    def stop(done: int, failed: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    report = check_connector(StoreConnector, seeds=9, on_progress=stop)
-    assert report.is_interrupted
-    assert report.num_seeds == 2
-    assert not report.failures
 
 
 # --- the invariants and the model alone ---

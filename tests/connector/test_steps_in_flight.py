@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from examples.host_cache import HostCacheConnector
 from kvview import (
     BlockIds,
     CacheGeometry,
@@ -18,35 +15,12 @@ from kvview import (
     StepInfo,
     StepPlan,
 )
-from kvview.testing.connector import (
-    generate_scenario,
-    simulate,
-)
 from kvview.testing.connector.stream import StepStream
 from kvview_reference.engine import Engine, chain_hashes
 from kvview_reference.engine.request import Request, Status
-from kvview_reference.store_connector import StoreConnector
-from tests.mutants.connector.two import Two
 
 SIZE = 4
 DEPTHS = [2, 3]
-
-
-# --- the right ones ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lags", [False, True])
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("connector", [HostCacheConnector, StoreConnector, Two])
-def test_right_connectors_break_no_law_at_any_depth(
-    connector: type[Connector], depth: int, lags: bool
-) -> None:
-    for seed in range(300, 308):
-        drawn = generate_scenario(seed)
-        played = replace(drawn, steps_in_flight=depth, compute_lags=lags)
-        failure = simulate(connector, played).failure
-        assert failure is None, f"seed {seed}: {failure}"
 
 
 # --- the engine ---

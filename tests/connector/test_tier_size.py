@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from typing_extensions import override
 
 from examples.host_cache import HostCacheScheduler
-from kvview import ConfigError, ConnectorConfig, TransferResult
+from kvview import ConfigError, ConnectorConfig
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.coverage import (
-    FAILED_BY_THEMSELVES,
     FEWEST_SEEDS,
-    LOADS_LEFT_ALONE,
-    loads_that_failed,
     not_exercised,
 )
 from kvview.testing.connector.generate import generate_scenario
@@ -58,32 +54,6 @@ class TakesNoFewerThan64(OwnOption):
     at_least = 64
 
 
-class LosesPages(OwnOption):
-    """Forgets the page of every fourth store that failed."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-            super().on_transfers_finished(results)
-            if any(not result.success for result in results):
-                del self.free_slots[::4]
-
-
-class MixesPagesUp(OwnOption):
-    """The page that it evicts is not the one that it stores into."""
-
-    class scheduler(HostCacheScheduler):
-        @override
-        def take_slot(self) -> int | None:
-            if self.free_slots:
-                return self.free_slots.pop()
-            for key in self.slots:
-                if key not in self.loading:
-                    self.slots.pop(key)
-                    return next(iter(self.slots.values()), None)
-            return None
-
-
 def check(
     connector: type[Host], seeds: int = FEW_SEEDS, first_seed: int = FIRST_SEED, **options: object
 ) -> ConnectorRuns:
@@ -116,18 +86,3 @@ def test_a_size_of_its_own_is_not_enough() -> None:
     many = {name: FEWEST_SEEDS * number for name, number in coverage.items()}
     gaps = {gap.name: gap.what for gap in not_exercised(many)}
     assert "NAME='{blocks}'" in gaps["full tier"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("connector", [LosesPages, MixesPagesUp])
-def test_a_full_tier_shows_faults(connector: type[OwnOption]) -> None:
-    assert check(connector, seeds=120, max_blocks="{blocks}").failures
-
-
-def test_loads_that_fail_by_themselves_are_a_gap() -> None:
-    assert not list(loads_that_failed({LOADS_LEFT_ALONE: 100}, ""))
-    (gap,) = loads_that_failed({LOADS_LEFT_ALONE: 100, FAILED_BY_THEMSELVES: 11}, "OSError")
-    assert gap.what == "11 of 100 loads failed without an injected failure; the first: OSError"
-    runs = check(OwnOption, seeds=2, first_seed=64, max_blocks="{blocks}")
-    assert runs.coverage[LOADS_LEFT_ALONE] > 10
-    assert not runs.coverage[FAILED_BY_THEMSELVES]

@@ -20,6 +20,7 @@ from kvview import (
     ChunkedLocalAttention,
     ConfigError,
     Connector,
+    ConnectorError,
     FullAttention,
     Mamba,
     SlidingWindow,
@@ -96,6 +97,14 @@ def end(engine: Engine) -> None:
 def test_impossible_sizes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(None, **options)
+
+
+def test_conn4_a_request_that_is_preempted_for_ever_is_not_a_hang() -> None:
+    """Three blocks are left: a prefix too short to be a hit is computed again and again."""
+    engine = build(None, CacheGeometry(16, 4, (FullAttention(4),)), max_tokens_per_step=8)
+    engine.view.touch_blocks(range(1, 57))
+    with pytest.raises(ConnectorError, match=r"preempted 1000 times: .* holds 56 of 59 blocks"):
+        run(engine, prompt("a", 0, 33, 2))
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:

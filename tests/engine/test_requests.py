@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvview import (
-    BlockIds,
-    CacheGeometry,
-    ConnectorConfig,
-    FinishReason,
-    FullAttention,
-    Mamba,
-    RequestContent,
-    RequestInfo,
-    SlidingWindow,
-    StepInfo,
-    StepPlan,
-    full_blocks,
-)
-from kvview_reference.engine import Engine, Request, Status, chain_hashes
-from kvview_reference.store_connector.scheduler import StoreScheduler
-from tests.connector.halves import WithHalves
+from kvview_reference.engine import Request, chain_hashes
 
 SIZE = 4
-GEOMETRIES = {
-    "one": CacheGeometry.single(SIZE),
-    "window": CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 10))),
-    "mixed": CacheGeometry(24, 2, (FullAttention(4), SlidingWindow(6, 9), Mamba(12))),
-}
 
 
 def make(ids: Sequence[object], more: int = 0, output: int = 0, name: str = "a") -> Request:
@@ -44,116 +22,6 @@ def make(ids: Sequence[object], more: int = 0, output: int = 0, name: str = "a")
 
 
 # --- counts ---
-
-
-class WatchingScheduler(StoreScheduler):
-    """Checks the request of every call against the engine's bytes."""
-
-    engine: Engine
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.calls: set[str] = set()
-        self.contents: dict[str, RequestContent] = {}
-        self.num_prompt_tokens: dict[str, int] = {}
-
-    def check(self, hook: str, request: RequestInfo, block_ids: BlockIds) -> None:
-        self.calls.add(hook)
-        content = self.contents.setdefault(request.request_id, request.content)
-        assert request.content is content, "a request has one content object"
-        assert len(content.token_ids) >= request.num_tokens
-        if any(block_ids):
-            stored = list(full_blocks(self._geometry, request, block_ids))
-            ids, keys = [b.block_id for b in stored], [b.key for b in stored]
-            loading = self.engine._loads.get(request.request_id)
-            limit = loading.num_gpu_tokens if loading else request.num_computed_tokens
-            assert request.num_computed_tokens == limit, "blocks in a load do not count"
-            assert not ids or self.engine.kv_bytes.count_mismatches(ids, keys) == 0
-        else:
-            assert request.num_computed_tokens == 0
-
-    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
-        assert request.num_computed_tokens == num_computed_tokens
-        assert self.contents.setdefault(request.request_id, request.content) is request.content
-        return super().match_prefix(request, num_computed_tokens)
-
-    def on_blocks_allocated(
-        self,
-        request: RequestInfo,
-        block_ids: BlockIds,
-        num_computed_tokens: int,
-        num_external_tokens: int,
-    ) -> None:
-        assert request.num_computed_tokens == num_computed_tokens
-        self.check("loading" if num_external_tokens else "allocated", request, block_ids)
-        super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
-
-    def plan_step(self, step: StepInfo) -> StepPlan:
-        for scheduled in step.scheduled:
-            assert scheduled.num_computed_tokens == scheduled.request.num_computed_tokens
-            self.check("scheduled", scheduled.request, scheduled.block_ids)
-        return super().plan_step(step)
-
-    def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
-        self.check("preempted", request, block_ids)
-        super().on_request_preempted(request, block_ids)
-
-    def on_request_finished(
-        self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
-    ) -> None:
-        self.check(reason.name, request, block_ids)
-        self.contents.pop(request.request_id, None)  # the id may be reused
-        if reason is FinishReason.FINISHED:
-            # All tokens but the last sampled one are computed.
-            has_output = request.num_tokens > self.num_prompt_tokens[request.request_id]
-            assert request.num_computed_tokens == request.num_tokens - has_output
-
-
-class Watching(WithHalves):
-    scheduler = WatchingScheduler
-
-
-@pytest.mark.parametrize("decode_tokens", [1, 5])
-@pytest.mark.parametrize("name", sorted(GEOMETRIES))
-def test_every_call_has_the_number_of_computed_tokens(name: str, decode_tokens: int) -> None:
-    geometry, random = GEOMETRIES[name], Random(7)
-    engine = Engine(
-        geometry,
-        Watching(ConnectorConfig(geometry, {"cpu_blocks": 300, "mode": "eager"})),
-        num_gpu_blocks={"one": 22, "window": 32, "mixed": 34}[name],
-        page_bytes=16,
-        max_running=4,
-        max_tokens_per_step=24,
-        decode_tokens=decode_tokens,
-    )
-    half = engine.scheduler_connector
-    assert isinstance(half, WatchingScheduler)
-    half.engine = engine
-    alive: list[Request] = []
-    size = geometry.hash_block_size
-    for number in range(120):
-        num_tokens = random.randint(1, 55)
-        hashes = chain_hashes(
-            f"{number % 3}/{i}" if i < 12 else f"{number}/{i}" for i in range(num_tokens // size)
-        )
-        request = Request(f"r{number}", num_tokens, random.choice([0, 1, 4, 9, 20]), size, hashes)
-        half.num_prompt_tokens[request.request_id] = num_tokens
-        engine.add_request(request)
-        alive.append(request)
-        for _ in range(random.randint(1, 8)):
-            engine.step()
-        if random.random() < 0.4:
-            loading = [r for r in alive if r.status is Status.LOADING]
-            unfinished = [r for r in alive if r.status not in {Status.FINISHED, Status.ABORTED}]
-            for victim in (loading or unfinished)[:1]:
-                engine.abort(victim.request_id)
-    while engine.has_work():
-        engine.step()
-    assert engine.stats.loaded_blocks > 0
-    assert engine.stats.mismatches == 0
-    hooks = {"allocated", "loading", "scheduled", "preempted", "FINISHED", "ABORTED"}
-    assert half.calls == hooks
-    assert engine.shutdown() == {}
 
 
 # --- content ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvview import LoadStoreSpec, SupportsMedia, make_offload_key
+from kvview import LoadStoreSpec
 from kvview.testing import BoundCheck, Capability, parametrize_with_checks, run_checks
 from kvview_reference.harness import ReferenceManager, ReferenceTransfer
-from tests.offloading.keyed_tier import DISK, KeyedManager, KeyedWorker, KeySpec
+from tests.offloading.keyed_tier import KeyedManager, KeyedWorker, KeySpec
 
 
 class KeyedTransfer(ReferenceTransfer):
@@ -58,12 +57,3 @@ def test_a_script_names_pages_as_the_harness_does() -> None:
     (result,) = run_checks(Wrong, select=["XFER-1"]).failures
     assert result.failure is not None
     assert "h.tier_spec([" in result.failure.script
-
-
-def test_a_spec_of_keys_pickles_and_the_manager_names_its_medium() -> None:
-    manager = KeyedManager(4, enable_events=True)
-    assert isinstance(manager, SupportsMedia)
-    assert list(manager.media) == [DISK]
-    output = manager.prepare_store([make_offload_key(b"k", 0)])
-    assert output is not None
-    assert pickle.loads(pickle.dumps(output.store_spec)) == output.store_spec

@@ -47,22 +47,6 @@ def hits(manager: CPUOffloadingManager) -> set[OffloadKey]:
 # The public API
 
 
-def test_events_are_the_third_argument_as_upstream() -> None:
-    manager = CPUOffloadingManager(4, "lru", True)
-    stored(manager, A)
-    assert [event.keys for event in manager.take_events()] == [(A,)]
-
-
-def test_context_is_optional() -> None:
-    manager = CPUOffloadingManager(2)
-    assert manager.prepare_store([A]) is not None
-    manager.complete_store([A], success=True)
-    manager.touch([A])
-    manager.prepare_load([A])
-    manager.complete_load([A])
-    assert manager.lookup(A) is HIT
-
-
 def test_errors_name_the_key_and_its_state() -> None:
     manager = CPUOffloadingManager(4)
     stored(manager, A)

@@ -81,13 +81,6 @@ def test_several_connectors_are_no_worse_either() -> None:
     assert report.offloaded_blocks <= 2 * num_computed  # once a child that stores
 
 
-def test_threads_do_not_change_the_figures() -> None:
-    """The copies of a worker's threads end before the next step."""
-    first, second = (run(StoreConnector, 400, {"cpu_blocks": 100})[0] for _ in range(2))
-    for name in ("gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "steps"):
-        assert getattr(first, name) == getattr(second, name), name
-
-
 def test_victims_gain_most_where_the_tier_is_as_large_as_the_pool() -> None:
     options = {"cpu_blocks": 900}
     victims, num_computed = run(StoreConnector, 900, options)

@@ -49,39 +49,6 @@ def run(connector: str, *args: str | Path) -> Result:
 
 
 @pytest.mark.slow
-def test_pages_that_shrink_and_pages_that_do_not_are_both_stored(tmp_path: Path) -> None:
-    target = tmp_path / "mine.py"
-    target.write_text("""
-import zlib
-from kvview_reference.store_connector import StoreConnector, Transform
-
-class Zlib(Transform):
-    def max_bytes(self, page_bytes):
-        return page_bytes + 1
-
-    def encode(self, key, page):
-        data = zlib.compress(page, 1)
-        if len(data) < len(page):
-            return b"z" + data
-        return b"-" + bytes(page)
-
-    def decode(self, key, data, page):
-        if data[:1] == b"z":
-            page[:] = zlib.decompress(data[1:])
-        else:
-            page[:] = data[1:]
-
-class Mine(StoreConnector):
-    transform = Zlib
-    defaults = {"cpu_bytes": 1 << 30}
-""")
-    mine = load_connector(f"{target}:Mine")
-    runs = check_connector(mine, first_seed=15, seeds=15, options={"cpu_bytes": "{bytes}"})
-    assert not runs.failures
-    assert not runs.unrun
-
-
-@pytest.mark.slow
 def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option() -> None:
     place = f"two_levels.py:{line_of('            self.shorten()')}"
     result = run("TwoLevels", *SEEDS)
