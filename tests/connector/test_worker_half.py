@@ -23,7 +23,6 @@ from kvview import (
     ConfigError,
     Connector,
     ConnectorConfig,
-    SchedulerConnector,
     StepPlan,
     TransferResult,
     WorkerConnector,
@@ -39,24 +38,6 @@ from kvview.testing.connector.kv_bytes import KVBytes
 from kvview.testing.connector.stuck import where_all_wait
 from kvview_reference.store_connector import StoreConnector
 from kvview_reference.transfer import worker
-
-
-class SharesThroughSelf(StoreConnector):
-    """Its worker half finds the options where the scheduler half left them."""
-
-    def make_scheduler(self) -> SchedulerConnector:
-        self.handed = self.options
-        return super().make_scheduler()
-
-    def make_worker(self) -> WorkerConnector:
-        assert self.handed is self.options
-        return super().make_worker()
-
-
-def test_the_halves_share_no_instance() -> None:
-    report = check_connector(SharesThroughSelf, seeds=3, max_shrink_runs=0)
-    assert report.failures
-    assert "'SharesThroughSelf' object has no attribute 'handed'" in report.failures[0].message
 
 
 class TakesAnything(Connector):

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from typing_extensions import override
 
 from examples.host_cache import HostCacheConnector, HostCacheScheduler, HostCacheWorker
 from kvview import (
-    CanonicalKVCaches,
-    ComputeEvent,
     Connector,
     ConnectorConfig,
     CPULoadStoreSpec,
@@ -111,45 +108,19 @@ class OwnMedium(Host):
             loads = [replace(job, src=shelf(job.src)) for job in plan.loads]
             return StepPlan(loads, [replace(job, dst=shelf(job.dst)) for job in plan.stores])
 
-    class worker(WorkerConnector):
-        def __init__(self, cpu_blocks: int) -> None:
-            self.shelf: dict[str, list[torch.Tensor]] = {}
-            self.started: list[tuple[ComputeEvent | None, StepPlan]] = []
-            self.finished: list[TransferResult] = []
-
-        @override
-        def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
-            self.compute = kv_caches.compute_stream
-            self.gpu: list[torch.Tensor] = [tensor.tensor for tensor in kv_caches.tensors]
-
+    class worker(HostCacheWorker):
         @override
         def start_plan(self, plan: StepPlan) -> None:
-            self.started.append((self.compute.record_event() if self.compute else None, plan))
-            self.copy_started()
+            loads = [replace(job, src=pages_of(job.src)) for job in plan.loads]
+            super().start_plan(
+                StepPlan(loads, [replace(job, dst=pages_of(job.dst)) for job in plan.stores])
+            )
 
-        def copy_started(self) -> None:
-            while self.started and ((mark := self.started[0][0]) is None or mark.query()):
-                self.copy(self.started.pop(0)[1])
 
-        def copy(self, plan: StepPlan) -> None:
-            for job in plan.loads:
-                source: Any = job.src
-                target: Any = job.dst
-                for name, block in zip(source.names, target.block_ids, strict=True):
-                    for tensor, row in zip(self.gpu, self.shelf[name], strict=True):
-                        tensor[block] = row
-                self.finished.append(TransferResult(job.job_id, True))
-            for job in plan.stores:
-                source, target = job.src, job.dst
-                for name, block in zip(target.names, source.block_ids, strict=True):
-                    self.shelf[name] = [tensor[block].clone() for tensor in self.gpu]
-                self.finished.append(TransferResult(job.job_id, True))
-
-        @override
-        def get_finished(self) -> list[TransferResult]:
-            self.copy_started()
-            finished, self.finished = self.finished, []
-            return finished
+def pages_of(spec: LoadStoreSpec) -> CPULoadStoreSpec:
+    """The host pages of names."""
+    assert isinstance(spec, ShelfSpec)
+    return CPULoadStoreSpec([int(name.removeprefix("page ")) for name in spec.names])
 
 
 def shelf(spec: LoadStoreSpec) -> ShelfSpec:

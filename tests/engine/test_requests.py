@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvview import BlockIds, RequestInfo, StepInfo, StepPlan
+from kvview.testing.connector import check_connector
 from kvview_reference.engine import Request, chain_hashes
+from kvview_reference.store_connector.scheduler import StoreScheduler
+from tests.connector.halves import WithHalves
 
 SIZE = 4
 
@@ -22,6 +26,35 @@ def make(ids: Sequence[object], more: int = 0, output: int = 0, name: str = "a")
 
 
 # --- counts ---
+
+
+class CountingScheduler(StoreScheduler):
+    """Compares the number of computed tokens of each request with that of its call."""
+
+    def on_blocks_allocated(
+        self,
+        request: RequestInfo,
+        block_ids: BlockIds,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+    ) -> None:
+        assert request.num_computed_tokens == num_computed_tokens, "blocks in a load do not count"
+        super().on_blocks_allocated(request, block_ids, num_computed_tokens, num_external_tokens)
+
+    def plan_step(self, step: StepInfo) -> StepPlan:
+        for scheduled in step.scheduled:
+            assert scheduled.num_computed_tokens == scheduled.request.num_computed_tokens
+        return super().plan_step(step)
+
+
+class Counting(WithHalves):
+    scheduler = CountingScheduler
+
+
+def test_every_call_has_the_number_of_computed_tokens() -> None:
+    report = check_connector(Counting, seeds=12, first_seed=15)
+    assert not report.failures, report.failures[0]
+    assert report.coverage["loads"] > 0
 
 
 # --- content ---

@@ -72,6 +72,29 @@ def test_an_offer_has_one_reader_and_ends_after_its_reads() -> None:
         offers.begin_read(HANDOFF, "D", now=1.0)
 
 
+def test_an_offer_may_be_returned_before_it_is_planned() -> None:
+    offers = Offers[str](ME)
+    assert offers.begin_read(HANDOFF, "D", now=0.0) is None
+    offers.close(HANDOFF, "D")
+    offers.add(HANDOFF, "blocks", deadline=10.0)
+    assert offers.take_ended(now=0.0) == [("blocks", True)]
+    later = replace(HANDOFF, handoff_id=1)
+    offers.close(replace(later, prefix="00"), "D")  # a damaged number, of another prompt
+    offers.add(later, "blocks", deadline=10.0)
+    assert offers.take_ended(now=0.0) == []
+
+
+@pytest.mark.parametrize("changes", [{"life": "life 0"}, {"engine_id": "Q"}, {"prefix": "00"}])
+def test_a_foreign_handoff_reads_and_ends_nothing(changes: Any) -> None:
+    offers = Offers[str](ME)
+    offers.add(HANDOFF, "blocks", deadline=10.0)
+    foreign = replace(HANDOFF, **changes)
+    with pytest.raises(HandoffError, match="HAND-6"):
+        offers.begin_read(foreign, "D", now=0.0)
+    offers.close(foreign, "D")
+    assert offers.take_ended(now=0.0) == []
+
+
 @pytest.mark.parametrize(
     ("target", "code", "text"),
     [

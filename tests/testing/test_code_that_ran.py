@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from examples import host_cache
-from kvview import ConfigError, Connector
+from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.targets import load_connector
-from kvview.testing.connector import ConnectorRuns, check_connector, generate_scenario
+from kvview.testing.connector import check_connector, generate_scenario
 from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.connector.code_coverage import Branches
 from kvview.testing.connector.code_that_ran import CodeThatRan
@@ -27,9 +27,6 @@ from tests.cases import read_cases
 from tests.testing import two_levels
 from tests.testing.two_levels import (
     CannotLoad,
-    PoolKeepsErrors,
-    RaisesInAHelper,
-    ThreadDies,
     TwoLevels,
 )
 
@@ -219,38 +216,3 @@ async def load():
         return SimulationResult(generate_scenario(0), None, (), load_error="a page was missing")
 
     assert first_load_error([str(file)], play) == "a page was missing"
-
-
-@pytest.mark.parametrize(
-    ("connector", "line", "caller"),
-    [
-        (
-            ThreadDies,
-            "            self.total += len(plan.stores)  # type: ignore[attr-defined]",
-            "",
-        ),
-        (
-            RaisesInAHelper,
-            "            plan.stores += []  # type: ignore[misc, operator]",
-            "            self.check(plan)",
-        ),
-    ],
-)
-def test_an_exception_is_a_finding_of_its_own(
-    connector: type[Connector], line: str, caller: str
-) -> None:
-    result = run(connector.__name__, "--seeds", "3")
-    assert result.exit_code == ExitCode.CONNECTOR_RAISED, result.output
-    verdict = result.output.splitlines()[0]
-    assert verdict.startswith("red: exceptions: ")
-    called = f", called at line {line_of(caller)}: {caller.strip()}" if caller else ""
-    assert verdict.endswith(f"two_levels.py:{line_of(line)}: {line.strip()}{called}")
-
-
-def test_an_exception_that_a_pool_of_threads_keeps_is_named() -> None:
-    runs: ConnectorRuns = check_connector(PoolKeepsErrors, seeds=4, max_shrink_runs=0)
-    message = runs.failures[0].message
-    line = '            raise RuntimeError("no room")'
-    place = f"two_levels.py:{line_of(line)}: {line.strip()}"
-    assert "The first exception in its code: RuntimeError: no room at " in message
-    assert message.endswith(place)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ pytest.importorskip("torch")
 from kvview.testing.connector import check_connector
 from kvview_reference.store_connector import StoreConnector
 from kvview_reference.store_connector.scheduler import StoreScheduler
-from kvview_reference.store_connector.worker import HostWorker
 from tests.connector.halves import WithHalves
 
 ROOT = Path(__file__).parents[2]
@@ -76,15 +74,6 @@ class Raises(WithHalves):
     class scheduler(StoreScheduler):
         def plan_step(self, step: StepInfo) -> StepPlan:
             raise ValueError("boom")
-
-
-class HasNoWait(WithHalves):
-    class worker(HostWorker):
-        def wait(self, job_ids: Sequence[int]) -> None:
-            pass
-
-        def get_finished(self) -> Any:
-            return []
 
 
 BEGINS = """
@@ -166,16 +155,6 @@ class Connector_that_does_nothing(Connector):
         return SchedulerConnector()
 
 
-@pytest.mark.slow
-def test_steps_make_runs_longer() -> None:
-    short, long = (
-        run_checks(StoreConnector, seeds=1, steps=n, select=["CONN-3"]) for n in (1, 400)
-    )
-    assert short.runs is not None
-    assert long.runs is not None
-    assert long.runs.coverage["steps"] >= 400 > short.runs.coverage["steps"]
-
-
 # --- said so, by name ---
 
 
@@ -203,12 +182,6 @@ def test_runs_that_are_not_deterministic_are_named() -> None:
     first = check_connector(SometimesLeaks, seeds=6).failures[0]
     assert "not deterministic" in first.message, "a small run may repeat by chance"
     assert not check_connector(StoreConnector, **few).notes
-
-
-def test_a_worker_without_a_wait_is_named() -> None:
-    failures = check_connector(HasNoWait, seeds=1, first_seed=1, max_shrink_runs=0).failures
-    assert failures
-    assert any("let wait block until its jobs" in failure.message for failure in failures)
 
 
 @pytest.mark.parametrize(

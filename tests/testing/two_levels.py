@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from examples.host_cache import HostCacheScheduler, HostCacheWorker
 from kvview import (
-    CanonicalKVCaches,
     Connector,
     ConnectorConfig,
     SchedulerConnector,
@@ -111,71 +106,3 @@ class CannotRead(TwoLevelWorker):
 
 class CannotLoad(TwoLevels):
     worker = CannotRead
-
-
-class CountsInAThread(TwoLevelWorker):
-    """Counts jobs in a thread, which dies of the first."""
-
-    thread: threading.Thread | None = None
-
-    def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        self.queue: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.count, daemon=True)
-        self.thread.start()
-
-    def start_plan(self, plan: StepPlan) -> None:
-        super().start_plan(plan)
-        self.queue.put(plan)
-
-    def count(self) -> None:
-        while (plan := self.queue.get()) is not None:
-            self.total += len(plan.stores)  # type: ignore[attr-defined]
-
-    def shutdown(self) -> None:
-        if self.thread is not None:
-            self.queue.put(None)
-            self.thread.join()
-        super().shutdown()
-
-
-class ThreadDies(TwoLevels):
-    worker = CountsInAThread
-
-
-class CopiesInAPool(TwoLevelWorker):
-    """Copies in a pool of threads, and reads no result of it."""
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.pool = ThreadPoolExecutor(1)
-
-    def start_plan(self, plan: StepPlan) -> None:
-        self.pool.submit(self.copy_all, plan)
-
-    def copy_all(self, plan: StepPlan) -> None:
-        if plan.loads:
-            raise RuntimeError("no room")
-        super().start_plan(plan)
-
-    def wait(self, job_ids: Sequence[int]) -> None:
-        self.pool.submit(int).result()
-        super().wait(job_ids)
-
-    def shutdown(self) -> None:
-        self.pool.shutdown()
-        super().shutdown()
-
-
-class PoolKeepsErrors(TwoLevels):
-    worker = CopiesInAPool
-
-
-class RaisesInAHelper(TwoLevels):
-    class worker(TwoLevelWorker):
-        def start_plan(self, plan: StepPlan) -> None:
-            self.check(plan)
-            super().start_plan(plan)
-
-        def check(self, plan: StepPlan) -> None:
-            plan.stores += []  # type: ignore[misc, operator]
