@@ -131,7 +131,7 @@ def test_media_and_failures_are_the_connectors_own(
     rows: list[object] = [mooncake_row(*range(n, n + 9)) for n in (0, 20, 40, 0)]
     result = run(
         *(write_trace(tmp_path / "t.jsonl", rows), "--closed-loop", "1", "--gpu-blocks", "24"),
-        *("--connector", "tests.testing.two_levels:CannotLoad", "--json", tmp_path / "r.json"),
+        *("--connector", "tests.testing.unrun_code:CannotLoad", "--json", tmp_path / "r.json"),
     )
     assert result.exit_code == 0  # a reported failure costs time and breaks no law
     assert "hit on the DISK tier" in result.stdout

@@ -1,11 +1,11 @@
 """Several connectors seen as one, as far as the kit does not see it.
 
-``test_children.py`` plays them, and ``tests/mutants/connector/two.txt`` has their injected faults.
+``test_simulation.py`` plays them, and ``two.txt`` of the mutants has their injected faults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,8 +14,6 @@ from kvview import (
     BlockIds,
     BlockNotHeldError,
     CacheGeometry,
-    ConfigError,
-    ConnectorConfig,
     ConnectorError,
     GPUBlockPoolView,
     GuardedView,
@@ -26,23 +24,12 @@ from kvview import (
     WorkerConnector,
     make_offload_key,
 )
-from kvview_reference.connector.multi import MultiConnector, MultiScheduler, MultiWorker
+from kvview_reference.connector.multi import MultiScheduler, MultiWorker
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.pool import BlockPool
 
 FULL = CacheGeometry.single(4)
 REQUEST = RequestInfo("a", 33, chain_hashes(range(8)))
-
-
-def multi(*children: Mapping[str, object]) -> MultiConnector:
-    return MultiConnector(ConnectorConfig(FULL, {"connectors": children}))
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"connectors: .*at least 1 item"):
-        multi()
-    with pytest.raises(ConfigError, match=r"'nowhere:Nothing' cannot be imported"):
-        multi({"connector": "nowhere:Nothing"})
 
 
 class Holder(SchedulerConnector):

@@ -109,27 +109,22 @@ def test_a_step_goes_past_the_tokens_and_the_hashes_there_are() -> None:
     assert seen(engine).steps == [(7, 0, 7, 2), (7, 7, 1, 2), (7, 8, 1, 3), (8, 9, 1, 3)]
 
 
+@pytest.mark.parametrize("stops_after", [None, 4])
 @pytest.mark.parametrize("depth", [1, *DEPTHS])
-def test_nothing_is_launched_past_an_end_that_is_foreseen(depth: int) -> None:
+def test_nothing_is_launched_past_an_end_that_is_foreseen_and_the_rest_is_discarded(
+    depth: int, stops_after: int | None
+) -> None:
     engine = build(depth)
-    request = prompt("a", 7, 6)
+    request = prompt("a", 7, 6, stops_after)
     engine.add_request(request)
     drain(engine)
+    num_generated = stops_after or 6
+    num_discarded = depth - 1 if stops_after else 0
     assert request.status is Status.FINISHED
-    assert sum(num_tokens for _, _, num_tokens, _ in seen(engine).steps) == 7 + 6 - 1
-    assert seen(engine).ends == [(13, 12, FinishReason.FINISHED)]
-
-
-@pytest.mark.parametrize("depth", [1, *DEPTHS])
-def test_steps_in_flight_are_discarded_when_a_request_ends_unforeseen(depth: int) -> None:
-    engine = build(depth)
-    request = prompt("a", 7, 20, stops_after=4)
-    engine.add_request(request)
-    drain(engine)
-    assert request.status is Status.FINISHED
-    assert request.num_generated_tokens == 4
-    assert sum(num_tokens for _, _, num_tokens, _ in seen(engine).steps) == 7 + 3 + depth - 1
-    assert seen(engine).ends == [(11, 10, FinishReason.FINISHED)]
+    assert request.num_generated_tokens == num_generated
+    num_scheduled = sum(num_tokens for _, _, num_tokens, _ in seen(engine).steps)
+    assert num_scheduled == 7 + num_generated - 1 + num_discarded
+    assert seen(engine).ends == [(7 + num_generated, 6 + num_generated, FinishReason.FINISHED)]
     assert engine.stats.finished == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from examples.host_cache import HostCacheScheduler
-from kvview import ConfigError, ConnectorConfig
+from kvview import BlockIds, ConfigError, ConnectorConfig, RequestInfo
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.coverage import (
     FEWEST_SEEDS,
@@ -86,3 +86,31 @@ def test_a_size_of_its_own_is_not_enough() -> None:
     many = {name: FEWEST_SEEDS * number for name, number in coverage.items()}
     gaps = {gap.name: gap.what for gap in not_exercised(many)}
     assert "NAME='{blocks}'" in gaps["full tier"]
+
+
+def with_scheduler(scheduler: type[HostCacheScheduler]) -> type[Host]:
+    """The example with another scheduler half."""
+    return type("Own", (Host,), {"scheduler": scheduler})
+
+
+def test_a_tier_without_pages_is_accepted_or_refused() -> None:
+    class NeedsAPage(HostCacheScheduler):
+        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
+            super().__init__(config, cpu_blocks)
+            self.last = 0 if cpu_blocks else [][0]
+
+    seed = next(seed for seed in range(100) if not generate_scenario(seed).cpu_blocks)
+    found = check_connector(with_scheduler(NeedsAPage), first_seed=seed, seeds=1, max_shrink_runs=0)
+    assert [failure.law for failure in found.failures] == ["CONN-1"]
+
+
+def test_no_block_is_skipped_without_a_shortage() -> None:
+    class CountsAll(HostCacheScheduler):
+        @override
+        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
+            self.num_skipped_blocks += 1
+            super().store(request, block_ids)
+
+    seed = next(seed for seed in range(100) if generate_scenario(seed).is_roomy)
+    found = check_connector(with_scheduler(CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0)
+    assert [failure.law for failure in found.failures] == ["CONN-13"]

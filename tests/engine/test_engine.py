@@ -86,19 +86,6 @@ def end(engine: Engine) -> None:
 # --- sizes ---
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_running": 0}, "max_running must be at least 1, got 0"),
-        ({"page_bytes": 12}, "positive multiple of 8 bytes, got 12"),
-        ({"num_gpu_blocks": 1}, "num_blocks must be an int of at least 2"),
-    ],
-)
-def test_impossible_sizes(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(None, **options)
-
-
 def test_conn4_a_request_that_is_preempted_for_ever_is_not_a_hang() -> None:
     """Three blocks are left: a prefix too short to be a hit is computed again and again."""
     engine = build(None, CacheGeometry(16, 4, (FullAttention(4),)), max_tokens_per_step=8)

@@ -106,10 +106,3 @@ def test_a_foreign_handoff_reads_and_ends_nothing(changes: Any) -> None:
 def test_the_command_checks_a_connector(target: str, code: int, text: str) -> None:
     result = CliRunner().invoke(cli, ["check", target, "--pd", "--seeds", "20"])
     assert (result.exit_code, text in result.output) == (code, True), result.output
-
-
-def test_real_engines_run_connectors_for_handoffs_only() -> None:
-    target = "kvview_reference.store_connector:StoreConnector"
-    result = CliRunner().invoke(cli, ["check", target, "--pd", "--inference"])
-    assert result.exit_code == 2
-    assert "makes a HandoffScheduler" in result.output

@@ -21,7 +21,7 @@ LAWS_WITHOUT_A_CHECK = {
     **{f"GUARD-{number}": "in tests/guard" for number in range(1, 12)},
     "TIER-12": "in tests/tier/test_tier_guard.py",
     "CONN-7": "of engines, in tests/connector/test_steps_in_flight.py",
-    "CONN-9": "of classes, in tests/connector/test_hooks.py",
+    "CONN-9": "of classes, in tests/connector/test_hook_names.py",
 }
 """Laws that the kit does not check, and the place of their tests."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from kvview import (
     CPULoadStoreSpec,
@@ -19,9 +19,6 @@ from kvview import (
 )
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.transfer import CPUGPUTransferWorker
-
-if TYPE_CHECKING:
-    from kvview import SupportsMedia, TransferWorker
 
 DISK = "DISK"
 Keys = Collection[OffloadKey]
@@ -74,9 +71,3 @@ class KeyedWorker(CPUGPUTransferWorker):
             raise TransferSpecError(f"XFER-1: one side is GPU blocks, the other keys: {tier}")
         pages = [self._page_of.setdefault(key, len(self._page_of)) for key in tier.keys]
         return CPULoadStoreSpec(pages)
-
-
-if TYPE_CHECKING:
-
-    def _fits(worker: KeyedWorker, manager: KeyedManager) -> tuple[TransferWorker, SupportsMedia]:
-        return worker, manager

@@ -158,26 +158,6 @@ def test_pages_outlive_a_run_under_the_same_weights_alone(tmp_path: Path) -> Non
     assert blocks_loaded(tmp_path) < again
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"cpu_block": 5}, r"unknown options \['cpu_block'\]: the connector has no store"),
-        ({"cpu_blocks": -1}, "cpu_blocks: Input should be greater than or equal to 0"),
-        ({"cpu_blocks": 1, "cpu_bytes": 1}, "set the same budget"),
-        ({"mode": "lazy"}, "mode: Input should be 'eager', 'finish', 'victim' or 'exclusive'"),
-        ({"policy": "newest"}, "OFF-7: cache policy 'newest' is unknown; use arc, lru"),
-        ({"store": "kvview:Lease"}, "is not a class of tier stores"),
-        ({"store": FOLDER}, r"options \[\] do not fit the store FolderStore"),
-        ({"store": FOLDER, "root": "r", "rot": 1}, "do not fit the store FolderStore"),
-        ({"store": REMOTE, "port": 1, "store_blocks": 1}, "needs a store with the method delete"),
-        ({"store": MEMORY, "weights": "1"}, "needs a store with the method has"),
-    ],
-)
-def test_wrong_options_are_refused(given: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StoreConnector(ConnectorConfig(CacheGeometry.single(4), given))
-
-
 def test_a_tier_of_another_engine_takes_the_store_of_a_connector_but_no_transform() -> None:
     target = f"{EXAMPLES / 'two_levels.py'}:TwoLevelConnector"
     with pytest.raises(ConfigError, match="has a transform, but a transform is not applied"):

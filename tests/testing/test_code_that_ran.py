@@ -24,13 +24,13 @@ from kvview.testing.connector.load_errors import first_load_error
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.placeholders import in_size
 from tests.cases import read_cases
-from tests.testing import two_levels
-from tests.testing.two_levels import (
+from tests.testing import unrun_code
+from tests.testing.unrun_code import (
     CannotLoad,
     TwoLevels,
 )
 
-FILE = Path(two_levels.__file__)
+FILE = Path(unrun_code.__file__)
 SEEDS = ("--seed", "15", "--seeds", "15")  # without steady runs, which take as long as ten others
 
 
@@ -47,7 +47,7 @@ def run(connector: str, *args: str | Path) -> Result:
 
 @pytest.mark.slow
 def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option() -> None:
-    place = f"two_levels.py:{line_of('            self.shorten()')}"
+    place = f"unrun_code.py:{line_of('            self.shorten()')}"
     result = run("TwoLevels", *SEEDS)
     assert result.exit_code == ExitCode.NOT_CHECKED, result.output
     assert result.output.startswith(f"not checked: {place} in Recent.add never ran: self.shorten()")
@@ -59,7 +59,7 @@ def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option() ->
 def test_a_line_that_is_expected_not_to_run_is_green(tmp_path: Path) -> None:
     expected = tmp_path / "expected"
     line = line_of("            self.shorten()")
-    expected.write_text(f"coverage: two_levels.py:{line}: the limit is never reached\n")
+    expected.write_text(f"coverage: unrun_code.py:{line}: the limit is never reached\n")
     result = run("TwoLevels", *SEEDS, "--expected-failures", expected)
     assert result.exit_code == ExitCode.CLEAN, result.output
 
@@ -69,7 +69,7 @@ def test_with_the_option_all_code_runs() -> None:
     runs = check_connector(
         TwoLevels, first_seed=15, seeds=15, options={"recent_blocks": "{blocks}/4"}
     )
-    assert not [gap for gap in runs.gaps if "two_levels.py" in gap.name]
+    assert not [gap for gap in runs.gaps if "unrun_code.py" in gap.name]
     listed = {one.source for one in runs.unrun}
     assert {"raise ValueError(job_id)", 'log.exception("a copy failed")'} <= listed
 
@@ -199,7 +199,7 @@ def test_loads_that_fail_by_themselves_are_not_green() -> None:
     assert "loads failed without an injected failure; the first: FileNotFoundError" in gap.what
 
     line = line_of('            with open("/nonexistent/page", "rb"):')
-    assert f"two_levels.py:{line}: with open(" in gap.what
+    assert f"unrun_code.py:{line}: with open(" in gap.what
 
 
 def test_the_end_of_an_await_is_not_reported_as_the_error(tmp_path: Path) -> None:

@@ -116,23 +116,6 @@ def test_expected_failures_and_unexpected_passes() -> None:
     assert report.verdict() == f"red: {QUICK_CHECK} passed, but is expected to fail"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"expected_failures": {"check_pool_1_growth_of_hold": "x"}}, "did you mean"),
-        ({"expected_failures": {"check_pool_4_*": "x"}}, "matches no check"),
-        ({"expected_failures": {WRONG_CHECK: " "}}, "needs a reason"),
-        ({"select": ["POOL-99"]}, "'POOL-99' matches no check of this contract"),
-        ({"select": ["check_off_*"]}, "matches no check"),
-    ],
-)
-def test_names_that_match_nothing(arguments: dict[str, Any], match: str) -> None:
-    ran: list[CheckResult] = []
-    with pytest.raises(ConfigError, match=match):
-        run_checks(harness.pool, on_result=ran.append, **arguments)
-    assert not ran
-
-
 def test_a_failure_can_be_pasted() -> None:
     report = run_checks(DropsEngineReferences, select=[WRONG_CHECK], seeds=5)
     (result,) = report.failures
@@ -329,7 +312,7 @@ def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LawBroken, match=r"worker.wait\(\[\d+\]\) must return") as broken:
         check_xfer_5_race_of_wait_and_report(NeverComesBack)
     assert "did not return: it waited for" in broken.value.got
-    assert "test_testing.py:" in broken.value.got
+    assert "test_runner.py:" in broken.value.got
 
 
 WARNS = """

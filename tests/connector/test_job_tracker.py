@@ -1,6 +1,6 @@
 """The job tracker: CONN-2, CONN-3 and CONN-5 for any engine.
 
-``test_broken_connectors.py`` has the reports and promises that it refuses.
+``tests/cli/hooks.txt`` has the reports and promises that it refuses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of children, leftover threads, an idle engine, a tier without pages, and no shortage."""
+"""Threads of a worker half, which must end with it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from examples.host_cache import HostCacheScheduler, HostCacheWorker
+from examples.host_cache import HostCacheWorker
 from kvview import (
-    BlockIds,
     CacheGeometry,
     CanonicalKVCaches,
     Connector,
-    ConnectorConfig,
-    RequestInfo,
     WorkerConnector,
 )
 from kvview.testing.connector import (
     Add,
     Scenario,
     Step,
-    check_connector,
-    generate_scenario,
     simulate,
 )
 from kvview_reference.connector import MultiConnector
@@ -38,9 +33,9 @@ CHILDREN = {
 }
 
 
-def with_halves(**halves: type) -> type[Connector]:
-    """The example with other halves."""
-    return type("Own", (Host,), halves)
+def with_worker(worker: type[HostCacheWorker]) -> type[Connector]:
+    """The example with another worker half."""
+    return type("Own", (Host,), {"worker": worker})
 
 
 class PoolWorker(HostCacheWorker):
@@ -88,35 +83,6 @@ def test_threads_end_with_their_half() -> None:
         return None if failure is None else failure.law
 
     assert law_of(LeavesChildrenRunning, CHILDREN) == "CONN-12"
-    assert law_of(with_halves(worker=PoolWorker), {}) == "CONN-12"
-    assert [law_of(with_halves(worker=right), {}) for right in (Ends, EndsSoon, Shares)] == [
-        None
-    ] * 3
+    assert law_of(with_worker(PoolWorker), {}) == "CONN-12"
+    assert [law_of(with_worker(right), {}) for right in (Ends, EndsSoon, Shares)] == [None] * 3
     Shares.pool.shutdown()
-
-
-def test_a_tier_without_pages_is_accepted_or_refused() -> None:
-    class NeedsAPage(HostCacheScheduler):
-        def __init__(self, config: ConnectorConfig, cpu_blocks: int) -> None:
-            super().__init__(config, cpu_blocks)
-            self.last = 0 if cpu_blocks else [][0]
-
-    seed = next(seed for seed in range(100) if not generate_scenario(seed).cpu_blocks)
-    found = check_connector(
-        with_halves(scheduler=NeedsAPage), first_seed=seed, seeds=1, max_shrink_runs=0
-    )
-    assert [failure.law for failure in found.failures] == ["CONN-1"]
-
-
-def test_no_block_is_skipped_without_a_shortage() -> None:
-    class CountsAll(HostCacheScheduler):
-        @override
-        def store(self, request: RequestInfo, block_ids: BlockIds) -> None:
-            self.num_skipped_blocks += 1
-            super().store(request, block_ids)
-
-    seed = next(seed for seed in range(100) if generate_scenario(seed).is_roomy)
-    found = check_connector(
-        with_halves(scheduler=CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0
-    )
-    assert [failure.law for failure in found.failures] == ["CONN-13"]

@@ -73,18 +73,6 @@ def test_a_report_names_the_cause_and_the_hook(mistake: str) -> None:
     assert hint in (failure.hint or "")
 
 
-def test_the_log_has_the_lines_that_hold_and_release() -> None:
-    report = check_connector(
-        WRONG["a preempted request's holds are given back at once"].load(),
-        seeds=1,
-        first_seed=9,
-        max_shrink_runs=0,
-    )
-    log = report.failures[0].log
-    assert any(line.startswith("  touch_blocks blocks ") and ".py:" in line for line in log)
-    assert any(line.startswith("  free_blocks blocks ") and ".py:" in line for line in log)
-
-
 def test_a_script_writes_a_row_of_default_fates_as_one_item() -> None:
     fates = (*[Fate()] * 11, Fate(outcome="half"))
     run = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=(), fates=fates)
