@@ -182,8 +182,11 @@ def test_an_expected_failure_does_not_end_the_runs() -> None:
 
 
 def test_a_connector_that_ends_its_process_fails_its_seed() -> None:
-    connector = on_finish(lambda: os.getpid() != PARENT and os.kill(os.getpid(), signal.SIGKILL))
-    runs = check_connector(connector, seeds=4, processes=2, max_shrink_runs=6)
+    def end() -> None:
+        if os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    runs = check_connector(on_finish(end), seeds=4, processes=2, max_shrink_runs=6)
     (failure,) = runs.failures
     assert (failure.law, failure.seed) == ("CONN-3", in_order(0, 4)[0])
     assert "died by SIGKILL" in failure.message
