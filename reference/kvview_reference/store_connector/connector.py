@@ -49,8 +49,10 @@ class StoreOptions(BaseModel):
     Attributes:
         store: Target of the store, which replaces the store that the class names.
         cpu_blocks: Blocks in host memory; 0 for none. The default is 10,000 without a store, else
-            0.
-        cpu_bytes: Budget of host memory in bytes, counted after the transform.
+            0. Without a transform, their memory is allocated at the start, and each block is copied
+            once.
+        cpu_bytes: Budget of host memory in bytes, counted after the transform. Each block is copied
+            twice, so without a transform, ``cpu_blocks`` is about twice as fast.
         store_blocks: Maximum of blocks in the store; the least recently used blocks are deleted
             first.
         weights: Model and revision of its weights. With this option, pages are kept for later runs
