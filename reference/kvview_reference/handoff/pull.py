@@ -1,8 +1,9 @@
 """A connector for handoffs between engines, in both roles, in which the consumer pulls the pages.
 
 The consumer requests the pages of a handoff until they arrive or the producer refuses them, but not
-for longer than a lease. The producer copies the pages into its reply. The consumer verifies sizes
-and checksum before it writes any page, and then sends a confirmation.
+for longer than a lease. The producer sends pages in CPU memory without copying them, so it holds
+the blocks until the wire has read them. The consumer verifies sizes and checksum before it writes
+any page, and then sends a confirmation.
 
 Source: the pull mode of ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` (0.33.0), with
 two-sided messages in place of remote reads.
@@ -10,11 +11,12 @@ two-sided messages in place of remote reads.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, islice, pairwise
 from typing import Any, ClassVar
 
 import msgspec
@@ -294,6 +296,7 @@ class PullWorker(HandoffWorker):
     @override
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[torch.Tensor]) -> None:
         self.gpu, self.rank = HostPages(kv_caches, 0), kv_caches.rank
+        self.kv_caches = kv_caches
 
     @override
     def bind_wire(self, me: Peer, wire: Wire, lease_seconds: float) -> None:
@@ -407,9 +410,23 @@ class PullWorker(HandoffWorker):
             return
         if job is None:
             return  # the reader asks again
-        pages = list(map(bytes, self.gpu.read(_part(job.src, read.first_blocks, read.num_blocks))))
+        pages = list(self.views(_part(job.src, read.first_blocks, read.num_blocks)))
         reply = PagesReply(read.handoff, read.reader, _checksum(pages))
         self.sends[self.send(read.reply_to, reply, pages)] = read.handoff
+
+    def views(self, gpu: GPULoadStoreSpec) -> Iterator[Frame]:
+        """Yield the bytes of blocks, tensor by tensor; views of the blocks in CPU memory."""
+        caches, blocks = self.kv_caches, iter(gpu.block_ids)
+        if any(cache.tensor.is_cuda for cache in caches.tensors):
+            yield from map(bytes, self.gpu.read(gpu))
+            return
+        for refs, size in zip(caches.group_data_refs, gpu.group_sizes, strict=True):
+            for block in islice(blocks, size):
+                for ref in refs:
+                    tensor = caches.tensors[ref.tensor_idx].tensor
+                    address = tensor.data_ptr() + block * tensor.stride(0)
+                    page = (ctypes.c_ubyte * ref.page_size_bytes).from_address(address)
+                    yield memoryview(page).cast("B")
 
     def is_for(self, reply: PagesReply | Refused) -> bool:
         """Whether a reply is for a load that still waits (HAND-7, HAND-8)."""
