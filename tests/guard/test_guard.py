@@ -36,7 +36,7 @@ from tests.guard.machine import GuardMachine
 from tests.guard.pools import GuardedPool, UncheckedView
 
 TestGuards = GuardMachine.TestCase
-TestGuards.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestGuards.settings = settings(stateful_step_count=40, deadline=None)
 
 
 @parametrize_with_checks(GuardedPool, seeds=12)
