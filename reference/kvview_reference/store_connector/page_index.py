@@ -14,7 +14,7 @@ from kvview.connector import FullBlock, RequestInfo
 from kvview.events import MEDIUM_STORAGE, OffloadingEvent
 from kvview.geometry import CacheGeometry
 from kvview.keys import OffloadKey, get_offload_group_idx
-from kvview.offloading import LookupResult, ReqContext
+from kvview.offloading import LookupResult
 from kvview.tier import GuardedTier
 from kvview.transfer import CPULoadStoreSpec
 from kvview_reference.offloading import ByteBudgetManager, CPUOffloadingManager, PolicyFactory
@@ -24,7 +24,6 @@ Mode = Literal["eager", "finish", "victim", "exclusive"]
 
 _LONGEST_WAIT = 0.001  # seconds per step to wait for lookups; most requests then wait no step
 _MAX_FAILED = 1 << 16  # keys that are remembered because a job of the key failed
-_NO_REQUEST = ReqContext()
 _HIT = LookupResult.HIT
 
 

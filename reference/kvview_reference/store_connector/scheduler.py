@@ -186,11 +186,10 @@ class StoreScheduler(SchedulerConnector):
             self._look_back(one.request.request_id, one.num_computed_tokens)
         self._planned_stores += self._ahead
         self._ahead = []
-        if self._gpu is not None and self._gpu.finds_victims:
-            self._gpu.on_step(running)
         if self._looks_early:
             self._look_at(running, is_ahead=False)
         if self._gpu is not None and self._gpu.finds_victims:
+            self._gpu.on_step(running)
             self._store(self._gpu.take_victims())
         loads, self._planned_loads = self._planned_loads, []
         stores, self._planned_stores = self._planned_stores, []
