@@ -18,10 +18,10 @@ from kvview.testing.harness import (
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
+from kvview.testing.law_broken import LawBroken
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.player import PoolPlayer
-from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.tier.player import TierPlayer

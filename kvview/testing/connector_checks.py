@@ -15,7 +15,7 @@ from kvview.laws import laws as all_laws
 from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, CheckFunction
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Factory
-from kvview.testing.recorder import LawBroken
+from kvview.testing.law_broken import LawBroken
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorFailure, ConnectorRuns

@@ -12,8 +12,8 @@ from kvview.testing.checks import Check
 from kvview.testing.connector_checks import NotJudged
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.harness import Factory
+from kvview.testing.law_broken import LawBroken
 from kvview.testing.offloading.policy import as_factory
-from kvview.testing.recorder import LawBroken
 from kvview.testing.runner import goes_on_after, plan_checks
 
 if TYPE_CHECKING:

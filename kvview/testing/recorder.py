@@ -3,73 +3,24 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
 from typing import Any, ClassVar, NoReturn
 
 from kvview.connector.hook_errors import where
-from kvview.laws import hint_of, titled
 from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import running_check
 from kvview.testing.effort import Effort, current_effort
+from kvview.testing.law_broken import LawBroken
 from kvview.testing.repetition import cut_repetitions
-from kvview.urls import law_url
 
 _NUM_IMPORTS = 4  # number of import lines in the header
 _RESULT = reprlib.Repr()  # the class takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
 _RESULT.maxstring = _RESULT.maxother = 200
-
-
-class LawBroken(AssertionError):
-    """An implementation broke a law.
-
-    Args:
-        law: Number of the law, ``"POOL-2"`` for example.
-        what: Description of the broken expectation.
-        got: The observed value.
-        expected: The value that the law requires.
-        script: Python code that reproduces the failure, and fails as long as the law is broken.
-        seeds: For a connector, the seeds that break the law; the script shows the first seed.
-        log: For a connector, the last hooks, transfers and holds of the script's run.
-        hint: The remedy; None for the hint of the law.
-    """
-
-    def __init__(
-        self,
-        law: str,
-        what: str,
-        *,
-        got: str,
-        expected: str,
-        script: str,
-        seeds: Sequence[int] = (),
-        log: Sequence[str] = (),
-        hint: str | None = None,
-    ) -> None:
-        super().__init__(law, what)
-        self.seeds = seeds
-        self.log = log
-        self.law = law
-        self.what = what
-        self.got = got
-        self.expected = expected
-        self.script = script
-        self.hint = hint_of(law) if hint is None else hint
-
-    @property
-    def law_url(self) -> str:
-        """Return the page of the law; empty if the documentation has no such page."""
-        return law_url(self.law)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.law}: {self.what}\n  got:      {self.got}\n  expected: {self.expected}\n"
-            f"  law:      {titled(self.law)}, {self.law_url}\n\n{self.script}"
-        )
 
 
 class Recorder:

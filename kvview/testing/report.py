@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvview.laws import titled
 from kvview.testing.checks import Check
 from kvview.testing.harness import Contract
-from kvview.testing.recorder import LawBroken
+from kvview.testing.law_broken import LawBroken
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorRuns

@@ -26,8 +26,8 @@ from kvview.testing.connector_checks import (
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.harness import Contract, Factory
 from kvview.testing.inspect_factory import inspect_factory
+from kvview.testing.law_broken import LawBroken
 from kvview.testing.offloading.policy import as_factory
-from kvview.testing.recorder import LawBroken
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.search import runs_of
 from kvview.testing.tier.store_harness import reason_without

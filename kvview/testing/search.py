@@ -23,7 +23,8 @@ from kvview.testing import watchdog
 from kvview.testing.checks import CheckFunction, check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, Factory
-from kvview.testing.recorder import LawBroken, Recorder, import_line
+from kvview.testing.law_broken import LawBroken
+from kvview.testing.recorder import Recorder, import_line
 
 _NUM_MOVES = 40  # operations of the longest run, by default
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvview.testing.effort import Effort
 from kvview.testing.harness import Factory
-from kvview.testing.recorder import LawBroken
+from kvview.testing.law_broken import LawBroken
 from kvview.testing.runner import PlannedCheck, plan_checks, run_planned
 
 

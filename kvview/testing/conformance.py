@@ -1,0 +1,451 @@
+"""The suites that implementers derive from, and the Hypothesis machines that run their calls.
+
+A suite is a pytest class. Its ``test_calls`` runs a state machine of Hypothesis: the rules are the
+calls of the contract, which run on the object under test and on the model of the contract, and all
+observables of both are compared after each call. Its other tests check properties that a model
+cannot state, such as cost and growth.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, TypeVar
+from unittest import SkipTest
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvview.connector.hook_errors import where
+from kvview.testing import watchdog
+from kvview.testing.checks import CHECKS, Check
+from kvview.testing.effort import Effort, current_effort
+from kvview.testing.harness import Capability, Contract, capabilities_of
+from kvview.testing.law_broken import LawBroken, broken
+
+_NUM_CALLS = 40  # calls of a run, by default
+# CPU seconds that one call may take; a call that uses no CPU may take four times as long.
+_CALL_SECONDS = 10.0
+_COMPARE = "state.compare()"
+_RESULT = reprlib.Repr()  # the class takes no arguments before Python 3.12
+_RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
+_RESULT.maxstring = _RESULT.maxother = 200
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+MachineT = TypeVar("MachineT", bound="ContractMachine")
+ItemT = TypeVar("ItemT")
+
+Promises = Iterable[tuple[str, str, bool]]
+"""Laws, each with a promise of the law, and whether the promise was kept."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A law that a suite checks.
+
+    Args:
+        summary: Summary of the law, in one line.
+        needs: Capabilities without which the law cannot be broken.
+    """
+
+    summary: str
+    needs: tuple[Capability, ...] = ()
+
+
+def of_state(
+    strategy: Callable[[Any], st.SearchStrategy[ItemT]],
+) -> st.SearchStrategy[ItemT]:
+    """Return a strategy that depends on the state of the machine, which it receives."""
+    return st.runner().flatmap(strategy)
+
+
+def operation(
+    law: str,
+    *needs: Capability,
+    when: Callable[[Any], object] | None = None,
+    target: Bundle[Any] | None = None,
+    **arguments: st.SearchStrategy[Any],
+) -> Callable[[FunctionT], FunctionT]:
+    """Make a rule of a machine from a method.
+
+    Args:
+        law: The law that is broken by an unexpected exception, or by a difference for which no
+            other law is named.
+        *needs: Capabilities without which the rule does not run.
+        when: Whether the rule can run in the machine's state.
+        target: The bundle that receives the results.
+        **arguments: The strategies of the arguments.
+    """
+
+    def is_possible(machine: ContractMachine) -> bool:
+        return machine.can(*needs) and (when is None or bool(when(machine)))
+
+    def mark(function: FunctionT) -> FunctionT:
+        def call(machine: ContractMachine, *args: Any, **kwargs: Any) -> Any:
+            machine.begin_operation(law)
+            return function(machine, *args, **kwargs)
+
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        call.__qualname__, call.__module__ = function.__qualname__, function.__module__
+        targets = {} if target is None else {"target": target}
+        return precondition(is_possible)(rule(**targets, **arguments)(call))  # type: ignore
+
+    return mark
+
+
+def observable(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
+    """Mark a method of a machine as a comparison that follows every rule.
+
+    Args:
+        law: The law that is broken by a difference for which no other law is named.
+        *needs: Capabilities without which the values are not compared.
+    """
+
+    def mark(function: FunctionT) -> FunctionT:
+        function.observes = law, needs  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class _DoesNotReturn(BaseException):
+    """A call did not return; Hypothesis does not catch it, because it must not be repeated."""
+
+    def __init__(self, failure: LawBroken) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class ContractMachine(RuleBasedStateMachine):
+    """Base of the machines, which make calls on an object under test and on a model.
+
+    An ``@initialize`` rule of each machine draws the sizes and makes object and model.
+    """
+
+    suite_class: ClassVar[type[Conformance]]
+    labels: ClassVar[Mapping[str, Label]]
+    """The laws that the machine checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.suite = self.suite_class()
+        self.only_law: str | None = None
+        """The law that a test outside of the machine checks; None for all."""
+        self._law = next(iter(self.labels))
+        self._culprit: str | None = None
+        self._is_comparing = False
+        names = sorted(name for name in dir(type(self)) if not name.startswith("__"))
+        marked = [getattr(self, name) for name in names if hasattr(type(self), name)]
+        self._observables = [
+            (function, function.observes[0])
+            for function in marked
+            if hasattr(function, "observes") and self.can(*function.observes[1])
+        ]
+
+    def can(self, *capabilities: Capability) -> bool:
+        """Return whether the implementation has all of these capabilities."""
+        return all(self.suite.has(capability) for capability in capabilities)
+
+    # --- laws ---
+
+    def begin_operation(self, law: str) -> None:
+        """Start a rule, whose unexpected exceptions break a law."""
+        self._law, self._culprit = law, None
+
+    def blame(self, law: str) -> None:
+        """Set the law that a difference after the current rule breaks."""
+        self._law = self._culprit = law
+
+    def equal(self, got: object, expected: object, what: str, law: str | None = None) -> None:
+        """Break a law unless two values are equal."""
+        if got != expected:
+            self.fail(what, _RESULT.repr(got), _RESULT.repr(expected), law)
+
+    def true(
+        self, holds: object, what: str, got: object, expected: str, law: str | None = None
+    ) -> None:
+        """Break a law unless a condition is true."""
+        if not holds:
+            self.fail(what, _RESULT.repr(got), expected, law)
+
+    def judge(self, promises: Promises, got: object) -> None:
+        """Break the law of the first promise that the model reports as not kept."""
+        for law, promise, is_kept in promises:
+            self.true(is_kept, promise, got, "the promise", law)
+
+    def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
+        """Break a law: that of the call that explains the difference, or else the named one."""
+        raise self._failure(what, got, expected, law)
+
+    def _failure(self, what: str, got: str, expected: str, law: str | None = None) -> LawBroken:
+        law = self.only_law or (self._is_comparing and self._culprit) or law or self._law
+        assert self.only_law or law in self.labels, f"{law} is not a law of {type(self).__name__}"
+        return broken(law)(law, what, got=got, expected=expected)
+
+    # --- calls ---
+
+    def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method; an exception breaks the law of the rule."""
+        with self._limited(method, args):
+            try:
+                return getattr(receiver, method)(*args, **kwargs)
+            except Exception as error:
+                raised = error
+        got = f"{type(raised).__name__}: {raised}"
+        raise self._failure(f"{_code(method, args)} must not raise", got, "no error") from raised
+
+    def refused(
+        self,
+        error: type[Exception],
+        receiver: object,
+        method: str,
+        *args: Any,
+        law: str | None = None,
+        **kwargs: Any,
+    ) -> Exception:
+        """Call a method that must raise an error; returns the error."""
+        got = "no error"
+        with self._limited(method, args):
+            try:
+                got = f"no error, {_RESULT.repr(getattr(receiver, method)(*args, **kwargs))}"
+            except error as expected:
+                return expected
+            except Exception as other:
+                got = f"{type(other).__name__}: {other}"
+        what = f"{_code(method, args)} must raise {error.__name__}"
+        raise self._failure(what, got, error.__name__, law)
+
+    @contextmanager
+    def _limited(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
+        with watchdog.calling():
+            try:
+                yield
+            except watchdog.HookTimeout as error:
+                line = where(error)
+                got = str(error) + (f": it is at {line}" if line else "")
+                what = f"{_code(method, args)} must return"
+                raise _DoesNotReturn(self._failure(what, got, "it returns")) from error
+
+    # --- comparison ---
+
+    @invariant()
+    def compare(self) -> None:
+        """Compare all observables of object and model."""
+        self._is_comparing = True
+        before = self._law
+        for compare, law in self._observables:
+            self._law = law
+            compare()
+        self._is_comparing, self._law = False, before
+
+
+class Conformance:
+    """Base of the suites of all contracts.
+
+    An implementer derives one small class from the suite of a contract, and defines ``make``. All
+    capabilities of the contract are checked, except those that ``lacks`` names.
+    """
+
+    contract: ClassVar[Contract]
+    machine: ClassVar[type[ContractMachine]]
+    """The machine of the contract."""
+    Machine: ClassVar[type[ContractMachine]]
+    """The machine of this suite; a script of a failure starts with it."""
+    lacks: ClassVar[Collection[str]] = ()
+    """The capabilities that the implementation lacks."""
+    settings: ClassVar[settings | None] = None
+    """The settings of Hypothesis; None for those of the current profile."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "machine" in vars(cls):
+            _register(cls)
+        name = f"{cls.__name__}.Machine"
+        names = {"suite_class": cls, "__module__": cls.__module__}
+        make: Any = type(cls.machine)  # the metaclass of Hypothesis
+        cls.Machine = make(name, (cls.machine,), names)
+
+    def has(self, capability: str) -> bool:
+        """Return whether the implementation has a capability."""
+        return capability not in self.lacks
+
+    @classmethod
+    def capabilities(cls) -> list[Capability]:
+        """Return the capabilities that are checked."""
+        return [one for one in capabilities_of(cls.contract) if one not in cls.lacks]
+
+    def test_calls(self) -> None:
+        """Run the machine: random calls, each compared with the model.
+
+        Raises:
+            LawBroken: A law is broken; an ``ExceptionGroup``, if several are.
+        """
+        run_machine(type(self), self.settings or settings())
+
+
+def run_machine(suite: type[Conformance], options: settings, seed: int | None = None) -> None:
+    """Run the machine of a suite.
+
+    Args:
+        suite: The suite.
+        options: Settings of Hypothesis; deadlines and health checks are switched off.
+        seed: The seed; None for the seed of the suite or of Hypothesis.
+
+    Raises:
+        LawBroken: A law is broken; an ``ExceptionGroup``, if several are.
+    """
+    machine: Any = suite.Machine
+    for name in ("_hypothesis_internal_use_seed", "_hypothesis_internal_use_reproduce_failure"):
+        setattr(machine, name, getattr(suite, name, None))
+    if seed is not None:
+        machine._hypothesis_internal_use_seed = seed
+    options = settings(options, deadline=None, suppress_health_check=list(HealthCheck))
+    with watchdog.limit(_CALL_SECONDS), watchdog.watching():
+        try:
+            run_state_machine_as_test(machine, settings=options)
+        except _DoesNotReturn as error:
+            raise error.failure from None
+
+
+def find_failures(suite: type[Conformance], effort: Effort) -> dict[str, LawBroken]:
+    """Run the machine of a suite with the settings of ``kvview check``.
+
+    Returns:
+        The shrunk failure of each broken law, with the script of Hypothesis.
+    """
+    options = settings(
+        settings.get_profile("default"),
+        max_examples=runs_of(effort),
+        stateful_step_count=effort.steps or _NUM_CALLS,
+        database=None,
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=not effort.is_brief,
+        phases=[Phase.generate] if effort.is_brief else [Phase.generate, Phase.shrink],
+    )
+    try:
+        run_machine(suite, options, effort.seed)
+    except (LawBroken, ExceptionGroup) as error:
+        found = list(_failures_in(error))
+        if not found:
+            raise
+        failures: dict[str, LawBroken] = {}
+        for failure in found:
+            failure.script = _script(suite, failure)
+            failures.setdefault(failure.law, failure)
+        return failures
+    return {}
+
+
+def runs_of(effort: Effort) -> int:
+    """Return the number of runs of a machine, by default 100."""
+    return effort.seeds or 100
+
+
+def _failures_in(error: BaseException) -> Iterator[LawBroken]:
+    if isinstance(error, LawBroken):
+        yield error
+    elif isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _failures_in(one)
+
+
+def _script(suite: type[Conformance], failure: LawBroken) -> str:
+    """Return the calls that Hypothesis found, with the import of their suite.
+
+    Comparisons change nothing, so only the last one is needed.
+    """
+    notes = "\n".join(getattr(failure, "__notes__", ())).splitlines()
+    starts = [at for at, line in enumerate(notes) if line.startswith("state = ")]
+    if not starts:
+        return ""
+    *calls, end = notes[starts[0] :]
+    calls = [line for line in calls[:-1] if line != _COMPARE] + calls[-1:]
+    told = f"{failure.law}: {failure.what}: got {failure.got}, expected {failure.expected}"
+    lines = [f"from {suite.__module__} import {suite.__qualname__}", "", *calls]
+    return "\n".join([*lines, *(f"# {line}" for line in told.splitlines()), end, ""])
+
+
+def example(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
+    """Mark a test of a suite, of a property that the model cannot state.
+
+    The test receives the suite and a new machine, and makes the machine's calls itself.
+
+    Args:
+        law: The law that the test checks.
+        *needs: Capabilities without which the test is skipped.
+    """
+
+    def mark(function: FunctionT) -> FunctionT:
+        def test(suite: Conformance) -> None:
+            if lacking := [need for need in needs if not suite.has(need)]:
+                raise SkipTest(f"the implementation lacks {', '.join(lacking)}")
+            machine = suite.Machine()
+            machine.only_law = law
+            with watchdog.limit(_CALL_SECONDS), watchdog.watching():
+                try:
+                    function(suite, machine)
+                except _DoesNotReturn as error:
+                    raise error.failure from None
+                finally:
+                    machine.teardown()
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        test.__qualname__, test.__module__ = function.__qualname__, function.__module__
+        test.checks = law, needs  # type: ignore[attr-defined]
+        return test  # type: ignore[return-value]
+
+    return mark
+
+
+def _register(suite: type[Conformance]) -> None:
+    """Register the laws and the tests of the suite of a contract as checks."""
+    for law, label in suite.machine.labels.items():
+        family, _, number = law.lower().partition("-")
+        name = f"check_{family}_{number}"
+        if any(check.name == name for check in CHECKS):  # a law that two contracts share
+            name = f"check_{suite.contract}_{family}_{number}"
+        CHECKS.append(_check_of_law(name, law, label, suite.contract))
+    for name, test in vars(suite).items():
+        if hasattr(test, "checks"):
+            law, needs = test.checks
+            CHECKS.append(Check(name, law, suite.contract, needs, _calling(name, test.__doc__)))
+
+
+def _check_of_law(name: str, law: str, label: Label, contract: Contract) -> Check:
+    def run(suite: Any) -> None:
+        effort = current_effort()
+        if suite not in effort.shared:
+            effort.shared[suite] = find_failures(suite, effort)
+        if failure := effort.shared[suite].get(law):
+            raise failure
+
+    run.__name__, run.__doc__ = name, label.summary
+    return Check(name, law, contract, label.needs, run)
+
+
+def _calling(name: str, doc: str | None) -> Callable[[Any], None]:
+    def run(suite: Any) -> None:
+        try:
+            getattr(suite(), name)()
+        except LawBroken as failure:
+            made = f"from {suite.__module__} import {suite.__qualname__}"
+            failure.script = f"{made}\n\n{suite.__qualname__}().{name}()  # raises LawBroken\n"
+            raise
+
+    run.__name__, run.__doc__ = name, doc
+    return run
+
+
+def _code(method: str, args: tuple[Any, ...]) -> str:
+    return f"{method}({', '.join(map(_RESULT.repr, args))})"
