@@ -265,6 +265,8 @@ class Conformance:
     """The capabilities that the implementation lacks."""
     settings: ClassVar[settings | None] = None
     """The settings of Hypothesis; None for those of the current profile."""
+    protocols: ClassVar[Mapping[str, type]] = {}
+    """The protocols that the objects of :meth:`parts` fulfil, by the name of the object."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -278,6 +280,16 @@ class Conformance:
     def has(self, capability: str) -> bool:
         """Return whether the implementation has a capability."""
         return capability not in self.lacks
+
+    @contextmanager
+    def parts(self) -> Iterator[Mapping[str, object]]:
+        """Make a small object under test, for a check of its methods before any law is checked.
+
+        Yields:
+            The objects that must have the methods of :attr:`protocols` and of the capabilities, by
+            the names that :class:`~kvview.testing.harness.Need` uses; the suite itself is one.
+        """
+        yield {"suite": self}
 
     @classmethod
     def capabilities(cls) -> list[Capability]:

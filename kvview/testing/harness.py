@@ -362,10 +362,11 @@ def capabilities_of(contract: Contract) -> list[Capability]:
 def required_by(contract: Contract) -> list[Need]:
     """Return the methods and attributes that every harness of a contract has."""
     subject, of_subject, of_harness = SUBJECTS[contract]
-    return [*_members(subject, of_subject), *_members("harness", of_harness)]
+    return [*members(subject, of_subject), *members("harness", of_harness)]
 
 
-def _members(on: str, protocol: type) -> Iterator[Need]:
+def members(on: str, protocol: type) -> Iterator[Need]:
+    """Yield the methods and attributes of a protocol, as needs of one object."""
     for name, member in vars(protocol).items():
         if name.startswith("_") or name == "capabilities":
             continue

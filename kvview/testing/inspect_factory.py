@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, line_of
 from kvview.targets import is_connector, is_engine_connector, require_connector
+from kvview.testing.conformance import Conformance
 from kvview.testing.harness import (
     MIN_BLOCKS_PER_GROUP,
     MIN_CAPACITY,
@@ -20,6 +22,7 @@ from kvview.testing.harness import (
     Factory,
     Need,
     capabilities_of,
+    members,
     required_by,
 )
 from kvview.testing.tier.store_harness import tier_factory
@@ -50,6 +53,8 @@ def inspect_factory(
             message lists all faults.
     """
     name = getattr(factory, "__qualname__", None) or repr(factory)
+    if isinstance(factory, type) and issubclass(factory, Conformance):
+        return inspect_suite(factory)
     if is_engine_connector(factory):
         return "connector", frozenset()
     if is_connector(factory):
@@ -68,7 +73,8 @@ def inspect_factory(
     for capability in capabilities:
         needs += capability.needs
     for need in dict.fromkeys(needs):
-        problems += _problems_with(need, harness)
+        owner = harness if need.on == "harness" else getattr(harness, need.on)
+        problems += _problems_with(need, owner)
     if not problems:
         problems += _too_small(harness, contract)
     if contract == "transfer":
@@ -81,6 +87,42 @@ def inspect_factory(
             + "; ".join(problems)
         )
     return contract, frozenset(capabilities)
+
+
+def inspect_suite(suite: type[Conformance]) -> tuple[Contract, frozenset[Capability]]:
+    """Verify that a suite makes an object with all methods on which the checks rely.
+
+    Returns:
+        The contract of the suite, and its capabilities.
+
+    Raises:
+        ConfigError: ``make`` raises, the object lacks a method, or ``lacks`` names no capability.
+            The message lists all faults.
+    """
+    name, known = suite.__qualname__, capabilities_of(suite.contract)
+    if unknown := [one for one in suite.lacks if one not in known]:
+        raise ConfigError(
+            f"{name}.lacks names {', '.join(sorted(unknown))}; the capabilities of a "
+            f"{suite.contract} are {', '.join(known)}"
+        )
+    problems: list[str] = []
+    absent: list[str] = []
+    try:
+        with suite().parts() as parts:
+            for on, protocol in suite.protocols.items():
+                for need in members(on, protocol):
+                    problems += _problems_with(need, parts[on])
+            for capability in suite.capabilities():
+                found = [_problems_with(need, parts[need.on]) for need in capability.needs]
+                problems += chain(*found)
+                absent += [repr(capability.value)] * any(found)
+    except Exception as error:
+        raise ConfigError(f"{name} cannot make its object: {line_of(error)}") from error
+    if absent:
+        problems.append(f"define them, or declare their absence: lacks = {{{', '.join(absent)}}}")
+    if problems:
+        raise ConfigError(f"{name}: {'; '.join(problems)}")
+    return suite.contract, frozenset(suite.capabilities())
 
 
 def _contract_of(harness: object, name: str) -> Contract:
@@ -110,9 +152,9 @@ def _capabilities_of(harness: object, contract: Contract, problems: list[str]) -
     return [capability for capability in known if capability in list(declared)]
 
 
-def _problems_with(need: Need, harness: object) -> list[str]:
-    owner = harness if need.on == "harness" else getattr(harness, need.on)
-    shown = type(owner).__name__ if need.on == "harness" else f"{need.on} {type(owner).__name__}"
+def _problems_with(need: Need, owner: object) -> list[str]:
+    shown = type(owner).__name__
+    shown = shown if need.on in ("harness", "suite") else f"{need.on} {shown}"
     if not hasattr(owner, need.name):
         what = need.name if need.num_args is None else f"{need.name}()"
         return [f"{shown} lacks {what}"]
