@@ -5,10 +5,22 @@ from __future__ import annotations
 import re
 
 PROJECT_URL = "https://github.com/kvview/kvview"
+REVISION = "main"
+"""The revision that install commands name; a tag, once there is a release on the package index."""
 DOCS_URL = "https://kvview.github.io/kvview/"
 
 _LAW = re.compile(r"([A-Z]+)-([0-9]+|\*)")
 _NO_LAWS = {"ENGINE": "engine", "coverage": "not-checked", "exceptions": "exceptions"}
+
+
+def requirement(extras: str, revision: str = REVISION) -> str:
+    """Return the requirement with which pip installs kvview.
+
+    Args:
+        extras: The extras, such as ``"cli,reference"``.
+        revision: A branch, a tag or a commit.
+    """
+    return f"kvview[{extras}] @ git+{PROJECT_URL}@{revision}"
 
 
 def law_url(law: str) -> str:

@@ -76,6 +76,19 @@ def versions_of(target: object = None) -> dict[str, str]:
     return found
 
 
+def installed_commit() -> str | None:
+    """Return the commit from which pip installed kvview; None for a checkout or a file."""
+    import json
+    from importlib import metadata
+
+    try:
+        record = metadata.distribution("kvview").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # kvview is run from its sources
+        return None
+    commit = json.loads(record or "{}").get("vcs_info", {}).get("commit_id")
+    return None if commit is None else str(commit)
+
+
 @cache
 def _distributions() -> Mapping[str, list[str]]:
     """Return the distributions of each top-level module, which takes a fifth of a second."""

@@ -22,7 +22,8 @@ import click
 
 from kvview.cli.echo import echo
 from kvview.errors import ConfigError
-from kvview.version import __version__
+from kvview.urls import REVISION, requirement
+from kvview.version import installed_commit
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
 _EXAMPLES = (_TEMPLATES, _TEMPLATES.parents[2] / "examples")  # in a wheel, and in a checkout
@@ -191,7 +192,8 @@ def _workflow(kind: _Kind, target: str, test: str) -> str:
         for command in kind.commands
     ]
     steps = "\n".join(f"      - run: {line}" for line in [*commands, f"python -m pytest {test}"])
-    words = {"install": kind.install, "version": __version__, "steps": steps}
+    kvview = requirement("cli,reference,testing", installed_commit() or REVISION)
+    words = {"install": kind.install, "kvview": kvview, "steps": steps}
     return _template("workflow.yml").format(**words)
 
 
