@@ -5,8 +5,8 @@ depends on the scheme and layout on the width.
 
     python docs/check_site.py [FOLDER] [PAGE ...]    (default: all pages of site/)
 
-Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a word is broken inside,
-a table shows an escaped ``|``, or the text of a diagram is too small.
+Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a word, a number or a
+line of a code block is broken inside, a table shows an escaped ``|``, or the text of a diagram is too small.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SCREENS: tuple[tuple[Literal["light", "dark"], int, dict[str, Any]], ...] = (
 MIN_TEXT_PX = 9
 """Height of the smallest readable text of a diagram."""
 
-_BROKEN_WORDS = """() => {
+_BROKEN_WORDS = r"""() => {
   const broken = new Set(), range = document.createRange();
   const walker = document.createTreeWalker(
     document.querySelector("article"), NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode;
-    for (const word of node.data.matchAll(/[A-Za-z]{2,}/g)) {
+    for (const word of node.data.matchAll(/[A-Za-z]{2,}|\d+(?:[.,]\d+)*/g)) {
       range.setStart(node, word.index);
       range.setEnd(node, word.index + word[0].length);
       const tops = new Set([...range.getClientRects()].map(box => Math.round(box.top)));
@@ -49,6 +49,15 @@ _BROKEN_WORDS = """() => {
     }
   }
   return [...broken];
+}"""
+_BROKEN_BLOCKS = r"""() => {
+  const range = document.createRange();
+  return [...document.querySelectorAll("article pre code")].filter(code => {
+    range.selectNodeContents(code);
+    const lines = code.textContent.trimEnd().split("\n").length;
+    const height = parseFloat(getComputedStyle(code).lineHeight);
+    return range.getBoundingClientRect().height > (lines + 0.8) * height;
+  }).map(code => code.textContent.trim().split("\n")[0]);
 }"""
 _ESCAPED_BARS = (
     r"() => [...document.querySelectorAll('td')].some(td => td.innerText.includes('\\|'))"
@@ -79,6 +88,8 @@ def layout_problems(page: Page) -> Iterator[str]:
         yield "the page scrolls sideways"
     if words := page.evaluate(_BROKEN_WORDS):
         yield f"broken words: {', '.join(words[:8])}"
+    if blocks := page.evaluate(_BROKEN_BLOCKS):
+        yield f"lines of code blocks break: {', '.join(blocks[:4])}"
     if page.evaluate(_ESCAPED_BARS):
         yield r"a table shows \|"
     for name, source, width in page.evaluate(_DIAGRAMS):

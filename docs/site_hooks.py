@@ -28,7 +28,8 @@ _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 _CONTENTS = re.compile(r'<nav class="md-nav" aria-label="[^"]*"')
 _PARAMETER = re.compile(r"\[(?=<autoref|<span title)")  # of a type
 _EMPTY_HEAD = re.compile(r"<th([^>]*)></th>")
-_INLINE_CODE = re.compile(r"(?<!<pre>)<code>[^<]{12,}</code>")
+_BLOCK = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)  # a browser keeps its lines as they are
+_INLINE_CODE = re.compile(r"<code>[^<]{12,}</code>")
 _LONG_WORD = re.compile(r"(?<=[>\s])[^\s<>\"]{30,}(?=[<\s])")
 _PUNCTUATION = re.compile(r"(?<=[a-z\d\]])([._/:,=([]+)(?=[A-Za-z\d_\"'\[])")
 _WIDE = re.compile(r"<table>.*?</table>|<p><img [^>]*\.svg[^>]*></p>", re.DOTALL)
@@ -55,9 +56,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     html = _CELL.sub(lambda cell: cell[0].replace(r"\|", "|"), html)  # Markdown keeps it in code
     html = _EMPTY_HEAD.sub(r"<td\1></td>", html)
     html = _WIDE.sub(r'<div class="scrolling" tabindex="0">\g<0></div>', html)
-    for long in (_INLINE_CODE, _LONG_WORD):
-        html = long.sub(lambda text: _PUNCTUATION.sub(r"\1<wbr>", text[0]), html)
-    html = _PARAMETER.sub("[<wbr>", html)
+    html = "".join(map(_breakable, _BLOCK.split(html)))
     return html if page.file.src_uri == _LAWS_PAGE else _with_laws(html)
 
 
@@ -65,6 +64,15 @@ def on_post_page(html: str, **_: Any) -> str:
     """Give landmarks of the theme one name each, for screen readers."""
     html = _CONTENTS.sub('<nav class="md-nav" role="none"', html)
     return html.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+
+
+def _breakable(html: str) -> str:
+    """Let long code and long words outside of code blocks break at punctuation."""
+    if html.startswith("<pre"):
+        return html
+    for long in (_INLINE_CODE, _LONG_WORD):
+        html = long.sub(lambda text: _PUNCTUATION.sub(r"\1<wbr>", text[0]), html)
+    return _PARAMETER.sub("[<wbr>", html)
 
 
 def _reference(found: re.Match[str]) -> str:

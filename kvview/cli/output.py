@@ -29,7 +29,7 @@ _EXTRAS = {
     "rich": "cli",
     "torch": "reference",
     "numpy": "reference",
-    "hypothesis": "testing",
+    "hypothesis": "cli",
     "pytest": "testing",
     "msgspec": "events",
     "zmq": "events",
