@@ -6,7 +6,7 @@ depends on the scheme and layout on the width.
     python docs/check_site.py [FOLDER] [PAGE ...]    (default: all pages of site/)
 
 Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a word, a number or a
-line of a code block is broken inside, a table shows an escaped ``|``, or the text of a diagram is too small.
+line of a code block is broken inside, a text shows Markdown, or the text of a diagram is too small.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _BROKEN_BLOCKS = r"""() => {
     return range.getBoundingClientRect().height > (lines + 0.8) * height;
   }).map(code => code.textContent.trim().split("\n")[0]);
 }"""
-_ESCAPED_BARS = (
-    r"() => [...document.querySelectorAll('td')].some(td => td.innerText.includes('\\|'))"
-)
+_MARKDOWN = r"""() => [...document.querySelectorAll("article td, article li, article p")]
+  .filter(node => /\\[|<_*{]|\|--/.test(node.innerText) && !node.querySelector("code"))
+  .map(node => node.innerText.slice(0, 60))"""
 _NOT_THE_THEME = {"exclude": [[".md-code__nav"]]}
 """Buttons that the theme adds to each code block, as landmarks without names."""
 _DIAGRAMS = """() => [...document.querySelectorAll("article img[src$='.svg']")].map(
@@ -90,8 +90,8 @@ def layout_problems(page: Page) -> Iterator[str]:
         yield f"broken words: {', '.join(words[:8])}"
     if blocks := page.evaluate(_BROKEN_BLOCKS):
         yield f"lines of code blocks break: {', '.join(blocks[:4])}"
-    if page.evaluate(_ESCAPED_BARS):
-        yield r"a table shows \|"
+    if texts := page.evaluate(_MARKDOWN):
+        yield f"text shows Markdown: {', '.join(texts[:4])}"
     for name, source, width in page.evaluate(_DIAGRAMS):
         text = page.request.get(source).text()
         drawn = re.findall(r'viewBox="0 0 (\d+)', text)[0]

@@ -223,7 +223,7 @@ def _findings(each: Verdicts, profile: Mapping[str, Any]) -> Iterator[str]:
 
 def _short(text: str) -> str:
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return re.sub(r"([|<*_{])", r"\\\1", text)
+    return re.sub(r"([|*_{])", r"\\\1", text).replace("<", "&lt;")
 
 
 def main() -> None:
