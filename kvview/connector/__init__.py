@@ -1,14 +1,6 @@
 """The connector contract: a connector has two halves, is one file, and works with any engine."""
 
-from kvview.connector.halves import (
-    Connector,
-    ConnectorConfig,
-    EngineFacts,
-    FinishReason,
-    SchedulerConnector,
-    SupportsSkippedBlocks,
-    WorkerConnector,
-)
+from kvview.connector.halves import Connector, ConnectorConfig
 from kvview.connector.plan import StepPlan, TransferJob
 from kvview.connector.request import (
     BlockIds,
@@ -20,6 +12,13 @@ from kvview.connector.request import (
     StepInfo,
     full_blocks,
 )
+from kvview.connector.scheduler_half import (
+    EngineFacts,
+    FinishReason,
+    SchedulerConnector,
+    SupportsSkippedBlocks,
+)
+from kvview.connector.worker_half import WorkerConnector
 
 __all__ = [
     "BlockIds",

@@ -18,14 +18,11 @@ from contextlib import suppress
 from types import FrameType, NoneType
 from typing import Any, TypeVar
 
-from kvview.connector.halves import (
-    Connector,
-    ConnectorConfig,
-    SchedulerConnector,
-    WorkerConnector,
-)
+from kvview.connector.halves import Connector, ConnectorConfig
 from kvview.connector.hooks import hooks_of
 from kvview.connector.plan import StepPlan, TransferJob
+from kvview.connector.scheduler_half import SchedulerConnector
+from kvview.connector.worker_half import WorkerConnector
 from kvview.errors import ConfigError, HookError, MissingLibraryError, line_of, one_line
 from kvview.events import OffloadingEvent
 from kvview.transfer import TransferResult

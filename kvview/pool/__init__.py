@@ -2,20 +2,18 @@
 
 from kvview.pool.leases import Lease, SupportsLeases, SupportsPinBudget
 from kvview.pool.queries import (
-    FreeBlockWalk,
     SupportsBlockKeys,
     SupportsClose,
     SupportsFindCachedBlock,
     SupportsFreeCount,
-    SupportsFreeOrder,
     SupportsGiveBack,
     SupportsHolds,
     SupportsIsFree,
     SupportsPoolSize,
-    SupportsResumableWalk,
     SupportsReuseNotice,
 )
 from kvview.pool.view import GPUBlockPoolView
+from kvview.pool.walks import FreeBlockWalk, SupportsFreeOrder, SupportsResumableWalk
 
 __all__ = [
     "FreeBlockWalk",

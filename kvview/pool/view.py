@@ -1,9 +1,9 @@
 """The pool contract: a connector's view of the engine's block pool.
 
 Three methods are the core. All other methods are optional, and belong to small ``Supports...``
-protocols (:mod:`kvview.pool.queries`, :mod:`kvview.pool.leases`), which an implementer adds one by
-one. A connector tests for a protocol with ``isinstance``. Allocation, eviction, cache reset, block
-objects and reference counts are never reachable through a view.
+protocols (:mod:`kvview.pool.queries`, :mod:`kvview.pool.walks`, :mod:`kvview.pool.leases`), which
+an implementer adds one by one. A connector tests for a protocol with ``isinstance``. Allocation,
+eviction, cache reset, block objects and reference counts are never reachable through a view.
 
 Laws: POOL-1 to POOL-14 in ``kvview/laws.toml``.
 

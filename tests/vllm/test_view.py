@@ -38,7 +38,8 @@ def pool_view(pool: Any) -> VLLMBlockPoolView:
     [
         name
         for name in kvview.__all__
-        if name.startswith("Supports") and getattr(kvview, name).__module__ == "kvview.pool.queries"
+        if name.startswith("Supports")
+        and getattr(kvview, name).__module__ in ("kvview.pool.queries", "kvview.pool.walks")
     ],
 )
 def test_the_view_offers_every_query_that_the_release_allows(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvview.connector.halves import SchedulerConnector, WorkerConnector
+from kvview.connector import SchedulerConnector, WorkerConnector
 from kvview.testing.connector.author_code import AuthorCode
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.result import Failure, SimulationResult
