@@ -62,31 +62,31 @@ class GuardedQueries(GuardedLeases):
         if ledger.num_blocks is not None:
             self.num_blocks, self.null_block_id = ledger.num_blocks, ledger.null_block_id
 
-    def _query(self, name: str, *args: Any) -> Any:
+    def _query(self, name: str, *args: Any, **named: Any) -> Any:
         self._enter()
         try:  # faster than _counted, and connectors query in every step
-            return self._ask(name, *args)
+            return self._ask(name, *args, **named)
         except KVViewError:
             self.stats.refused += 1
             raise
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, name: str, *args: Any, **named: Any) -> Any:
         """Check the ids (POOL-4), because the view below may not do so, and query that view."""
         below = self._below
         if isinstance(below, GuardedQueries):
             below._enter()
-            return below._ask(name, *args)
+            return below._ask(name, *args, **named)
         if not isinstance(below, LedgerView):
             num_blocks = self._view.ledger.num_blocks
             if name == "is_free":
-                check_block_ids(args, num_blocks)
+                check_block_ids([*args, *named.values()], num_blocks)
             elif name in ("block_keys", "primary_keys"):
-                check_block_ids(args[0], num_blocks)
-        return getattr(below, name)(*args)
+                check_block_ids([*args, *named.values()][0], num_blocks)
+        return getattr(below, name)(*args, **named)
 
-    def _free(self, name: str, *args: Any) -> None:
+    def _free(self, name: str, *args: Any, **named: Any) -> None:
         self._enter()
-        getattr(self._view, name)(*args)
+        getattr(self._view, name)(*args, **named)
 
     def _iter_free_block_ids(self) -> Iterator[int]:
         self._enter()

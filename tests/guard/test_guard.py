@@ -27,6 +27,7 @@ from kvview import (
     SupportsPinBudget,
     SupportsPoolSize,
     SupportsReuseNotice,
+    UnknownBlockError,
     WrongThreadError,
 )
 from kvview.testing import BoundCheck, parametrize_with_checks
@@ -162,6 +163,18 @@ def test_a_guard_has_the_queries_of_the_view_below() -> None:
         assert isinstance(lease, Lease)
     limited = GuardedView(UncheckedView(10, has_size=True), pin_budget=0.5)
     assert isinstance(limited, SupportsPinBudget)
+
+
+def test_a_guard_takes_arguments_by_their_names() -> None:
+    below = BlockPool(4).view()
+    for guard in (GuardedView(below), GuardedView(GuardedView(below))):
+        guard.touch_blocks(block_ids=[1, 2])
+        guard.give_back_blocks(block_ids=[1])
+        guard.free_blocks_with_notice(on_reuse=print, block_ids=[2])
+        assert guard.is_free(block_id=1)
+        assert guard.block_keys(block_ids=[1, 2]) == [(), ()]
+    with pytest.raises(UnknownBlockError):
+        GuardedView(UncheckedView(4, has_size=True)).is_free(block_id=4)
 
 
 def test_a_share_without_a_pool_or_beyond_it_is_refused() -> None:
