@@ -64,7 +64,18 @@ class PrepareStoreOutput:
 
 @runtime_checkable
 class OffloadingManager(Protocol):
-    """Tracks the keys that one tier holds, with calls to look up, prepare and complete."""
+    """Tracks the keys that one tier holds, with calls to look up, prepare and complete.
+
+    Examples:
+        Store two keys, and load one of them for a later request:
+
+        >>> output = manager.prepare_store(keys[:2], ctx)
+        >>> manager.complete_store(output.keys_to_store, ctx)  # after the copy to output.store_spec
+        >>> manager.lookup(keys[0], ctx).name
+        'HIT'
+        >>> source = manager.prepare_load(keys[:1], ctx)  # not evicted during the copy
+        >>> manager.complete_load(keys[:1], ctx)
+    """
 
     def lookup(self, key: OffloadKey, ctx: ReqContext, /) -> LookupResult:
         """Whether a key is held and loadable now (OFF-6); a lookup is not a use of the key."""
@@ -141,7 +152,17 @@ class OffloadingManager(Protocol):
 
 @runtime_checkable
 class SupportsMedia(Protocol):
-    """The manager or connector names its media at the start, so that an engine can refuse them."""
+    """The manager or connector names its media at the start, so that an engine can refuse them.
+
+    Examples:
+        Find a medium for which an engine has no name in its events:
+
+        >>> class DiskTier:
+        ...     media = (MEDIUM_CPU, "DISK")
+        >>> known = {MEDIUM_CPU, "STORAGE"}
+        >>> [medium for medium in DiskTier().media if medium not in known]
+        ['DISK']
+    """
 
     @property
     def media(self) -> Collection[str]:
@@ -151,7 +172,19 @@ class SupportsMedia(Protocol):
 
 @runtime_checkable
 class SupportsRequestHooks(Protocol):
-    """The manager is notified of all requests, including requests that do not use the tier."""
+    """The manager is notified of all requests, including requests that do not use the tier.
+
+    Examples:
+        Count the unfinished requests, to keep a share of the tier for each of them:
+
+        >>> class Shares(set):
+        ...     def on_new_request(self, ctx): self.add(ctx.req_id)
+        ...     def on_request_finished(self, ctx): self.discard(ctx.req_id)
+        >>> shares = Shares()
+        >>> shares.on_new_request(ctx)
+        >>> len(shares)
+        1
+    """
 
     def on_new_request(self, ctx: ReqContext, /) -> None:
         """Receive a request that the engine has seen for the first time."""
@@ -164,7 +197,19 @@ class SupportsRequestHooks(Protocol):
 
 @runtime_checkable
 class SupportsStepHooks(Protocol):
-    """The manager collects the work of a scheduler step."""
+    """The manager collects the work of a scheduler step.
+
+    Examples:
+        Write the keys of a step in one batch:
+
+        >>> class Batches(list):
+        ...     def on_schedule_end(self): self.written, self[:] = self[:], []
+        ...     def has_pending_work(self): return bool(self)
+        >>> batches = Batches(keys)
+        >>> batches.on_schedule_end()
+        >>> len(batches.written), batches.has_pending_work()
+        (3, False)
+    """
 
     def on_schedule_end(self) -> None:
         """Flush the work of a step; this is the last call of each step."""

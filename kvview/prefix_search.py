@@ -54,7 +54,17 @@ class CachedBlocks:
 
 
 class SearchedGroup(Protocol):
-    """The part of a KV-cache group that a search needs."""
+    """The part of a KV-cache group that a search needs.
+
+    Examples:
+        Find the longest prefix of which a tier has all blocks that the model reads:
+
+        >>> window = SlidingWindow(block_size=16, sliding_window=20)
+        >>> window.required_blocks(48)  # block 0 is outside the window
+        range(1, 3)
+        >>> window.search_prefix(64, CachedBlocks(lambda block: block in (1, 2)), alignment=16)
+        48
+    """
 
     @property
     def block_size(self) -> int:

@@ -29,6 +29,16 @@ class LoadStoreSpec(Protocol):
 
     Any string is a medium. A spec may list block ids, keys, offsets or any other objects that can
     be pickled; only the two halves of one connector, or a manager and its worker, read a spec.
+
+    Examples:
+        Name pages by their offsets in a file:
+
+        >>> @dataclass
+        ... class FileSpec:
+        ...     medium: ClassVar[str] = "DISK"
+        ...     offsets: Sequence[int]
+        >>> isinstance(FileSpec([0, 4096]), LoadStoreSpec)
+        True
     """
 
     medium: ClassVar[str]
@@ -124,7 +134,18 @@ class CanonicalKVCacheRef:
 
 
 class ComputeEvent(Protocol):
-    """A mark in a compute stream, such as ``torch.cuda.Event``."""
+    """A mark in a compute stream, such as ``torch.cuda.Event``.
+
+    Examples:
+        Copy pages only when the kernels that write them have ended:
+
+        >>> event = stream.record_event()
+        >>> event.query()  # so try again at the next call of get_finished
+        False
+        >>> stream.release()  # the kernels end
+        >>> event.query()
+        True
+    """
 
     def query(self) -> bool:
         """Whether all work before the mark is done."""
@@ -136,7 +157,17 @@ class ComputeEvent(Protocol):
 
 
 class ComputeStream(Protocol):
-    """The stream in which the model's kernels run, such as ``torch.cuda.Stream``."""
+    """The stream in which the model's kernels run, such as ``torch.cuda.Stream``.
+
+    Examples:
+        Start a plan behind the kernels of earlier steps, without waiting for them:
+
+        >>> compute = kv_caches.compute_stream
+        >>> waiting = [(compute.record_event(), job)]  # in start_plan
+        >>> stream.release()  # the kernels end
+        >>> [job.job_id for event, job in waiting if event.query()]  # in get_finished
+        [7]
+    """
 
     def record_event(self) -> ComputeEvent:
         """Record an event after all work submitted so far (XFER-6)."""
@@ -187,7 +218,18 @@ class TransferResult:
 
 @runtime_checkable
 class TransferWorker(Protocol):
-    """Moves pages between the GPU and one medium, job by job, without blocking."""
+    """Moves pages between the GPU and one medium, job by job, without blocking.
+
+    Examples:
+        Store GPU block 3 in host block 0:
+
+        >>> source = GPULoadStoreSpec([3], group_sizes=[1], block_indices=[2])
+        >>> worker.transfer_async(8, (source, CPULoadStoreSpec([0])))
+        True
+        >>> worker.wait([8])  # or call get_finished in each step, until it reports the job
+        >>> [(result.job_id, result.success) for result in worker.get_finished()]
+        [(8, True)]
+    """
 
     def transfer_async(self, job_id: int, spec: TransferSpec, /) -> bool:
         """Start one job.

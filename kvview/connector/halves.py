@@ -66,9 +66,31 @@ class Connector(Hooked):
         self.config = config
 
     def make_scheduler(self) -> SchedulerConnector:
-        """Build the scheduler half."""
+        """Build the scheduler half.
+
+        Examples:
+            Give the scheduler half the geometry and an option:
+
+            >>> class Half(SchedulerConnector):
+            ...     def __init__(self, num_pages): self.free_pages = [*range(num_pages)]
+            >>> class Mine(Connector):
+            ...     def make_scheduler(self): return Half(self.config.options["cpu_blocks"])
+            >>> len(Mine(config).make_scheduler().free_pages)
+            100
+        """
         return SchedulerConnector()
 
     def make_worker(self) -> WorkerConnector:
-        """Build the worker half."""
+        """Build the worker half.
+
+        Examples:
+            Build a worker half that agrees with the scheduler half of another process:
+
+            >>> class Half(WorkerConnector):
+            ...     def __init__(self, num_pages): self.num_pages = num_pages
+            >>> class Mine(Connector):
+            ...     def make_worker(self): return Half(self.config.options["cpu_blocks"])
+            >>> Mine(config).make_worker().num_pages == Mine(config).make_worker().num_pages
+            True
+        """
         return WorkerConnector()

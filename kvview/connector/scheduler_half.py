@@ -49,10 +49,33 @@ class SchedulerConnector(Hooked):
 
         Args:
             view: The view, which is valid until the engine closes it (POOL-10).
+
+        Examples:
+            Use an optional method if the view of this engine has it:
+
+            >>> class Mine(SchedulerConnector):
+            ...     def bind_gpu_block_pool_view(self, view):
+            ...         can_give_back = isinstance(view, SupportsGiveBack)
+            ...         self.free = view.give_back_blocks if can_give_back else view.free_blocks
+            >>> (half := Mine()).bind_gpu_block_pool_view(view)
+            >>> half.free == view.give_back_blocks
+            True
         """
 
     def on_engine_ready(self, facts: EngineFacts) -> None:
-        """Receive the facts of the started engine, in the first call after the view was bound."""
+        """Receive the facts of the started engine, in the first call after the view was bound.
+
+        Examples:
+            Derive the number of blocks that stay free for the engine:
+
+            >>> class Mine(SchedulerConnector):
+            ...     def on_engine_ready(self, facts):
+            ...         self.reserve = 4 * facts.max_blocks_per_step
+            >>> half = Mine()
+            >>> half.on_engine_ready(EngineFacts(1000, page_bytes=(4096,), max_blocks_per_step=8))
+            >>> half.reserve
+            32
+        """
 
     def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int | None:
         """Promise the number of tokens that can be loaded beyond the GPU's own hit.
@@ -68,6 +91,17 @@ class SchedulerConnector(Hooked):
             Tokens beyond ``num_computed_tokens``; the sum is a multiple of ``scheduler_block_size``
             and leaves at least one token to compute. None defers the request, so that the engine
             calls ``match_prefix`` again in a later step.
+
+        Examples:
+            Promise the leading blocks that the tier has, here two, of which the GPU has one:
+
+            >>> class Mine(SchedulerConnector):
+            ...     def match_prefix(self, request, num_computed_tokens):
+            ...         hashes, limit = request.block_hashes, request.num_tokens - 1
+            ...         in_tier = lambda *block: geometry.block_key(hashes, *block) in keys[:2]
+            ...         return max(0, geometry.longest_prefix(limit, in_tier) - num_computed_tokens)
+            >>> Mine().match_prefix(new_request, 16)
+            16
         """
         return 0
 
@@ -87,6 +121,17 @@ class SchedulerConnector(Hooked):
             num_external_tokens: Tokens to load directly after the GPU hit, at most the number that
                 ``match_prefix`` promised; 0 for no load. In each group, only the blocks that
                 ``required_blocks`` returns for the sum of both numbers must be loaded.
+
+        Examples:
+            Note the blocks to load, which follow the blocks that the GPU has:
+
+            >>> class Mine(SchedulerConnector):
+            ...     def on_blocks_allocated(self, request, block_ids, num_computed, num_external):
+            ...         self.to_load = block_ids[0][num_computed // 16 :][: num_external // 16]
+            >>> half = Mine()
+            >>> half.on_blocks_allocated(new_request, ([1, 5, 6, 7],), 16, 32)
+            >>> half.to_load
+            [5, 6]
         """
 
     def plan_step(self, step: StepInfo) -> StepPlan:
@@ -94,11 +139,34 @@ class SchedulerConnector(Hooked):
 
         1. The plan must contain all loads of every request whose blocks were allocated
            with external tokens since the last plan.
+
+        Examples:
+            Pass each load on once, in the first plan after its blocks were allocated:
+
+            >>> class Mine(SchedulerConnector):
+            ...     loads = [TransferJob(8, job.dst, job.src, "r1")]  # by on_blocks_allocated
+            ...     def plan_step(self, step):
+            ...         loads, self.loads = self.loads, []
+            ...         return StepPlan(loads=loads)
+            >>> [job.request_id for job in Mine().plan_step(StepInfo()).loads]
+            ['r1']
         """
         return StepPlan()
 
     def on_transfers_finished(self, results: Sequence[TransferResult]) -> None:
-        """Receive the results of jobs, in order of completion (CONN-3)."""
+        """Receive the results of jobs, in order of completion (CONN-3).
+
+        Examples:
+            Release the blocks of a store when it has ended, even if it failed:
+
+            >>> class Mine(SchedulerConnector):
+            ...     stores = {7: view.lease([3, 2])}
+            ...     def on_transfers_finished(self, results):
+            ...         for result in results: self.stores.pop(result.job_id).release()
+            >>> Mine().on_transfers_finished([TransferResult(7, success=False)])
+            >>> dict(view.held_blocks())
+            {}
+        """
 
     def on_request_preempted(self, request: RequestInfo, block_ids: BlockIds) -> None:
         """Handle a request that loses its blocks or has just lost them, and is restarted later.
@@ -107,6 +175,17 @@ class SchedulerConnector(Hooked):
             request: The request; its blocks have the KV of ``num_computed_tokens`` tokens.
             block_ids: Block table of the request, per group, with the null block in place of each
                 block that the request has already lost.
+
+        Examples:
+            Hold the full blocks that the request still has, so that they can be stored:
+
+            >>> class Mine(SchedulerConnector):
+            ...     def on_request_preempted(self, request, block_ids):
+            ...         full = full_blocks(geometry, request, block_ids)
+            ...         view.touch_blocks([block.block_id for block in full])
+            >>> Mine().on_request_preempted(request, ([0, 2, 3, 4],))  # 0: the first block is lost
+            >>> dict(view.held_blocks())
+            {2: 1, 3: 1}
         """
 
     def on_request_finished(
@@ -121,27 +200,97 @@ class SchedulerConnector(Hooked):
                 group has an empty table, as in ``((),)``. Such a tuple counts as true in an ``if``,
                 so test ``any(block_ids)``.
             reason: The reason why the request ended.
+
+        Examples:
+            Hold the full blocks that the tier does not have, because the engine is about to
+            free them:
+
+            >>> class Mine(SchedulerConnector):
+            ...     def on_request_finished(self, request, block_ids, reason):
+            ...         new = full_blocks(geometry, request, block_ids, first_token=16)
+            ...         view.touch_blocks([block.block_id for block in new])
+            >>> Mine().on_request_finished(request, ([1, 2, 3, 4],), FinishReason.FINISHED)
+            >>> dict(view.held_blocks())  # block 1 was loaded, and block 4 is not full
+            {2: 1, 3: 1}
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call (EVENT-1 to EVENT-5)."""
+        """Return the events since the last call (EVENT-1 to EVENT-5).
+
+        Examples:
+            Advertise the keys of the stores that have ended since the last call:
+
+            >>> class Mine(SchedulerConnector):
+            ...     stored = keys[:2]  # filled by on_transfers_finished
+            ...     def take_events(self):
+            ...         stored, self.stored = self.stored, []
+            ...         return [OffloadingEvent(stored, "DISK", removed=False)] if stored else []
+            >>> [(event.medium, len(event.keys)) for event in Mine().take_events()]
+            [('DISK', 2)]
+        """
         return ()
 
     def has_pending_work(self) -> bool:
-        """Return whether the engine must continue to step although no request is scheduled."""
+        """Return whether the engine must continue to step although no request is scheduled.
+
+        Examples:
+            Let the engine step until the last store is reported, so that its blocks become free:
+
+            >>> class Mine(SchedulerConnector):
+            ...     stores = {7: [3, 2]}  # until on_transfers_finished
+            ...     def has_pending_work(self):
+            ...         return bool(self.stores)
+            >>> Mine().has_pending_work()
+            True
+        """
         return False
 
     def reset_cache(self) -> bool:
-        """Drop all offloaded KV; returns False if the KV cannot be dropped now (CONN-11)."""
+        """Drop all offloaded KV; returns False if the KV cannot be dropped now (CONN-11).
+
+        Examples:
+            Forget the tier after new weights, but not during a copy:
+
+            >>> class Mine(SchedulerConnector):
+            ...     tier, stores = {keys[0]: 5}, {7: [3, 2]}
+            ...     def reset_cache(self):
+            ...         if not self.stores: self.tier.clear()
+            ...         return not self.stores
+            >>> Mine().reset_cache()
+            False
+        """
         return True
 
     def shutdown(self) -> None:
-        """Free every held block; may be called twice."""
+        """Free every held block; may be called twice.
+
+        Examples:
+            Release the blocks of stores that will no longer be reported:
+
+            >>> class Mine(SchedulerConnector):
+            ...     stores = {7: view.lease([3, 2])}
+            ...     def shutdown(self):
+            ...         for lease in self.stores.values(): lease.release()
+            >>> Mine().shutdown()
+            >>> dict(view.held_blocks())
+            {}
+        """
 
 
 @runtime_checkable
 class SupportsSkippedBlocks(Protocol):
-    """A scheduler half that counts the blocks that it did not store, for the engine's metrics."""
+    """A scheduler half that counts the blocks that it did not store, for the engine's metrics.
+
+    Examples:
+        Count the blocks that a full tier refuses:
+
+        >>> class Mine(SchedulerConnector):
+        ...     num_skipped_blocks = 0
+        ...     def on_request_finished(self, request, block_ids, reason):
+        ...         self.num_skipped_blocks += len([*full_blocks(geometry, request, block_ids)])
+        >>> isinstance(Mine(), SupportsSkippedBlocks)  # so the engine exports the number
+        True
+    """
 
     num_skipped_blocks: int
     """Blocks since the start that could have been stored but were not, because the pin budget

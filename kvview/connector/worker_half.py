@@ -17,17 +17,75 @@ class WorkerConnector(Hooked):
     """
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches[Any]) -> None:
-        """Receive the KV-cache tensors, once, before the first plan."""
+        """Receive the KV-cache tensors, once, before the first plan.
+
+        Examples:
+            Allocate a host page for each of 100 blocks of each tensor:
+
+            >>> class Mine(WorkerConnector):
+            ...     def register_kv_caches(self, kv_caches):
+            ...         sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
+            ...         self.host = [bytearray(100 * size) for size in sizes]
+            >>> (half := Mine()).register_kv_caches(kv_caches)
+            >>> [len(pages) for pages in half.host]
+            [400]
+        """
 
     def start_plan(self, plan: StepPlan) -> None:
-        """Start the jobs of one step, without waiting for them."""
+        """Start the jobs of one step, without waiting for them.
+
+        Examples:
+            Pass the jobs to a transfer worker, which copies them in the background:
+
+            >>> class Mine(WorkerConnector):
+            ...     def start_plan(self, plan):
+            ...         for job in [*plan.loads, *plan.stores]:
+            ...             worker.transfer_async(job.job_id, (job.src, job.dst))
+            >>> Mine().start_plan(StepPlan(stores=[job]))
+            >>> [result.job_id for result in worker.get_finished()]  # a small copy ends at once
+            [7]
+        """
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the results of jobs that ended since the last call; never blocks."""
+        """Return the results of jobs that ended since the last call; never blocks.
+
+        Examples:
+            Take the results to which a thread appends, without a lock:
+
+            >>> class Mine(WorkerConnector):
+            ...     done = [TransferResult(7, success=True)]  # by the thread
+            ...     def get_finished(self):
+            ...         return [self.done.pop(0) for _ in range(len(self.done))]
+            >>> [result.job_id for result in Mine().get_finished()]
+            [7]
+        """
         return []
 
     def wait(self, job_ids: Sequence[int]) -> None:
-        """Block until these jobs have ended; ``get_finished`` still returns their results."""
+        """Block until these jobs have ended; ``get_finished`` still returns their results.
+
+        Examples:
+            Wait for a thread, and leave the results to ``get_finished``:
+
+            >>> class Mine(WorkerConnector):
+            ...     def wait(self, job_ids):
+            ...         worker.wait(job_ids)
+            >>> accepted = worker.transfer_async(7, (job.src, job.dst))
+            >>> Mine().wait([7])
+            >>> [result.job_id for result in worker.get_finished()]
+            [7]
+        """
 
     def shutdown(self) -> None:
-        """Release memory; may be called twice."""
+        """Release memory; may be called twice.
+
+        Examples:
+            End the threads of a transfer worker, which then refuses jobs:
+
+            >>> class Mine(WorkerConnector):
+            ...     def shutdown(self):
+            ...         worker.shutdown()
+            >>> Mine().shutdown()
+            >>> worker.transfer_async(7, (job.src, job.dst))
+            False
+        """

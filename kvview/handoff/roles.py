@@ -28,6 +28,17 @@ class Wire(Protocol):
 
     Each worker half of an engine has a separate wire. A message reaches the worker half of the same
     rank in the other engine, whose KV must be split in the same way.
+
+    Examples:
+        Send a page, and change it only when the wire has read it:
+
+        >>> page = bytearray(b"page")
+        >>> ticket = wire.send("tcp://c:1", [b"header", page])
+        >>> network.tick()  # time passes
+        >>> ticket in wire.sent()  # so the page may change now
+        True
+        >>> other_wire.receive()
+        [(b'header', b'page')]
     """
 
     def now(self) -> float:
@@ -68,6 +79,17 @@ class HandoffScheduler(SchedulerConnector, Hooked):
         Args:
             me: This engine.
             lease_seconds: Seconds for which an offer waits for its consumer.
+
+        Examples:
+            Number the offers of this life of the engine:
+
+            >>> class Producer(HandoffScheduler):
+            ...     def bind_peer(self, me, lease_seconds):
+            ...         self.me, self.lease_seconds, self.next_id = me, lease_seconds, 0
+            >>> half = Producer()
+            >>> half.bind_peer(me, lease_seconds=30.0)
+            >>> half.me.engine_id, half.next_id
+            ('P', 0)
         """
 
     def offer_blocks(self, request: RequestInfo, block_ids: BlockIds) -> Mapping[str, Any] | None:
@@ -84,6 +106,17 @@ class HandoffScheduler(SchedulerConnector, Hooked):
         Returns:
             The parameters for the router (HAND-1), at least those of
             :meth:`~kvview.handoff.Handoff.to_params`; None if nothing is offered.
+
+        Examples:
+            Hold the full blocks of the prompt, and describe them to the consumer:
+
+            >>> class Producer(HandoffScheduler):
+            ...     def offer_blocks(self, request, block_ids):
+            ...         full = full_blocks(geometry, request, block_ids)
+            ...         view.touch_blocks([block.block_id for block in full])
+            ...         return handoff.to_params()  # num_tokens and the hash of these blocks
+            >>> Producer().offer_blocks(request, ([1, 2, 3, 4],))["num_tokens"]
+            48
         """
         return None
 
@@ -94,6 +127,17 @@ class HandoffScheduler(SchedulerConnector, Hooked):
             request: The request; it has no blocks.
             params: The parameters as the router delivered them, which may contain any errors
                 (HAND-6).
+
+        Examples:
+            Accept the handoff if its parameters fit the request, and compute the prompt otherwise:
+
+            >>> class Consumer(HandoffScheduler):
+            ...     def accept_params(self, request, params):
+            ...         try: Handoff.from_params(params).require_for(request, geometry, "layout")
+            ...         except HandoffError: print("compute", request.request_id)
+            >>> Consumer().accept_params(new_request, handoff.to_params())
+            >>> Consumer().accept_params(new_request, {"engine_id": "P"})
+            compute r1
         """
 
 
@@ -110,4 +154,15 @@ class HandoffWorker(WorkerConnector, Hooked):
             me: This engine.
             wire: The wire of this worker half.
             lease_seconds: As in :meth:`HandoffScheduler.bind_peer`.
+
+        Examples:
+            Keep the wire, and read its clock rather than that of the machine:
+
+            >>> class Worker(HandoffWorker):
+            ...     def bind_wire(self, me, wire, lease_seconds):
+            ...         self.wire, self.deadline = wire, wire.now() + lease_seconds
+            >>> half = Worker()
+            >>> half.bind_wire(me, wire, lease_seconds=30.0)
+            >>> half.deadline
+            30.0
         """

@@ -14,7 +14,17 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class SupportsPinBudget(Protocol):
-    """The view limits the number of blocks that may be held."""
+    """The view limits the number of blocks that may be held.
+
+    Examples:
+        Store only as many blocks as may be held, and count the others as skipped:
+
+        >>> full = [1, 2, 3, 4, 5]
+        >>> stored = full[: view.num_pinnable_blocks()]
+        >>> view.touch_blocks(stored)
+        >>> len(full) - len(stored), view.num_pinnable_blocks()
+        (1, 0)
+    """
 
     def num_pinnable_blocks(self) -> int:
         """Return the number of additional blocks that may be held; touching more blocks raises."""
@@ -23,7 +33,18 @@ class SupportsPinBudget(Protocol):
 
 @runtime_checkable
 class Lease(Protocol):
-    """References that are released exactly once (GUARD-2); also a context manager."""
+    """References that are released exactly once (GUARD-2); also a context manager.
+
+    Examples:
+        Hold blocks during a copy, and release them even if the copy raises:
+
+        >>> with view.lease([3, 2], ttl=10.0) as lease:
+        ...     lease.renew(ttl=60.0)  # the copy takes longer than expected
+        >>> lease.is_active
+        False
+        >>> lease.release()  # has no effect, so a block is never freed twice
+        False
+    """
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -59,7 +80,18 @@ class Lease(Protocol):
 
 @runtime_checkable
 class SupportsLeases(Protocol):
-    """The view has leases, like the view that a connector receives by default."""
+    """The view has leases, like the view that a connector receives by default.
+
+    Examples:
+        Hold a block only if it was not reused since its key was read:
+
+        >>> pool.evict_blocks([3])  # by the engine, between two steps
+        >>> try:
+        ...     lease = view.lease([3], job="store 8", ttl=60.0, expected_keys=[keys[2]])
+        ... except StaleBlockError:
+        ...     print("store other blocks")
+        store other blocks
+    """
 
     def lease(
         self,

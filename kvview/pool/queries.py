@@ -13,7 +13,17 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class SupportsPoolSize(Protocol):
-    """The view reports the size of the pool and the id of the null block."""
+    """The view reports the size of the pool and the id of the null block.
+
+    Examples:
+        Keep one flag for each block, and leave out the null block of a block table:
+
+        >>> is_stored = bytearray(view.num_blocks)
+        >>> for block_id in [view.null_block_id, 2, 3]:  # a window has freed the first block
+        ...     is_stored[block_id] = block_id != view.null_block_id
+        >>> sum(is_stored)
+        2
+    """
 
     @property
     def num_blocks(self) -> int:
@@ -28,7 +38,17 @@ class SupportsPoolSize(Protocol):
 
 @runtime_checkable
 class SupportsFreeCount(Protocol):
-    """The view counts the free blocks."""
+    """The view counts the free blocks.
+
+    Examples:
+        Leave enough free blocks for the next step of the engine:
+
+        >>> reserve = 6
+        >>> num_blocks = max(0, view.num_free_blocks() - reserve)
+        >>> view.touch_blocks([3, 2, 1][:num_blocks])
+        >>> view.num_free_blocks()
+        6
+    """
 
     def num_free_blocks(self) -> int:
         """Return the number of blocks that could be allocated now, with or without a hash."""
@@ -37,7 +57,16 @@ class SupportsFreeCount(Protocol):
 
 @runtime_checkable
 class SupportsIsFree(Protocol):
-    """The view reports whether a block is in the free queue."""
+    """The view reports whether a block is in the free queue.
+
+    Examples:
+        Store free blocks first, because a block in use cannot be evicted soon:
+
+        >>> in_use = pool.allocate_blocks(2)
+        >>> candidates = [*in_use, 3, 2]
+        >>> sorted(candidates, key=view.is_free, reverse=True)[:2]
+        [3, 2]
+    """
 
     def is_free(self, block_id: int) -> bool:
         """Return whether the block is free now; False for the null block.
@@ -50,7 +79,17 @@ class SupportsIsFree(Protocol):
 
 @runtime_checkable
 class SupportsBlockKeys(Protocol):
-    """The view returns the keys of blocks."""
+    """The view returns the keys of blocks.
+
+    Examples:
+        Drop the blocks that were reused since an earlier step:
+
+        >>> expected = {3: keys[2], 2: keys[1]}
+        >>> pool.evict_blocks([3])  # by the engine, between two steps
+        >>> found = view.primary_keys([*expected])
+        >>> [block_id for block_id, key in zip(expected, found) if key == expected[block_id]]
+        [2]
+    """
 
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Return the keys of each block, in one call.
@@ -87,7 +126,17 @@ class SupportsBlockKeys(Protocol):
 
 @runtime_checkable
 class SupportsFindCachedBlock(Protocol):
-    """The view finds a block by its key."""
+    """The view finds a block by its key.
+
+    Examples:
+        Hold the blocks of a prefix that another engine requests, as far as the GPU has them:
+
+        >>> wanted = [*keys, make_offload_key(b"hash 3", 0)]
+        >>> found = [view.find_cached_block(key) for key in wanted]
+        >>> found
+        [1, 2, 3, None]
+        >>> view.touch_blocks([block_id for block_id in found if block_id is not None])
+    """
 
     def find_cached_block(self, key: OffloadKey) -> int | None:
         """Return the id of a block that holds this key (POOL-8), free or in use, or None.
@@ -100,7 +149,16 @@ class SupportsFindCachedBlock(Protocol):
 
 @runtime_checkable
 class SupportsGiveBack(Protocol):
-    """The view can free blocks without making them recently used."""
+    """The view can free blocks without making them recently used.
+
+    Examples:
+        Let the engine evict a block next, because the tier has a copy now:
+
+        >>> view.touch_blocks([1])
+        >>> view.give_back_blocks([1])  # free_blocks would make it the last victim
+        >>> [block_id for block_id, _ in view.iter_free_block_ids_with_hash()]
+        [1, 3, 2]
+    """
 
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
         """Release like ``free_blocks``, but to the head of the free queue (POOL-12).
@@ -119,7 +177,18 @@ class SupportsGiveBack(Protocol):
 
 @runtime_checkable
 class SupportsReuseNotice(Protocol):
-    """The view notifies the connector when a block that it freed is allocated again."""
+    """The view notifies the connector when a block that it freed is allocated again.
+
+    Examples:
+        Find out when the GPU no longer has a block:
+
+        >>> reused = []
+        >>> view.touch_blocks([1])
+        >>> view.free_blocks_with_notice([1], on_reuse=reused.append)
+        >>> requests = pool.allocate_blocks(view.num_free_blocks())
+        >>> reused
+        [1]
+    """
 
     def free_blocks_with_notice(
         self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
@@ -149,7 +218,16 @@ class SupportsReuseNotice(Protocol):
 
 @runtime_checkable
 class SupportsHolds(Protocol):
-    """The view lists the blocks that it holds (POOL-9)."""
+    """The view lists the blocks that it holds (POOL-9).
+
+    Examples:
+        Find the references that a store has not released:
+
+        >>> view.touch_blocks([3, 2, 2])
+        >>> view.free_blocks([3, 2])  # a mistake: block 2 was touched twice
+        >>> dict(view.held_blocks())
+        {2: 1}
+    """
 
     def held_blocks(self) -> Mapping[int, int]:
         """Return a snapshot of the references of this view, ``{block_id: count}``."""
@@ -158,7 +236,17 @@ class SupportsHolds(Protocol):
 
 @runtime_checkable
 class SupportsClose(Protocol):
-    """The view can be closed by the engine that made it (POOL-10)."""
+    """The view can be closed by the engine that made it (POOL-10).
+
+    Examples:
+        Release the blocks of a connector when the engine ends:
+
+        >>> view.touch_blocks([3, 2, 2])
+        >>> still_held = view.close()
+        >>> dict(still_held)
+        {2: 2, 3: 1}
+        >>> pool.free_blocks([one for one, count in still_held.items() for _ in range(count)])
+    """
 
     def close(self) -> Mapping[int, int]:
         """Close the view and return the references that it still held, ``{block_id: count}``.

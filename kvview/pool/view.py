@@ -21,7 +21,17 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class GPUBlockPoolView(Protocol):
-    """The core of a view: hold blocks, free them, and walk the next victims."""
+    """The core of a view: hold blocks, free them, and walk the next victims.
+
+    Examples:
+        Keep a block that the engine is about to evict, until its KV is copied:
+
+        >>> block_id, key = next(view.iter_free_block_ids_with_hash())  # the next victim
+        >>> view.touch_blocks([block_id])  # no request can take the block now
+        >>> [victim for victim, _ in view.iter_free_block_ids_with_hash()]
+        [2, 1]
+        >>> view.free_blocks([block_id])  # when the copy has ended
+    """
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block, once per occurrence.

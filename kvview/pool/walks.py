@@ -13,7 +13,16 @@ from kvview.keys import OffloadKey
 
 @runtime_checkable
 class SupportsFreeOrder(Protocol):
-    """The view walks the whole free queue, so that the eviction rank of every block is known."""
+    """The view walks the whole free queue, so that the eviction rank of every block is known.
+
+    Examples:
+        Count the blocks that the engine will allocate before it evicts a certain block:
+
+        >>> queue = list(view.iter_free_block_ids())  # blocks without a hash are allocated first
+        >>> rank = queue.index(1)
+        >>> rank, len(queue)
+        (7, 8)
+    """
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """Walk all free blocks lazily, with or without a hash, next victim first (POOL-6)."""
@@ -21,7 +30,18 @@ class SupportsFreeOrder(Protocol):
 
 
 class FreeBlockWalk(Protocol):
-    """A walk over the free blocks with keys, which continues in later steps (POOL-13)."""
+    """A walk over the free blocks with keys, which continues in later steps (POOL-13).
+
+    Examples:
+        Read two victims in each step, so that no step takes long:
+
+        >>> walk = view.walk_free_blocks()
+        >>> [block_id for block_id, key in walk.take(max_blocks=2)]
+        [3, 2]
+        >>> [block_id for block_id, key in walk.take(max_blocks=2)]  # in the next step
+        [1]
+        >>> walk.close()
+    """
 
     def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
         """Return the next items of at most ``max_blocks`` blocks; empty at the end of the queue.
@@ -57,7 +77,19 @@ class FreeBlockWalk(Protocol):
 
 @runtime_checkable
 class SupportsResumableWalk(Protocol):
-    """The view has walks that continue in later steps."""
+    """The view has walks that continue in later steps.
+
+    Examples:
+        Keep one walk, which also finds the blocks that requests free later:
+
+        >>> walk = view.walk_free_blocks()
+        >>> len(walk.take(max_blocks=100))
+        3
+        >>> view.touch_blocks([3])
+        >>> view.free_blocks([3])  # now the last victim
+        >>> walk.take(max_blocks=100) == [(3, keys[2])]
+        True
+    """
 
     def walk_free_blocks(self) -> FreeBlockWalk:
         """Open a walk at the next victim.

@@ -24,6 +24,17 @@ class TierStore(Protocol):
     """Keeps pages by key; made with ``Store(namespace, **options)``.
 
     All calls come from one thread. Pages stay valid until their job is reported.
+
+    Examples:
+        Store a page and load it again:
+
+        >>> store.put(1, [b"key"], [memoryview(b"page")])
+        >>> store.drain(10.0), store.poll()  # an engine polls in each step instead of waiting
+        (True, [(1, [True])])
+        >>> page = bytearray(4)
+        >>> store.get(2, [b"key"], [memoryview(page)])
+        >>> store.drain(10.0), store.poll(), page
+        (True, [(2, [True])], bytearray(b'page'))
     """
 
     def lookup(self, keys: Sequence[bytes], /) -> Sequence[bool | None]:
@@ -85,7 +96,16 @@ _METHODS = ("lookup", "put", "get", "poll", "drain", "close")
 
 @runtime_checkable
 class SupportsDelete(Protocol):
-    """The store can drop keys."""
+    """The store can drop keys.
+
+    Examples:
+        Drop a key whose page must not be loaded again:
+
+        >>> if isinstance(store, SupportsDelete):
+        ...     store.delete(keys[:1])
+        >>> store.lookup(keys[:1])
+        [False]
+    """
 
     def delete(self, keys: Sequence[bytes], /) -> None:
         """Make keys a miss from now on; keys that are not held are ignored."""
@@ -108,7 +128,16 @@ class TierUsage:
 
 @runtime_checkable
 class SupportsUsage(Protocol):
-    """The store counts the bytes that it occupies."""
+    """The store counts the bytes that it occupies.
+
+    Examples:
+        Warn before the store evicts pages:
+
+        >>> usage = store.usage()
+        >>> if usage.used_bytes is not None and usage.max_bytes is not None:
+        ...     print("full" if usage.used_bytes > 0.9 * usage.max_bytes else "room")
+        room
+    """
 
     def usage(self) -> TierUsage:
         """Return the bytes in use and the budget, without waiting for I/O.
@@ -121,7 +150,19 @@ class SupportsUsage(Protocol):
 
 @runtime_checkable
 class SupportsTouch(Protocol):
-    """The store evicts the keys that were used least recently."""
+    """The store evicts the keys that were used least recently.
+
+    Examples:
+        Move used keys to the end of a dictionary, whose first key is evicted next:
+
+        >>> class RecentlyUsed(dict):
+        ...     def touch(self, keys):
+        ...         self.update({key: self.pop(key) for key in keys if key in self})
+        >>> pages = RecentlyUsed(a=b"page", b=b"page")
+        >>> pages.touch(["a", "c"])
+        >>> list(pages)
+        ['b', 'a']
+    """
 
     def touch(self, keys: Sequence[bytes], /) -> None:
         """Report the use of keys; keys that are not held are ignored."""
@@ -130,7 +171,17 @@ class SupportsTouch(Protocol):
 
 @runtime_checkable
 class SupportsEvictions(Protocol):
-    """The store names the keys that it evicts, so that they are no longer advertised (EVENT-2)."""
+    """The store names the keys that it evicts, so that they are no longer advertised (EVENT-2).
+
+    Examples:
+        Withdraw the events of keys that a full store evicts:
+
+        >>> evicted = []
+        >>> store.on_evicted(evicted.extend)
+        >>> store.put(1, keys[1:], [memoryview(b"new"), memoryview(b"new")])
+        >>> store.drain(10.0), evicted == keys[:1]
+        (True, True)
+    """
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
         """Call ``evicted``, from any thread, with keys that were dropped to make room."""
@@ -139,7 +190,18 @@ class SupportsEvictions(Protocol):
 
 @runtime_checkable
 class SupportsDamageReports(Protocol):
-    """The store verifies its bytes itself, and reports damaged pages."""
+    """The store verifies its bytes itself, and reports damaged pages.
+
+    Examples:
+        Count pages that the medium has changed:
+
+        >>> damaged = []
+        >>> store.on_damaged(damaged.extend)
+        >>> num_bytes = page_file.write_bytes(bytes(page_file.stat().st_size))
+        >>> store.get(1, keys[:1], [memoryview(bytearray(4))])
+        >>> store.drain(10.0), len(damaged)
+        (True, 1)
+    """
 
     def on_damaged(self, damaged: Callable[[Sequence[bytes]], None], /) -> None:
         """Call ``damaged``, from any thread, once per page whose bytes differ from its put."""
@@ -148,7 +210,18 @@ class SupportsDamageReports(Protocol):
 
 @runtime_checkable
 class SupportsWakeUp(Protocol):
-    """The store calls the engine when ``poll`` has new results."""
+    """The store calls the engine when ``poll`` has new results.
+
+    Examples:
+        Sleep until a job has ended, rather than poll at intervals:
+
+        >>> from threading import Event
+        >>> has_ended = Event()
+        >>> store.on_wake_up(has_ended.set)
+        >>> store.put(1, keys[1:2], [memoryview(b"page")])
+        >>> has_ended.wait(10.0), store.poll()
+        (True, [(1, [True])])
+    """
 
     def on_wake_up(self, wake_up: Callable[[], None], /) -> None:
         """Call ``wake_up``, from any thread, when a job or a lookup has ended."""
