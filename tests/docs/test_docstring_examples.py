@@ -120,6 +120,7 @@ def test_an_example_prints_its_lines(name: str, tmp_path: Path) -> None:
 
 
 def test_each_protocol_and_each_hook_has_an_example() -> None:
-    names = {f"{subject.__module__}.{subject.__qualname__}" for subject in (*PROTOCOLS, *HOOKS)}
+    subjects: list[Any] = [*PROTOCOLS, *HOOKS]
+    names = {f"{subject.__module__}.{subject.__qualname__}" for subject in subjects}
     with_an_example = {*EXAMPLES, *(name.rpartition(".")[0] for name in EXAMPLES)}
     assert names <= with_an_example, names - with_an_example
