@@ -57,14 +57,14 @@ def limit(seconds: float) -> Iterator[None]:
         _seconds.reset(token)
 
 
-@contextmanager
-def calling() -> Iterator[None]:
+class calling:  # an object, because a generator takes twice the time
     """Watch the hook that the ``with`` block calls."""
-    _Call.number += 1
-    _Call.depth += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _Call.number += 1
+        _Call.depth += 1
+
+    def __exit__(self, *_: object) -> None:
         _Call.depth -= 1
         _Call.number += 1
 

@@ -96,8 +96,13 @@ class BlockPool(FreeQueue):
     def ref_counts(self, block_ids: Sequence[int]) -> list[int]:
         """Return the same number for each block."""
         self.check_block_ids(block_ids)
-        states = (self._state[one] if one != NULL_BLOCK_ID else 0 for one in block_ids)
-        return [state // _REFERENCE if 0 < state < FIRST_BACK else 0 for state in states]
+        states = self._state
+        return [
+            state // _REFERENCE
+            if 0 < (state := states[one]) < FIRST_BACK and one != NULL_BLOCK_ID
+            else 0
+            for one in block_ids
+        ]
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take one reference on each of the next victims, in order; their hashes are evicted.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.hook_errors import build_connector, missing_library, where, wrong_type
@@ -22,37 +21,48 @@ _AT_START = {
 _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # other hooks: CONN-3
 
 
-@contextmanager
-def hook(name: str, law: str) -> Iterator[None]:
+class hook:  # an object, because a generator takes twice the time
     """Report an exception of a hook as a broken law: that in its message, or the given law."""
-    jump()
-    try:
-        with watchdog.calling():
-            yield
-    except (InvariantBroken, KeyboardInterrupt):
-        raise
-    except watchdog.HookTimeout as error:
+
+    __slots__ = ("_call", "_law", "_name")
+
+    def __init__(self, name: str, law: str) -> None:
+        self._name, self._law = name, law
+        self._call = watchdog.calling()
+
+    def __enter__(self) -> None:
+        jump()
+        self._call.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._call.__exit__(kind, error, trace)
+        if error is not None and not isinstance(error, (InvariantBroken, KeyboardInterrupt)):
+            raise _broken(self._name, self._law, error) from error
+
+
+def _broken(name: str, law: str, error: BaseException) -> Exception:
+    """Return the error of the check for an exception of a hook."""
+    if isinstance(error, watchdog.HookTimeout):
         line = where(error)
         message = f"{name} {error}" + (f": it is at {line}" if line else "")
         hint = hint_for(name.partition(" ")[0])
-        raise InvariantBroken(law, message, is_timeout=True, hint=hint) from error
-    except BaseException as error:  # sys.exit() in a hook must not end the check
-        is_start = name.partition(" ")[0] in _AT_START
-        if is_start and (missing := missing_library(error, "the connector")):
-            raise missing from error
-        text = line_of(error)
-        named, rest = split_law(text)
-        is_hook_error = False
-        if named and not (law == "CONN-2" and text.startswith("OFF-2")):
-            law, text = named, rest
-        elif isinstance(error, TransferSpecError):
-            law = "XFER-1"
-        else:
-            is_hook_error = True
-        kind = type(error).__name__
-        text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}".rstrip()
-        message = f"{name} raised {text}{at_line(error)}"
-        raise InvariantBroken(law, message, is_hook_error=is_hook_error) from error
+        return InvariantBroken(law, message, is_timeout=True, hint=hint)
+    is_start = name.partition(" ")[0] in _AT_START
+    if is_start and (missing := missing_library(error, "the connector")):
+        return missing
+    text = line_of(error)
+    named, rest = split_law(text)
+    is_hook_error = False
+    if named and not (law == "CONN-2" and text.startswith("OFF-2")):
+        law, text = named, rest
+    elif isinstance(error, TransferSpecError):
+        law = "XFER-1"
+    else:
+        is_hook_error = True
+    kind = type(error).__name__
+    text = f"{kind}: {text}" if isinstance(error, KVViewError) else f"{kind} {text}".rstrip()
+    message = f"{name} raised {text}{at_line(error)}"
+    return InvariantBroken(law, message, is_hook_error=is_hook_error)
 
 
 def calling(name: str) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Protocol, runtime_checkable
 
 from kvview.connector import EngineFacts, FullBlock, RequestStep
 from kvview.geometry import CacheGeometry
@@ -19,6 +20,11 @@ from kvview.pool import (
 
 _LOOKAHEAD_STEPS = 4  # a store takes about two steps, in which blocks are allocated
 _SMALLEST_SHARE = 16  # of the pool is left to the engine: a small pool is all lookahead
+
+
+@runtime_checkable
+class _ShowsVictims(SupportsFreeOrder, SupportsBlockKeys, SupportsGiveBack, Protocol):
+    """A view that shows the order of eviction, and can release blocks to its head."""
 
 
 class GPUBlocks:
@@ -50,14 +56,16 @@ class GPUBlocks:
         if isinstance(view, SupportsPinBudget):
             self._limits.append(view.num_pinnable_blocks)
         self.null_block_id = view.null_block_id if isinstance(view, SupportsPoolSize) else 0
-        self.finds_victims = wants_victims and (
-            isinstance(view, SupportsGiveBack)
-            and isinstance(view, SupportsFreeOrder)
-            and isinstance(view, SupportsBlockKeys)
-        )
-        """Whether the view shows the order of eviction, and can release blocks to its head."""
+        self._victims: _ShowsVictims | None = None
+        if wants_victims and isinstance(view, _ShowsVictims):
+            self._victims = view
         self._unsaved: dict[int, FullBlock] = {}  # by block id
         self._num_ahead = 0  # next victims that are stored or were not added
+
+    @property
+    def finds_victims(self) -> bool:
+        """Whether the view shows the order of eviction, and can release blocks to its head."""
+        return self._victims is not None
 
     def room(self) -> int:
         """Return the number of blocks that may be held now."""
@@ -69,8 +77,8 @@ class GPUBlocks:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Release each block once; the end of a prefix is evicted first."""
-        if self.finds_victims and isinstance(self._view, SupportsGiveBack):
-            self._view.give_back_blocks(block_ids[::-1])
+        if self._victims is not None:
+            self._victims.give_back_blocks(block_ids[::-1])
         else:
             self._view.free_blocks(block_ids[::-1])
 
@@ -101,9 +109,8 @@ class GPUBlocks:
         room = self.room() if self._num_ahead <= self._lookahead // 2 else 0
         if room <= 0:
             return []
-        view = self._view
-        assert isinstance(view, SupportsFreeOrder)
-        assert isinstance(view, SupportsBlockKeys)
+        view = self._victims
+        assert view is not None, "only a view that shows victims is asked for them"
         victims: list[int] = []
         self._num_ahead = 0
         for block_id in islice(view.iter_free_block_ids(), self._lookahead):
