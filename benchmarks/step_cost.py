@@ -40,7 +40,9 @@ sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT)]
 from harness import Table  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 
 import engine as lane  # type: ignore[import-not-found]  # noqa: E402
+from kvview_vllm.releases.versions import vllm  # noqa: E402
 from kvview_vllm.simulation import scheduler as cpu_scheduler  # noqa: E402
+from kvview_vllm.simulation.raw.stand_ins import StandIns  # noqa: E402
 
 CALLS = (  # of vLLM's scheduler
     "on_new_request",
@@ -76,7 +78,6 @@ INTERRUPTED = 4  # times the median of such calls
 def configurations() -> dict[str, dict[str, Any] | None]:
     """Name the connectors to compare."""
     here = f"{__file__}:"
-    spec = {"spec_name": "KVViewOffloadingSpec", "spec_module_path": "kvview_vllm.offloading_spec"}
     names = ("HostCacheConnector", "StoreConnector")
     return {
         "no connector": None,
@@ -85,7 +86,9 @@ def configurations() -> dict[str, dict[str, Any] | None]:
         "vLLM's OffloadingConnector": {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": spec | {"kvview": {"num_blocks": 4096}},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": 4096 * 2 * lane.BLOCK_SIZE * PAGE * 4
+            },
         },
     }
 
@@ -252,7 +255,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     seen: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
+    offloading = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
+    stand_ins = StandIns(()).installed([offloading.OffloadingConnector])
+    with tempfile.TemporaryDirectory() as folder, stand_ins:
         loads = {name: Load(config, Path(folder)) for name, config in configurations().items()}
         for load in loads.values():
             measure(load, 200)  # until requests start and end in every step

@@ -87,8 +87,6 @@ from kvview.offloading import (
     PrepareStoreOutput,
     ReqContext,
     SupportsMedia,
-    SupportsRequestHooks,
-    SupportsStepHooks,
 )
 from kvview.pool import (
     FreeBlockWalk,
@@ -200,12 +198,10 @@ __all__ = [
     "SupportsMedia",
     "SupportsPinBudget",
     "SupportsPoolSize",
-    "SupportsRequestHooks",
     "SupportsResumableWalk",
     "SupportsReuseNotice",
     "SupportsSilentTiers",
     "SupportsSkippedBlocks",
-    "SupportsStepHooks",
     "TierJobError",
     "TraceError",
     "TransferJob",

@@ -33,8 +33,6 @@ _RUFF = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["ruf
 HEAVY = _RUFF["flake8-tidy-imports"]["banned-module-level-imports"]
 
 NAMES_ABOVE = {
-    # Defaults of the user's settings `manager` and `worker`, which are targets.
-    "adapters/kvview_vllm/offloading_spec.py": {"kvview_reference"},
     # Real engines get the reference's wire as a target in their settings.
     "adapters/kvview_vllm/handoff/cases.py": {"kvview_reference"},
     # The trial of a tier uses the bridge of the named engine, if it is installed.

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from kvview import ConfigError, OffloadKey
 from kvview.testing import Capability, ManagerPlayer
-from kvview_vllm.offloading.translated import TranslatedManager, make_cpu_manager
+from kvview_vllm.offloading import TranslatedManager, make_cpu_manager
 from kvview_vllm.releases import probe_offloading
 
 CAPACITY = 8

@@ -41,10 +41,18 @@ KINDS = (
 )
 PAIRS = layout_pairs()
 BASE = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
-KVVIEW_SPEC = {
-    "spec_name": "KVViewOffloadingSpec",
-    "spec_module_path": "kvview_vllm.offloading_spec",
-    "kvview": {"num_blocks": 40},
+OFFLOADING = {"cpu_bytes_to_use": 2_000_000}
+TIERING = OFFLOADING | {
+    "spec_name": "KVViewTieringSpec",
+    "spec_module_path": "kvview_vllm.tier",
+    "secondary_tiers": [
+        {
+            "type": "kvview",
+            "weights": "revision",
+            "store": "kvview_reference.tier:FileStore",
+            "options": {"root": "{tmp}"},
+        }
+    ],
 }
 
 has_layouts = pytest.mark.skipif(
@@ -133,8 +141,9 @@ def test_blocks_of_all_layers_are_exact(monkeypatch: pytest.MonkeyPatch) -> None
     module = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
     kind = PAIRS[0].first_engine.kind
     pairs = [pair for pair in PAIRS if pair.first_engine.kind == kind]
-    cells = check_partition(module.OffloadingConnector, KVVIEW_SPEC, pairs)
-    assert {cell.outcome for cell in cells} == {PairOutcome.EXACT}
+    cells = check_partition(module.OffloadingConnector, OFFLOADING, pairs)
+    # Up to 0.24 a stand-in makes the copies, which is neither credited nor blamed.
+    assert {cell.outcome for cell in cells} <= {PairOutcome.EXACT, PairOutcome.NOT_CHECKED}
     assert all(caches.of_all_layers for caches in made)
 
 
@@ -151,10 +160,7 @@ def test_states_of_mamba_are_enumerated() -> None:
 @has_layouts
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        ({"cpu_bytes_to_use": 2_000_000}, PairOutcome.WRONG),
-        (KVVIEW_SPEC, PairOutcome.REFUSED),
-    ],
+    [(OFFLOADING, PairOutcome.WRONG), (TIERING, PairOutcome.REFUSED)],
     ids=["vLLM's spec", "kvview's spec"],
 )
 def test_the_offloading_connector_passes_wrong_pages_in_some_layouts(

@@ -197,11 +197,6 @@ def _check_offloading(release: Release) -> tuple[Seam, str]:
     return release.offloading, "managers of vLLM have every method"
 
 
-def _check_offloading_spec(release: Release) -> tuple[Seam, str]:
-    import_module("kvview_vllm.offloading_spec")
-    return release.offloading, "KVViewOffloadingSpec has every method"
-
-
 def _check_tier(release: Release) -> tuple[Seam, str]:
     from kvview_vllm.releases.tiers import has_tiers, tier_seam
 
@@ -221,6 +216,5 @@ _CHECKS: dict[str, _Check] = {
     "scheduler": _check_schedulers,
     "connector": _check_connector,
     "offloading": _check_offloading,
-    "offloading spec": _check_offloading_spec,
     "tier": _check_tier,
 }

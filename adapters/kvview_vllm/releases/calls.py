@@ -259,12 +259,6 @@ def lock_of(manager: Any) -> AbstractContextManager[Any]:
     return lock
 
 
-def known_media() -> list[str] | None:
-    """Return the media that events of offloading managers may have; None if any is allowed."""
-    medium = find_class("Medium")
-    return None if medium is None else [known.value for known in medium]
-
-
 def make_medium(name: str) -> Any:
     """Convert a medium to the type that events of offloading managers have."""
     medium = find_class("Medium")

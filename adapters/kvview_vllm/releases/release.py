@@ -217,20 +217,11 @@ class OffloadingSeam(Seam):
     seam: ClassVar[str] = "offloading"
 
     prefix_lookup: bool
-    handlers: bool
-    lookup_retry: bool
-    transfer_dataclass: bool
     manager_shutdown: bool
-    block_indices: bool
     completion_context: bool
     cache_reset: bool
-    request_ids: bool
     request_hooks: bool
-    manager_work: bool
-    step_context: bool
     lookup_results: bool
-    media: bool
-    key_positions: bool
     metadata_events: bool
 
 

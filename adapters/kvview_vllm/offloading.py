@@ -137,19 +137,6 @@ class TranslatedManager:
             self.manager.on_request_finished(self._context(ctx))
         self._contexts.pop(ctx.req_id, None)
 
-    def on_schedule_end(self) -> None:
-        """Notify the manager of the end of a step."""
-        if self.release.step_context:
-            kind = require_class("ScheduleEndContext")
-            context = make_known(kind, new_req_ids=(), preempted_req_ids=())
-            self.manager.on_schedule_end(context)
-        elif self.release.request_hooks:
-            self.manager.on_schedule_end()
-
-    def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping; always False before 0.24."""
-        return self.release.manager_work and bool(self.manager.has_pending_work())
-
     def _request(self, ctx: ReqContext) -> tuple[Any, ...]:
         return () if self.release.prefix_lookup else (self._context(ctx),)
 
