@@ -40,9 +40,9 @@ sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT)]
 from harness import Table  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 
 import engine as lane  # type: ignore[import-not-found]  # noqa: E402
-from kvview_vllm.releases.versions import vllm  # noqa: E402
-from kvview_vllm.simulation import scheduler as cpu_scheduler  # noqa: E402
+from kvview_vllm.releases.compat.versions import vllm  # noqa: E402
 from kvview_vllm.simulation.raw.stand_ins import StandIns  # noqa: E402
+from kvview_vllm.simulation.scheduler import build, model_runner  # noqa: E402
 
 CALLS = (  # of vLLM's scheduler
     "on_new_request",
@@ -148,7 +148,7 @@ class Load:
     def __init__(self, config: dict[str, Any] | None, folder: Path) -> None:
         import torch
 
-        vllm_config = cpu_scheduler.make_vllm_config(
+        vllm_config = build.make_vllm_config(
             folder,
             config,
             block_size=lane.BLOCK_SIZE,
@@ -158,13 +158,13 @@ class Load:
             max_num_batched_tokens=TOKENS_PER_STEP,
         )
         groups = lane._groups([None])
-        kv_cache = cpu_scheduler.make_kv_cache_config(groups, NUM_BLOCKS)
+        kv_cache = build.make_kv_cache_config(groups, NUM_BLOCKS)
         geometry = lane.read_geometry(vllm_config, kv_cache)
-        self.scheduler = cpu_scheduler.make_scheduler(vllm_config, kv_cache, geometry)
+        self.scheduler = build.make_scheduler(vllm_config, kv_cache, geometry)
         self.spent: dict[str, list[float]] = {}
         self.worker: Any = None
         if config is not None:
-            self.worker = cpu_scheduler.make_worker_connector(vllm_config, kv_cache)
+            self.worker = build.make_worker_connector(vllm_config, kv_cache)
             layers = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
             if config["kv_connector"] == "OffloadingConnector":
                 lane.register_layers(vllm_config, kv_cache)
@@ -217,10 +217,10 @@ class Load:
         scheduled = time.thread_time() - began
         transfers = None
         if self.worker is not None:
-            cpu_scheduler.bind_transfers(self.worker, output, output.kv_connector_metadata)
+            model_runner.bind_transfers(self.worker, output, output.kv_connector_metadata)
             self.worker.start_load_kv(None)
-            transfers = cpu_scheduler.take_transfers(self.worker, output)
-            cpu_scheduler.end_transfers(self.worker)
+            transfers = model_runner.take_transfers(self.worker, output)
+            model_runner.end_transfers(self.worker)
         answer = lane.make_model_output(self.scheduler, output, transfers)
         began = time.thread_time()
         self.scheduler.update_from_output(output, answer)

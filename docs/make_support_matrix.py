@@ -17,7 +17,7 @@ from pathlib import Path
 
 from docs.parts import with_parts, write
 from kvview_vllm.releases import differences
-from kvview_vllm.releases.versions import RELEASES, is_between
+from kvview_vllm.releases.compat.versions import RELEASES, is_between
 
 PAGE = Path(__file__).parent / "support-matrix.md"
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from kvview import GPUBlockPoolView, GuardedView, Leak, ViewNotBoundError
 from kvview_vllm.guard import LeakReporter, close_view, guarded_view
 from kvview_vllm.releases import engine_version, installed
-from kvview_vllm.releases.calls import child_connectors
+from kvview_vllm.releases.compat.calls import child_connectors
 
 _POOL_HOOK = "bind_gpu_block_pool"
 _FIRST_CALLS_OF_A_STEP = ("get_num_new_matched_tokens", "build_connector_meta")

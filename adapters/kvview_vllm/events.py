@@ -27,7 +27,7 @@ from kvview import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from kvview_vllm.releases.calls import event_extra_keys, extra_keys_of, make_event
+from kvview_vllm.releases.compat.calls import event_extra_keys, extra_keys_of, make_event
 
 
 @dataclass(eq=False, slots=True)

@@ -27,8 +27,8 @@ from kvview import (
     UnsupportedEngineError,
 )
 from kvview_vllm.releases import GeometrySeam, installed
-from kvview_vllm.releases.calls import context_parallel_sizes
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.calls import context_parallel_sizes
+from kvview_vllm.releases.compat.versions import vllm
 
 # By exact type, because a subclass may skip other tokens than its base (like RSWASpec).
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "TQFullAttentionSpec")

@@ -26,8 +26,8 @@ from kvview import (
     ReqContext,
 )
 from kvview_vllm.releases import probe_offloading, require_class
-from kvview_vllm.releases.calls import has_block_ids, lock_of, make_known, medium_name
-from kvview_vllm.releases.calls import make_cpu_manager as make_cpu_manager
+from kvview_vllm.releases.compat.calls import has_block_ids, lock_of, make_known, medium_name
+from kvview_vllm.releases.compat.calls import make_cpu_manager as make_cpu_manager
 
 NO_REQUEST = ReqContext()
 

@@ -22,9 +22,14 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.tier import Namespace, Polled
-from kvview_vllm.releases.tier_specs import make_tiering_spec
-from kvview_vllm.releases.tiers import lookup_answers, make_tier_job, succeeded_keys, tier_seam
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.build.tier_specs import make_tiering_spec
+from kvview_vllm.releases.compat.tiers import (
+    lookup_answers,
+    make_tier_job,
+    succeeded_keys,
+    tier_seam,
+)
+from kvview_vllm.releases.compat.versions import vllm
 
 _ROWS = 640  # a job of the kit has up to 600 keys
 _MOST_BYTES = 1 << 28

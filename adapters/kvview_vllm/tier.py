@@ -34,8 +34,9 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace, TierEvents
+from kvview_vllm.metrics.tiers import TierReporter, definitions
 from kvview_vllm.releases import probe_offloading, reading, require_class
-from kvview_vllm.releases.tiers import (
+from kvview_vllm.releases.compat.tiers import (
     TierSeam,
     constructor_options,
     has_random_hash_root,
@@ -51,7 +52,6 @@ from kvview_vllm.releases.tiers import (
     tier_seam,
     with_events_of_tiers,
 )
-from kvview_vllm.tier_metrics import TierReporter, definitions
 from kvview_vllm.transfer import check_whole_blocks
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from kvview import (
     CanonicalKVCacheTensor,
     UnsupportedEngineError,
 )
-from kvview_vllm.releases.calls import offloaded_block_bytes
+from kvview_vllm.releases.compat.calls import offloaded_block_bytes
 
 
 def canonical_kv_caches(

@@ -6,10 +6,11 @@ writes, and ``Polled`` the base of stores that poll for ended jobs. ``GuardedTie
 between any store and any engine.
 """
 
-from kvview.tier.async_store import AsyncStore
-from kvview.tier.guarded import GuardedTier, TierStats
+from kvview.tier.bases.async_store import AsyncStore
+from kvview.tier.bases.polled import Polled
+from kvview.tier.bases.threaded import Threaded
+from kvview.tier.guard.guarded import GuardedTier, TierStats
 from kvview.tier.namespace import Namespace
-from kvview.tier.polled import Polled
 from kvview.tier.store import (
     SupportsDamageReports,
     SupportsDelete,
@@ -22,7 +23,6 @@ from kvview.tier.store import (
     is_tier_store,
     require_tier_job,
 )
-from kvview.tier.threaded import Threaded
 from kvview.tier.tier_events import TierEvents
 
 __all__ = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 
+from kvview.tier.bases.threaded import Threaded
 from kvview.tier.namespace import Namespace
 from kvview.tier.store import SupportsDelete, TierStore
-from kvview.tier.threaded import Threaded
 
 _BETWEEN_POLLS = 0.001  # seconds
 _PAGE_BYTES = 65_536

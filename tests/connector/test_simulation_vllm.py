@@ -21,7 +21,7 @@ from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, simulate
 from kvview.testing.connector.coverage import not_exercised
 from kvview_reference.store_connector import StoreConnector
-from kvview_vllm.releases.calls import preemptions_drop_drafts
+from kvview_vllm.releases.compat.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines
 from tests.mutants import connector as connectors
 from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong

@@ -48,7 +48,7 @@ LONG_CONTRACT_MODULES = {
     # Behaviour, not protocols: the ledger and its checks.
     "kvview/guard/ledger.py": 500,
     "kvview/guard/view.py": 500,
-    "kvview/tier/guarded.py": 470,
+    "kvview/tier/guard/guarded.py": 470,
 }
 
 

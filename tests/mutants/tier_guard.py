@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvview.tier import guarded
+from kvview.tier.guard import guarded
 
 from .edits import Base, Variant, inject
 from .tested import read_faults
@@ -19,4 +19,4 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
 
 
 inject(globals(), BASE, make_harness)
-TESTED = read_faults(__file__, BASE, "kvview.tier.guarded", "tests/tier/test_tier_guard.py")
+TESTED = read_faults(__file__, BASE, "kvview.tier.guard.guarded", "tests/tier/test_tier_guard.py")

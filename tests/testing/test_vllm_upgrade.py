@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvview_vllm.releases.compat.versions import LATEST_OF_MINORS, NEWEST_TESTED
 from kvview_vllm.releases.sources import SourcesError, resolve, resolve_all, sources
-from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED
 
 RELEASE = "0.99.1"
 

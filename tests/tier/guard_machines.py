@@ -20,7 +20,7 @@ from kvview.testing.search import Promises
 from kvview.testing.tier.faulty_store import FAULTS, FaultyStore
 from kvview.testing.tier.model import TierModel, bytes_of
 from kvview.tier import GuardedTier, Namespace
-from kvview.tier.checksum import CHECKSUMS
+from kvview.tier.guard.checksum import CHECKSUMS
 from tests.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, TierGuardModel
 
 DEADLINE, LOOKUP_DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 1.0, 10.0, 3

@@ -2,11 +2,12 @@
 
     python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix] [--seams view ...]
 
-It writes the release into ``RELEASES`` (``releases/versions.py``) and the differences into
+It writes the release into ``RELEASES`` (``releases/compat/versions.py``) and the differences into
 ``docs/releases.md``, makes ``docs/support-matrix.md`` again, and runs the matrix on the release.
 With the name of the newest release it compares and tests that one again. Rows for
-``releases/shapes.txt`` and ``releases/differences.toml``, and other calls for
-``releases/calls.py``, are left to a person, because a row states that the adapter was checked.
+``releases/compat/shapes.txt`` and ``releases/compat/differences.toml``, and other calls for
+``releases/compat/calls.py``, are left to a person, because a row states that the adapter was
+checked.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 
 from matrix import IMPORT_PATHS, ROOT  # type: ignore[import-not-found]
 
+from kvview_vllm.releases.compat.versions import RELEASES, number
 from kvview_vllm.releases.sources import SourcesError, sources
-from kvview_vllm.releases.versions import RELEASES, number
 
 HERE = Path(__file__).parent
-VERSIONS = ROOT / "adapters/kvview_vllm/releases/versions.py"
+VERSIONS = ROOT / "adapters/kvview_vllm/releases/compat/versions.py"
 MAKE_PAGE = ROOT / "docs/make_support_matrix.py"
 DIFFERENCES = ROOT / "docs/releases.md"
 
@@ -58,8 +59,8 @@ def inspect(release: str) -> Found:
 def print_found() -> None:
     """Print the vLLM that can be imported here, as JSON."""
     from kvview_vllm.doctor import diagnose
-    from kvview_vllm.releases.calls import complete_torch
-    from kvview_vllm.releases.shapes import SHAPES, members_of, owner_of, shape_of
+    from kvview_vllm.releases.compat.calls import complete_torch
+    from kvview_vllm.releases.compat.shapes import SHAPES, members_of, owner_of, shape_of
 
     complete_torch()
     shapes: dict[str, Any] = {}

@@ -20,7 +20,7 @@ class NeedsVLLM(pytest.Module):
                 reason="needs vLLM's Python sources: tests/vllm/sources.py",
                 exc_type=ImportError,
             )
-            from kvview_vllm.simulation.scheduler import prepare
+            from kvview_vllm.simulation.scheduler.build import prepare
 
             prepare()  # before the imports that need a platform
             return [*super().collect()]
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests whose result does not depend on the release, except on some releases."""
-    from kvview_vllm.releases.versions import LATEST_OF_MINORS, NEWEST_TESTED, engine_version
+    from kvview_vllm.releases.compat.versions import LATEST_OF_MINORS, NEWEST_TESTED, engine_version
 
     release = engine_version().partition("+")[0]
     for name, releases in (

@@ -28,8 +28,8 @@ from typing import Any
 
 from drift_edits import Drift, Files, Sources, read_drifts  # type: ignore[import-not-found]
 
+from kvview_vllm.releases.compat.versions import RELEASES
 from kvview_vllm.releases.sources import sources
-from kvview_vllm.releases.versions import RELEASES
 
 NEWEST = RELEASES[-1]
 REFUSED, WORKS = "refused", "works"

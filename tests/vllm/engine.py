@@ -26,16 +26,19 @@ from kvview import (
 )
 from kvview.connector.hooks import hooks_of
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.releases import installed, samples
+from kvview_vllm.releases import installed
+from kvview_vllm.releases.build import samples
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers
-from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.scheduler import (  # for the tests, under one name
+from kvview_vllm.simulation.scheduler import build, model_runner
+from kvview_vllm.simulation.scheduler.build import multi_config as multi_config
+from kvview_vllm.simulation.scheduler.capabilities import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
-from kvview_vllm.simulation.scheduler import multi_config as multi_config
-from kvview_vllm.simulation.scheduler import refuses_several_groups as refuses_several_groups
+from kvview_vllm.simulation.scheduler.capabilities import (
+    refuses_several_groups as refuses_several_groups,
+)
 
-cpu_scheduler.prepare()  # before the imports that need it
+build.prepare()  # before the imports that need it
 
 BLOCK_SIZE = 16
 WINDOW = 32
@@ -47,7 +50,7 @@ EXAMPLE_CONNECTOR = f"{EXAMPLE}:HostCacheConnector"
 
 def connector_config(target: str = EXAMPLE_CONNECTOR, **options: Any) -> dict[str, Any]:
     """Return the `kv_transfer_config` of a kvview connector, by default the example."""
-    return cpu_scheduler.connector_config(target, **options)
+    return build.connector_config(target, **options)
 
 
 class Engine:
@@ -72,13 +75,13 @@ class Engine:
         windows: Sequence[int | None] = (None,),
         num_blocks: int = NUM_BLOCKS,
         depth: int = 1,
-        tokens_per_step: int = cpu_scheduler.MAX_TOKENS,
+        tokens_per_step: int = build.MAX_TOKENS,
         publishes_events: bool = False,
     ) -> None:
         import torch
 
-        self.kv_cache_config = cpu_scheduler.make_kv_cache_config(_groups(windows), num_blocks)
-        self.vllm_config = cpu_scheduler.make_vllm_config(
+        self.kv_cache_config = build.make_kv_cache_config(_groups(windows), num_blocks)
+        self.vllm_config = build.make_vllm_config(
             folder,
             transfer_config,
             block_size=BLOCK_SIZE,
@@ -89,11 +92,9 @@ class Engine:
             publishes_events=publishes_events,
         )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)
-        self.scheduler = cpu_scheduler.make_scheduler(
-            self.vllm_config, self.kv_cache_config, self.geometry
-        )
+        self.scheduler = build.make_scheduler(self.vllm_config, self.kv_cache_config, self.geometry)
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.worker = cpu_scheduler.make_worker_connector(self.vllm_config, self.kv_cache_config)
+        self.worker = build.make_worker_connector(self.vllm_config, self.kv_cache_config)
         layers = [
             name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names
         ]
@@ -129,9 +130,9 @@ class Engine:
         output = self.scheduler.schedule()
         transfers = self._run_worker(output)
         if self.depth == 1:
-            self._compute(output, cpu_scheduler.invalid_blocks(transfers))
+            self._compute(output, model_runner.invalid_blocks(transfers))
         if not self.hold_loads:
-            cpu_scheduler.end_transfers(self.worker)
+            model_runner.end_transfers(self.worker)
         model_output = make_model_output(self.scheduler, output, transfers)
         self.in_flight.append((output, model_output))
         if len(self.in_flight) >= self.depth or not output.total_num_scheduled_tokens:
@@ -181,9 +182,9 @@ class Engine:
         metadata = [*self._metadata, output.kv_connector_metadata]
         self._metadata.clear()
         for one in metadata:
-            cpu_scheduler.bind_transfers(self.worker, output, one)
+            model_runner.bind_transfers(self.worker, output, one)
             self.worker.start_load_kv(None)
-        return cpu_scheduler.take_transfers(self.worker, output)
+        return model_runner.take_transfers(self.worker, output)
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
         """Check the blocks of earlier steps and loads, then write those of this step.
@@ -191,7 +192,7 @@ class Engine:
         Blocks reported invalid are not checked, because the scheduler computes them again.
         """
         manager = self.scheduler.kv_cache_manager
-        starts = cpu_scheduler.computed_before(output)
+        starts = model_runner.computed_before(output)
         groups = self.kv_cache_config.kv_cache_groups
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -222,7 +223,7 @@ def make_model_output(scheduler: Any, output: Any, transfers: Any = None) -> Any
         request_id: [] if request.num_computed_tokens < request.num_tokens else [7]
         for request_id, request in requests.items()
     }
-    return cpu_scheduler.make_model_output(output, sampled, transfers)
+    return samples.make_model_output(output, sampled, transfers)
 
 
 def _page(block_hash: bytes, group: int) -> float:

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from kvview_vllm.releases.compat.versions import LATEST_OF_MINORS, RELEASES
 from kvview_vllm.releases.sources import SourcesError, resolve_all, sources
-from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

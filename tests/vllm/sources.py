@@ -7,8 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from kvview_vllm.releases.compat.versions import LATEST_OF_MINORS, RELEASES
 from kvview_vllm.releases.sources import SourcesError, resolve_all, sources
-from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES
 
 __all__ = ["LATEST_OF_MINORS", "RELEASES", "SourcesError", "main", "sources"]
 

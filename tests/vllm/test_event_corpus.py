@@ -14,7 +14,7 @@ import engine as lane  # type: ignore[import-not-found]
 from kvview import MEDIUM_CPU, OffloadingEvent, make_offload_key
 from kvview.events.formats import WIRE_FORMATS, find_format
 from kvview.events.wire import Batch, codec, decode, encode
-from kvview_vllm.releases.versions import engine_version
+from kvview_vllm.releases.compat.versions import engine_version
 
 importlib.import_module("vllm.distributed.kv_events")
 

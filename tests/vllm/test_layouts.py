@@ -15,14 +15,14 @@ from kvview_vllm.partition.layouts import layout_pairs
 from kvview_vllm.partition.matrix import Cell, PairOutcome, check_partition
 from kvview_vllm.partition.pairs import Pair
 from kvview_vllm.releases import installed
-from kvview_vllm.releases.calls import states_take_loads
+from kvview_vllm.releases.compat.calls import states_take_loads
+from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import allocate, can_allocate_states, layouts
-from kvview_vllm.releases.versions import vllm
-from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.worker import role as worker
+from kvview_vllm.simulation.scheduler import build
 from tests.vllm.layout_connectors import FAULTS, Fault, InjectsFault
 
-cpu_scheduler.prepare()
+build.prepare()
 
 CONNECTORS = "tests.vllm.layout_connectors"
 KINDS = (

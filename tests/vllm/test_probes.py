@@ -26,11 +26,11 @@ from kvview_vllm.releases import (
     is_tested,
     probe_offloading,
     probe_pool,
-    shapes,
 )
-from kvview_vllm.releases.calls import make_block_pool, make_cpu_manager
-from kvview_vllm.releases.release import ConnectorSeam, Seam
-from kvview_vllm.releases.shapes import SHAPES, check_shapes
+from kvview_vllm.releases.compat import shapes
+from kvview_vllm.releases.compat.calls import make_block_pool, make_cpu_manager
+from kvview_vllm.releases.compat.seams import ConnectorSeam, Seam
+from kvview_vllm.releases.compat.shapes import SHAPES, check_shapes
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 

@@ -28,14 +28,14 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.generate import INVALID_CAPS
 from kvview.testing.connector.scenario import Fate
-from kvview_vllm.releases import calls
-from kvview_vllm.releases.calls import ended_requests_take_no_output
-from kvview_vllm.releases.shapes import find_class
+from kvview_vllm.releases.compat import calls
+from kvview_vllm.releases.compat.calls import ended_requests_take_no_output
+from kvview_vllm.releases.compat.shapes import find_class
 from kvview_vllm.simulation import VLLMEngines
-from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw import RawRun
-from kvview_vllm.simulation.raw.fit import can_load_in_groups
-from kvview_vllm.simulation.raw.target import classes_of, split_options
+from kvview_vllm.simulation.raw.release_fit import can_load_in_groups
+from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
+from kvview_vllm.simulation.scheduler import capabilities
 from tests.mutants.edits import Variant
 from tests.vllm.ported import After, Before
 from tests.vllm.raw_connectors import (
@@ -102,7 +102,7 @@ def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns)
         assert part in left_out
     assert "an end with transfers in flight, unless a rank is killed" in left_out
     assert ("several steps in flight" in left_out) != ended_requests_take_no_output()
-    assert ("resets of the connector" in left_out) != cpu_scheduler.can_reset_connectors()
+    assert ("resets of the connector" in left_out) != capabilities.can_reset_connectors()
 
 
 def test_loads_within_a_step_are_clean(engines: VLLMEngines) -> None:
@@ -119,11 +119,11 @@ def each_of(family: str) -> pytest.MarkDecorator:
 
 @each_of("faults")
 def test_an_injected_fault_is_found(fault: Variant, engines: VLLMEngines) -> None:
-    if fault.name == "Raises" and not cpu_scheduler.can_load_between_steps():
+    if fault.name == "Raises" and not capabilities.can_load_between_steps():
         pytest.skip("loads end within a step")
     if fault.name == "RequiresDelivery":
         pytest.skip("a test of its own")
-    if fault.name == "KeepsItsKeys" and not cpu_scheduler.can_reset_connectors():
+    if fault.name == "KeepsItsKeys" and not capabilities.can_reset_connectors():
         pytest.skip("no reset reaches the connector")
     assert first_failure(fault.load(), engines) is not None
 

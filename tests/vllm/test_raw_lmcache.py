@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvview_vllm.releases.versions import engine_version
+from kvview_vllm.releases.compat.versions import engine_version
 
 pytest.importorskip(
     "lmcache.v1.storage_backend",

@@ -22,8 +22,8 @@ from kvview import (
     make_offload_key,
 )
 from kvview_vllm.events import BlockDescriptions
-from kvview_vllm.releases.calls import request_content
-from kvview_vllm.releases.samples import BLOCK_SIZE, make_request
+from kvview_vllm.releases.build.samples import BLOCK_SIZE, make_request
+from kvview_vllm.releases.compat.calls import request_content
 
 RECORDING = f"{Path(__file__).with_name('recording_connectors.py')}:RecordingConnector"
 TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)

@@ -35,8 +35,8 @@ from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.events import to_vllm_events
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
-from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.kvview.harness import KVViewHarness
+from kvview_vllm.simulation.kvview.engine_core import KVViewHarness
+from kvview_vllm.simulation.scheduler import capabilities
 from tests.mutants.connector.each_step import EachStep
 from tests.mutants.connector.two import Two
 
@@ -55,13 +55,13 @@ def test_the_runs_exercise_every_event(coverage: Mapping[str, int]) -> None:
     names = {"loads", "stores", "failed loads", "failed stores", "hits", "preemptions", "resets"}
     names |= {"ids again", "aborted running", "aborted waiting", "with two connectors"}
     names.add("with an abrupt end")
-    if cpu_scheduler.can_load_between_steps():
+    if capabilities.can_load_between_steps():
         names.add("aborted loading")
-    if not (cpu_scheduler.can_fail_loads() and cpu_scheduler.can_load_between_steps()):
+    if not (capabilities.can_fail_loads() and capabilities.can_load_between_steps()):
         names.remove("failed loads")
     if any(name.startswith("left out: two connectors") for name in coverage):
         names.remove("with two connectors")
-    if not cpu_scheduler.refuses_several_groups():
+    if not capabilities.refuses_several_groups():
         assert any(name.startswith("seeds/several/") for name in coverage)
     assert not {name for name in names if not coverage.get(name)}
 
@@ -195,7 +195,7 @@ def test_no_request_hits_blocks_that_a_failed_load_left_unfilled(
     engines: VLLMEngines, connector: type[Connector]
 ) -> None:
     """SCHED-6: the request that was to compute them is aborted or preempted before it does."""
-    if cpu_scheduler.can_load_between_steps() or not cpu_scheduler.can_fail_loads():
+    if capabilities.can_load_between_steps() or not capabilities.can_fail_loads():
         pytest.skip("no load fails within a step in this release")
     report = check_connector(connector, first_seed=8, seeds=1, engines=engines, max_shrink_runs=0)
     assert not report.failures, report.failures[0].script

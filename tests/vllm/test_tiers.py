@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvview_vllm.releases.tiers import has_tiers, make_tier_job, tier_seam
+from kvview_vllm.releases.compat.tiers import has_tiers, make_tier_job, tier_seam
 
 if not has_tiers():
     pytest.skip("this release has no tiers below the host (0.22.0)", allow_module_level=True)
@@ -24,7 +24,7 @@ from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview.tier.trial import MemoryStore
 from kvview_vllm.doctor import diagnose, diagnose_tier
-from kvview_vllm.releases.tier_specs import make_tiering_spec
+from kvview_vllm.releases.build.tier_specs import make_tiering_spec
 from kvview_vllm.tier import KVViewTier
 from tests.tier.shown import expected, shown
 

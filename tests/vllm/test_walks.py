@@ -1,7 +1,7 @@
 """Walks over the real free queue while the engine moves blocks, which the kit's search rarely does.
 
-``test_conformance.py`` has the laws. Each test here fails for a fault of ``kvview_vllm.walks`` that
-the search does not find.
+``test_conformance.py`` has the laws. Each test here fails for a fault of ``kvview_vllm.pool.walks``
+that the search does not find.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from test_conformance import VLLMPool  # type: ignore[import-not-found]
 
 from kvview import SupportsGiveBack
 from kvview.testing import run_checks
-from kvview_vllm.walks import ResumedWalk
+from kvview_vllm.pool.walks import ResumedWalk
 
 
 class Engine(VLLMPool):  # type: ignore[misc]

@@ -24,9 +24,9 @@ from kvview_vllm.releases import (
     installed,
     is_tested,
 )
-from kvview_vllm.releases.calls import make_block_pool
-from kvview_vllm.releases.release import Seam
-from kvview_vllm.releases.versions import VLLMNotImportableError, importing
+from kvview_vllm.releases.compat.calls import make_block_pool
+from kvview_vllm.releases.compat.seams import Seam
+from kvview_vllm.releases.compat.versions import VLLMNotImportableError, importing
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _check_schedulers(release: Release) -> tuple[Seam, str]:
 def _check_connector(release: Release) -> tuple[Seam, str]:
     found = release.connector
     from kvview_vllm.connector.connector import KVViewConnector
-    from kvview_vllm.connector.trial_run import try_connector
+    from kvview_vllm.connector.trial.run import try_connector
 
     if problem := try_connector(KVViewConnector):
         raise UnsupportedEngineError(f"no request could be served in a trial run: {problem}")
@@ -198,7 +198,7 @@ def _check_offloading(release: Release) -> tuple[Seam, str]:
 
 
 def _check_tier(release: Release) -> tuple[Seam, str]:
-    from kvview_vllm.releases.tiers import has_tiers, tier_seam
+    from kvview_vllm.releases.compat.tiers import has_tiers, tier_seam
 
     if not has_tiers():
         return release.offloading, "this release has no tiers below the host (0.22.0)"

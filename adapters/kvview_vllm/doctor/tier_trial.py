@@ -14,10 +14,10 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.tier import Namespace
-from kvview_vllm.releases.calls import make_known
-from kvview_vllm.releases.tier_specs import PAGE_BYTES, make_tiering_spec
-from kvview_vllm.releases.tiers import lookup_answers, make_tier_job
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.build.tier_specs import PAGE_BYTES, make_tiering_spec
+from kvview_vllm.releases.compat.calls import make_known
+from kvview_vllm.releases.compat.tiers import lookup_answers, make_tier_job
+from kvview_vllm.releases.compat.versions import vllm
 
 _SECONDS = 60.0
 _BETWEEN_POLLS = 0.001

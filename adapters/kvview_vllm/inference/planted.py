@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvview_vllm.releases.versions import vllm
-from kvview_vllm.simulation.raw.watched import Watch
+from kvview_vllm.releases.compat.versions import vllm
+from kvview_vllm.simulation.raw.call_recorder import CallRecorder
 
 
-def make_corrupting(connector_class: type, watch: Watch, scheduler: Callable[[], Any]) -> type:
+def make_corrupting(
+    connector_class: type, recorder: CallRecorder, scheduler: Callable[[], Any]
+) -> type:
     """Make a subclass whose loads leave a wrong last block.
 
     Args:
-        connector_class: The watched class that vLLM is to build.
-        watch: The watch of this class, which records the loads.
+        connector_class: The recorded class that vLLM is to build.
+        recorder: The recorder of this class, which records the loads.
         scheduler: Returns the engine's scheduler; the worker runs in the same process.
     """
     corrupted: dict[str, set[str]] = {}  # layers, by request
@@ -25,7 +27,7 @@ def make_corrupting(connector_class: type, watch: Watch, scheduler: Callable[[],
 
     def wait_for_layer_load(self: Any, layer_name: str) -> None:
         inner(self, layer_name)
-        for name, (_, end) in watch.to_load.items():
+        for name, (_, end) in recorder.to_load.items():
             request = scheduler().requests.get(name)
             done = corrupted.setdefault(name, set())
             if request is not None and request.status.name == "RUNNING" and layer_name not in done:

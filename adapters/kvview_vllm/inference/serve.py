@@ -16,9 +16,9 @@ from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD, SeededTraffic, Served
+from kvview_vllm.simulation.raw.call_recorder import CallRecorder, make_recorded
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.target import registered
-from kvview_vllm.simulation.raw.watched import Watch, make_watched
+from kvview_vllm.simulation.raw.transfer_config import registered
 
 NUM_BLOCKS = {"llama": 18, "gemma": 36}
 """Number of blocks, which is too small for four requests, so that there are preemptions.
@@ -42,7 +42,7 @@ class ServeJob:
         config: ``kv_transfer_config``; None for no connector.
         connector_class: The class that the configuration names.
         classes: The class of the connector, and the classes of its children.
-        is_own: Whether the connector is a kvview connector, whose calls on the pool need no watch.
+        is_own: Whether the connector is a kvview connector, whose calls on the pool need no recorder.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
         control: "corrupted" injects the fault, and "loads off" makes the connector load nothing.
@@ -79,32 +79,32 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
 
     torch.set_num_threads(1)  # because two threads that wait for each other are 20 times slower
     served = Served()
-    watch = Watch(loads=job.control != "loads off")
+    recorder = CallRecorder(loads=job.control != "loads off")
     stand_ins = StandIns(())
     engines: list[Server] = []
-    watched = None
+    recorded = None
     if job.connector_class is not None:
-        watched = make_watched(job.connector_class, watch)
+        recorded = make_recorded(job.connector_class, recorder)
         if job.control == "corrupted":
-            watched = make_corrupting(watched, watch, lambda: engines[0].scheduler)
+            recorded = make_corrupting(recorded, recorder, lambda: engines[0].scheduler)
     try:
         with (
             watchdog.limit(job.hook_seconds),
             watchdog.watching(),
-            registered(watched),
+            registered(recorded),
             stand_ins.installed(job.classes),
         ):
-            config = None if watched is None else {**(job.config or {}), **_named(watched)}
+            config = None if recorded is None else {**(job.config or {}), **_named(recorded)}
             more = {"max_num_batched_tokens": _TOKENS_PER_STEP, **job.more}
             server = Server(job.model, config, NUM_BLOCKS[job.kind], **more)
             engines.append(server)
             served.is_up = True
             if config is not None and not job.is_own:
-                watch.watch_pool(server.pool)
-            _play(job, server, watch, served, stand_ins, on_progress)
+                recorder.record_pool(server.pool)
+            _play(job, server, recorder, served, stand_ins, on_progress)
     except BaseException as error:  # any exception is the result
         _record_broken(error, served)
-    served.coverage.update(watch.coverage)
+    served.coverage.update(recorder.coverage)
     served.coverage.update(dict.fromkeys(stand_ins.used, 1))
     return served
 
@@ -112,7 +112,7 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
 def _play(
     job: ServeJob,
     server: Server,
-    watch: Watch,
+    recorder: CallRecorder,
     served: Served,
     stand_ins: StandIns,
     on_progress: Callable[[str], None],
@@ -129,7 +129,7 @@ def _play(
     if traffic is not None:
         traffic.rest()
     if leaked := server.leaked_blocks():
-        by = sorted(set(watch.places.values()))[:3]
+        by = sorted(set(recorder.places.values()))[:3]
         touched = f"; last touched by {', '.join(by)}" if by else ""
         message = f"{leaked} blocks of the KV cache are held when everything has ended{touched}"
         raise InvariantBroken("CONN-4", message)

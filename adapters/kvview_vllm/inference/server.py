@@ -12,8 +12,8 @@ from typing import Any
 from kvview import ConfigError
 from kvview.errors import line_of
 from kvview_vllm.releases import engine_version
-from kvview_vllm.releases.calls import keep_async_scheduling
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.calls import keep_async_scheduling
+from kvview_vllm.releases.compat.versions import vllm
 
 BLOCK_SIZE = 32  # the CPU attention requires a multiple
 MAX_TOKENS = 256

@@ -19,7 +19,7 @@ from kvview_vllm.partition.pair_engine import PartitionEngine
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.target import classes_of, split_options
+from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
 
 
 class PairOutcome(StrEnum):

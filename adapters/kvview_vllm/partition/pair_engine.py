@@ -16,15 +16,15 @@ from kvview.testing.connector.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings
 from kvview_vllm.pool import NULL_BLOCK_ID
-from kvview_vllm.releases.calls import idle_steps_report
+from kvview_vllm.releases.build.samples import hash_function, make_request
+from kvview_vllm.releases.compat.calls import idle_steps_report
+from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import layouts, use_layout
-from kvview_vllm.releases.samples import hash_function, make_request
-from kvview_vllm.releases.versions import vllm
-from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.raw.harness import RawHarness, RawSettings
+from kvview_vllm.simulation.raw.call_recorder import CallRecorder
+from kvview_vllm.simulation.raw.engine_core import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.watched import Watch
-from kvview_vllm.simulation.requests import PlannedRequest
+from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler.requests import PlannedRequest
 
 NUM_BLOCKS = 64
 """Blocks of the pool."""
@@ -53,11 +53,11 @@ class PartitionEngine:
         stand_ins: StandIns,
     ) -> None:
         self._block_size = size = engine.block_size
-        self._watch = Watch()
+        self._recorder = CallRecorder()
         self._num_requests = 0
         self.last_hashes: tuple[bytes, ...] = ()
         geometry = CacheGeometry(size, size, (FullAttention(size),))
-        scenario = Scenario(geometry, NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
+        scenario = Scenario(geometry, NUM_BLOCKS, (), max_tokens_per_step=build.MAX_TOKENS)
         settings = RawSettings(
             engine.ranks,
             engine.rank,
@@ -66,7 +66,7 @@ class PartitionEngine:
             adjust=partial(_use, engine),
         )
         self._engine = RawHarness(
-            scenario, connector_class, transfer_config, self._watch, stand_ins, settings
+            scenario, connector_class, transfer_config, self._recorder, stand_ins, settings
         )
         self._scheduler = scheduler = self._engine.scheduler.real
         self.close = self._engine.worker.close
@@ -97,7 +97,7 @@ class PartitionEngine:
             InvariantBroken: The request read KV of another request (``XFER-1``), or the
                 connector broke another law.
         """
-        before = self._watch.coverage["tokens to load"]
+        before = self._recorder.coverage["tokens to load"]
         self._num_requests += 1
         name = f"request-{self._num_requests}"
         planned = _VariedRequest(name, arguments, kv_seed, self._make_hashes, self._block_size)
@@ -110,7 +110,7 @@ class PartitionEngine:
                 raise InvariantBroken("ENGINE", f"{name} has not ended after {_SECONDS_TO_END} s")
         for _ in range(_STEPS_TO_STORE):
             self._step_slowly()
-        return self._watch.coverage["tokens to load"] - before
+        return self._recorder.coverage["tokens to load"] - before
 
     def _step_slowly(self) -> None:
         self._engine.step()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvview_vllm.releases.calls import known_arguments
+from kvview_vllm.releases.compat.calls import known_arguments
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, layouts
 
 PROMPT = tuple(range(10, 74))

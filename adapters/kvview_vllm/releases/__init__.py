@@ -3,13 +3,13 @@
 ``python tests/vllm/add_release.py RELEASE`` adds a release: it lists the differences, writes
 the release into the list of tested ones, and runs the matrix. Three places must be edited by hand:
 
-1. For a member with another shape, a row in ``shapes.txt``.
-2. For another behaviour of the adapter, a row in ``differences.toml``, and a field of its seam in
-   :mod:`.release`.
-3. For another way to call a member, a function in :mod:`.calls`.
+1. For a member with another shape, a row in ``compat/shapes.txt``.
+2. For another behaviour of the adapter, a row in ``compat/differences.toml``, and a field of its seam in
+   :mod:`.compat.seams`.
+3. For another way to call a member, a function in :mod:`.compat.calls`.
 """
 
-from kvview_vllm.releases.probes import (
+from kvview_vllm.releases.compat.probes import (
     Release,
     check_scheduler,
     installed,
@@ -17,7 +17,7 @@ from kvview_vllm.releases.probes import (
     probe_pool,
     require_class,
 )
-from kvview_vllm.releases.release import (
+from kvview_vllm.releases.compat.seams import (
     ConnectorSeam,
     Difference,
     GeometrySeam,
@@ -25,8 +25,8 @@ from kvview_vllm.releases.release import (
     PoolSeam,
     differences,
 )
-from kvview_vllm.releases.shapes import expect, reading, require_concrete
-from kvview_vllm.releases.versions import (
+from kvview_vllm.releases.compat.shapes import expect, reading, require_concrete
+from kvview_vllm.releases.compat.versions import (
     NEWEST_TESTED,
     TESTED,
     VLLMNotInstalledError,

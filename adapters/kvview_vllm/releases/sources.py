@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
 from kvview import KVViewError
-from kvview_vllm.releases.versions import LATEST_OF_MINORS, RELEASES, TESTED, number
+from kvview_vllm.releases.compat.versions import LATEST_OF_MINORS, RELEASES, TESTED, number
 
 if TYPE_CHECKING:
     from kvview.testing.upgrade import Releases

@@ -8,7 +8,7 @@ The scheduler, its pool, ``MultiConnector`` and ``KVViewConnector`` are real and
 - VSIM-2 If the installed release cannot simulate a part of a scenario, this part **must** be named,
   and never dropped silently.
 
-Source: :mod:`kvview_vllm.simulation.harness`
+Source: :mod:`kvview_vllm.simulation.engine_core`
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from kvview import Connector, FullAttention, KVViewError
 from kvview.connector.hook_errors import watch_hooks
 from kvview_vllm.releases import engine_version, refusal
-from kvview_vllm.releases.versions import importing
-from kvview_vllm.simulation import scheduler as cpu_scheduler
-from kvview_vllm.simulation.kvview.harness import Configs, KVViewHarness
+from kvview_vllm.releases.compat.versions import importing
+from kvview_vllm.simulation.kvview.engine_core import Configs, KVViewHarness
 from kvview_vllm.simulation.kvview.release_fit import KVViewFit
+from kvview_vllm.simulation.scheduler import build, capabilities
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
@@ -44,7 +44,7 @@ class VLLMEngines:
     """
 
     def __init__(self) -> None:
-        cpu_scheduler.prepare()
+        build.prepare()
         self.name = f"vllm {engine_version()}"
         try:
             with importing():
@@ -107,7 +107,7 @@ class VLLMEngines:
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
         """Keep only the first group, unless the release supports failed loads of several."""
         geometry = scenario.geometry
-        if not cpu_scheduler.can_fail_loads(len(geometry.groups)):
+        if not capabilities.can_fail_loads(len(geometry.groups)):
             size = geometry.groups[0].block_size
             geometry = replace(geometry, scheduler_block_size=size, groups=geometry.groups[:1])
         fitted, _ = self.fit(replace(scenario, geometry=geometry))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from kvview.tier import Namespace
-from kvview.tier.checksum import SEAL_BYTES, PageSeal
+from kvview.tier.guard.checksum import SEAL_BYTES, PageSeal
 
 HEAD = struct.Struct(f"<8sQ{SEAL_BYTES}sH")  # magic, bytes of the page, seal, bytes of the key
 MAGIC = b"kvvtier1"

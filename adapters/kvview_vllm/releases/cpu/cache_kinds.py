@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvview import FullAttention
-from kvview_vllm.releases.calls import states_take_loads
+from kvview_vllm.releases.compat.calls import states_take_loads
+from kvview_vllm.releases.compat.probes import installed
+from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.runner_caches import layer_shape
 from kvview_vllm.releases.cpu.worker_caches import (
     BLOCK_SIZE,
@@ -28,8 +30,6 @@ from kvview_vllm.releases.cpu.worker_caches import (
     make_layers,
     make_states,
 )
-from kvview_vllm.releases.probes import installed
-from kvview_vllm.releases.versions import vllm
 
 _HEAD_SIZES = (64, 32, 128, 256, 512)
 _MLA_HEAD_SIZES = (576, 512)

@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from kvview_vllm.releases.calls import blocks_per_chunk, cache_config_of, make_known
-from kvview_vllm.releases.shapes import find_class
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.calls import blocks_per_chunk, cache_config_of, make_known
+from kvview_vllm.releases.compat.shapes import find_class
+from kvview_vllm.releases.compat.versions import vllm
 
 MakeQueue = Callable[[str], Any]
 _REPLACED = "the copies of vLLM's CPUOffloadingSpec"

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.versions import vllm
 
 _ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which no check varies
 

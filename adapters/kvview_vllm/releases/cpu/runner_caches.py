@@ -13,8 +13,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvview_vllm.releases.calls import known_arguments, make_known
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.calls import known_arguments, make_known
+from kvview_vllm.releases.compat.versions import vllm
 
 if TYPE_CHECKING:
     import torch

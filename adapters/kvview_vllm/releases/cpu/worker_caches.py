@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup, FullAttention, Mamba, SlidingWindow
-from kvview_vllm.releases.calls import known_arguments, make_known
+from kvview_vllm.releases.build.samples import make_attention_spec
+from kvview_vllm.releases.compat.calls import known_arguments, make_known
+from kvview_vllm.releases.compat.versions import refusal, vllm
 from kvview_vllm.releases.cpu.runner_caches import in_words, layer_slots, run_allocation
-from kvview_vllm.releases.samples import make_attention_spec
-from kvview_vllm.releases.versions import refusal, vllm
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from kvview import (
 )
 from kvview.events import MEDIUM_GPU
 from kvview.testing.connector.invariants import InvariantBroken
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.versions import vllm
 
 _Key = tuple[int | bytes, int]  # the hash of a block in events, and its group
 

@@ -21,17 +21,17 @@ from kvview import (
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview.testing.connector.scenario import NUM_LAYERS, Alias
 from kvview_vllm.releases import installed, probe_pool, reading
-from kvview_vllm.releases.calls import (
+from kvview_vllm.releases.compat.calls import (
     has_draft_models,
     make_block_pool,
     preemptions_drop_drafts,
     states_are_hit_with_the_rest,
     states_take_loads,
 )
-from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.fitting import Fitting
-from kvview_vllm.simulation.kvview.harness import Configs, KVViewHarness
-from kvview_vllm.simulation.vllm_scheduler import named
+from kvview_vllm.simulation.kvview.engine_core import Configs, KVViewHarness
+from kvview_vllm.simulation.scheduler import capabilities
+from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 
 if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Scenario
@@ -58,7 +58,7 @@ class KVViewFit:
         )
         fitting.limit_pool(_MOST_BLOCKS)
         fitting.drop(scenario.decode_tokens > 1, "decode steps of several tokens")
-        fewest = cpu_scheduler.fewest_tokens_per_step(groups)
+        fewest = capabilities.fewest_tokens_per_step(groups)
         fitting.drop(
             scenario.max_tokens_per_step < fewest,
             f"steps of fewer than {fewest} tokens, with windows or chunks: not all of their blocks "
@@ -69,7 +69,7 @@ class KVViewFit:
             why = self._why_not(fitting.scenario, num_connectors=2)
             fitting.drop(why, f"two connectors with {several}: {why}", num_connectors=1)
         fitting.drop(
-            not cpu_scheduler.can_load_after_hits(len(groups)),
+            not capabilities.can_load_after_hits(len(groups)),
             f"loads after a GPU hit, with {several}: one block may become two groups'",
             loads_after_hits=False,
         )
@@ -78,17 +78,17 @@ class KVViewFit:
         if any(isinstance(event, Alias) for event in scenario.events) and not _can_alias():
             fitting.drop_aliases()
         fitting.drop(
-            scenario.loads_may_fail and not cpu_scheduler.can_fail_loads(len(groups)),
+            scenario.loads_may_fail and not capabilities.can_fail_loads(len(groups)),
             f"loads that fail, with {several}",
             loads_may_fail=False,
         )
-        fitting.drop(not cpu_scheduler.can_reset_connectors(), "resets of the connector")
+        fitting.drop(not capabilities.can_reset_connectors(), "resets of the connector")
         return fitting.scenario, fitting.left_out
 
     def _fit_steps(self, fitting: Fitting, several: str) -> None:
         """Remove several steps in flight, or loads between steps, if the release has neither."""
         scenario = fitting.scenario
-        if not cpu_scheduler.can_load_between_steps():
+        if not capabilities.can_load_between_steps():
             within = "a load within a step waits for it"
             has_plans = scenario.worker_half == "whole_plans"
             fitting.drop(scenario.steps_in_flight > 1, "several steps in flight", steps_in_flight=1)
@@ -102,7 +102,7 @@ class KVViewFit:
                 loads_may_be_late=False,
             )
             return
-        most = min(scenario.steps_in_flight, cpu_scheduler.most_steps_in_flight())
+        most = min(scenario.steps_in_flight, capabilities.most_steps_in_flight())
         fitting.drop(
             most < scenario.steps_in_flight,
             f"more than {most} steps in flight",
@@ -192,7 +192,7 @@ def _try(scenario: Scenario) -> str | None:
         if any(isinstance(group, Mamba) and group.block_size > size for group in groups):
             return "its blocks have several hashes, and vLLM copies states between blocks"
         connectors = [Connector(ConnectorConfig(geometry))] * scenario.num_connectors
-        fewest = cpu_scheduler.fewest_tokens_per_step(groups)
+        fewest = capabilities.fewest_tokens_per_step(groups)
         tried = replace(
             scenario,
             geometry=geometry,

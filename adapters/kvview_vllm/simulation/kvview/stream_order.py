@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvview import CacheGeometry, OffloadKey, make_offload_key
 from kvview.testing.connector.kv_bytes import KVBytes
 from kvview_vllm.pool import NULL_BLOCK_ID
-from kvview_vllm.simulation.requests import Chunk, PlannedRequest
+from kvview_vllm.simulation.scheduler.requests import Chunk, PlannedRequest
 
 _Blocks = tuple[list[int], list[OffloadKey]]
 

@@ -21,11 +21,11 @@ from kvview.testing.placeholders import in_folder, in_size
 from kvview_vllm.releases import engine_version
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
-from kvview_vllm.simulation.raw.fit import RawEngines
-from kvview_vllm.simulation.raw.harness import RawHarness
+from kvview_vllm.simulation.raw.call_recorder import CallRecorder
+from kvview_vllm.simulation.raw.engine_core import RawHarness
+from kvview_vllm.simulation.raw.release_fit import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.target import classes_of, split_options
-from kvview_vllm.simulation.raw.watched import Watch
+from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness
@@ -58,7 +58,7 @@ class RawRun(Run):
         self._is_connected = without != "connector"
         size = max(1, self.scenario.cpu_blocks)  # because few connectors accept a tier of none
         self._transfer_config = split_options(in_size(options, size, BLOCK_BYTES))
-        self._raw_watch = Watch(loads=without != "loads")
+        self._recorder = CallRecorder(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
         for name in [name for name in self.coverage if name.startswith("seeds/")]:
             del self.coverage[name]  # because the ends of loads are not known
@@ -80,9 +80,9 @@ class RawRun(Run):
             if self.stage.built is not None:
                 self.harness.worker.close()
             torch.set_num_threads(num_threads)
-        coverage = {**result.coverage, **self._raw_watch.coverage}
-        left_out = {f"left out: {part}" for part in self._raw_watch.left_out}
-        coverage |= dict.fromkeys(self._stand_ins.used | self._raw_watch.seen | left_out, 1)
+        coverage = {**result.coverage, **self._recorder.coverage}
+        left_out = {f"left out: {part}" for part in self._recorder.left_out}
+        coverage |= dict.fromkeys(self._stand_ins.used | self._recorder.seen | left_out, 1)
         return replace(result, coverage=coverage)
 
     @override
@@ -95,7 +95,7 @@ class RawRun(Run):
             self.scenario,
             self._connector_class,
             self._transfer_config,
-            self._raw_watch,
+            self._recorder,
             self._stand_ins,
             is_connected=self._is_connected,
         )
@@ -103,15 +103,15 @@ class RawRun(Run):
 
     @override
     def _num_tokens_loaded(self) -> int:
-        return self._raw_watch.coverage["tokens to load"]
+        return self._recorder.coverage["tokens to load"]
 
     @override
     def _raise_stuck(self) -> None:
-        watch, engine = self._raw_watch, self.harness
+        recorder, engine = self._recorder, self.harness
         unfinished, held = engine.unfinished(), engine.held_blocks()
         loading = [name for name, status in unfinished.items() if status == "loading"]
         ended = engine.finished_requests()
-        waiting = [name for name in unfinished if name in watch.unanswered]
+        waiting = [name for name in unfinished if name in recorder.unanswered]
         law, message = "CONN-3", "has_pending_push_work stays true forever"
         if loading:
             message = (
@@ -147,7 +147,7 @@ class RawRun(Run):
         raise InvariantBroken(law, message)
 
     def _message_of_held(self, held: Mapping[int, int]) -> str:
-        places = self._raw_watch.places
+        places = self._recorder.places
         by = {place for block, place in places.items() if block in held}
         touched = f"; last touched by {', '.join(sorted(by)[:3])}" if by else ""
         return (

@@ -26,7 +26,7 @@ from unittest.mock import patch
 from kvview.testing.handoff.harness import EngineLife
 from kvview.testing.handoff.network import Network
 from kvview_vllm.releases import reading
-from kvview_vllm.releases.versions import vllm
+from kvview_vllm.releases.compat.versions import vllm
 
 _PACKAGE = "distributed.kv_transfer.kv_connector.v1.nixl"
 _MODULES = ("base_scheduler", "base_worker", "pull_scheduler", "pull_worker")

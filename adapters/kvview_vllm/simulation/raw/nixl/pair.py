@@ -19,12 +19,12 @@ from kvview.testing.connector.scenario import Scenario
 from kvview.testing.handoff.harness import EngineLife, TwoEngines
 from kvview.testing.handoff.network import Fault, Network
 from kvview_vllm.releases import engine_version
-from kvview_vllm.simulation.raw.fit import RawEngines
-from kvview_vllm.simulation.raw.harness import RawHarness, RawSettings
+from kvview_vllm.simulation.raw.call_recorder import CallRecorder
+from kvview_vllm.simulation.raw.engine_core import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.nixl.agents import Fabric
+from kvview_vllm.simulation.raw.release_fit import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.raw.target import split_options
-from kvview_vllm.simulation.raw.watched import Watch
+from kvview_vllm.simulation.raw.transfer_config import split_options
 
 if TYPE_CHECKING:
     from kvview.testing.handoff.harness import PDHarness
@@ -100,7 +100,7 @@ class RawPair(TwoEngines):
         )
         stand_ins = StandIns((), before_step=fabric.run_handshakes)
         with fabric.building(life):
-            engine = RawHarness(scenario, self._class, config, Watch(), stand_ins, settings)
+            engine = RawHarness(scenario, self._class, config, CallRecorder(), stand_ins, settings)
             metadata = engine.worker.handshake_metadata()
             connector = engine.scheduler.real.connector
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})

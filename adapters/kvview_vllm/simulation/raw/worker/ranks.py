@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvview_vllm.simulation import scheduler as cpu_scheduler
 from kvview_vllm.simulation.raw.worker.role import RemoteRawWorker, StepAnswer
-from kvview_vllm.simulation.vllm_scheduler import named
+from kvview_vllm.simulation.scheduler import model_runner
+from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 
 
 class RawRanks:
@@ -24,7 +24,7 @@ class RawRanks:
 
     def __init__(self, workers: Sequence[RemoteRawWorker]) -> None:
         self._workers = list(workers)
-        self._aggregator = cpu_scheduler.make_aggregator(len(workers))
+        self._aggregator = model_runner.make_aggregator(len(workers))
 
     def execute(self, step: bytes) -> StepAnswer:
         """Run a step on each rank, and merge the results."""

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup
 from kvview.testing.connector.process import Child, Serve
-from kvview_vllm.releases.calls import handle_preemptions
+from kvview_vllm.releases.compat.calls import handle_preemptions
+from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate
-from kvview_vllm.releases.versions import vllm
 from kvview_vllm.simulation.raw.worker.token_bytes import (
     RequestInStep,
     TokenCompute,
     Wrong,
     attention_metadata,
 )
-from kvview_vllm.simulation.vllm_scheduler import named
+from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 
 if TYPE_CHECKING:
+    from kvview_vllm.simulation.raw.call_recorder import CallRecorder
     from kvview_vllm.simulation.raw.stand_ins import StandIns
-    from kvview_vllm.simulation.raw.watched import Watch
 
 _PATIENCE = 150.0  # longer than a hook may take, so that a slow hook is named first
 
@@ -73,7 +73,7 @@ class RawWorker:
         kind: Layers of the worker.
         groups: The KV-cache groups.
         connect: Builds the connector's role; None without a connector.
-        watch: Records the connector's calls.
+        recorder: Records the connector's calls.
         stand_ins: Replace CUDA copies.
         rank: Number of the rank, on which the computed bytes depend.
     """
@@ -85,12 +85,12 @@ class RawWorker:
         kind: CacheKind,
         groups: Sequence[CacheGroup],
         connect: Callable[[], Any] | None,
-        watch: Watch,
+        recorder: CallRecorder,
         stand_ins: StandIns,
         rank: int = 0,
     ) -> None:
         self._config = vllm_config
-        self._watch = watch
+        self._recorder = recorder
         self._stand_ins = stand_ins
         self._to_verify: set[str] = set()  # requests whose load must bring new bytes
         self._state = vllm("distributed.kv_transfer.kv_transfer_state")
@@ -155,7 +155,7 @@ class RawWorker:
         return self._seen()
 
     def _seen(self) -> set[str]:
-        return {f"left out: {part}" for part in self._watch.left_out} | self._stand_ins.used
+        return {f"left out: {part}" for part in self._recorder.left_out} | self._stand_ins.used
 
     def close(self) -> None:
         """Do nothing, because this worker has no process to end."""

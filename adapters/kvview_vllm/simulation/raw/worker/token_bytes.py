@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvview import CacheGroup, Mamba
-from kvview_vllm.simulation.requests import PlannedRequest
+from kvview_vllm.simulation.scheduler.requests import PlannedRequest
 
 _MASK = (1 << 30) - 1
 _LAYER_STEP = 7919

@@ -1,0 +1,1 @@
+"""A trial run of the adapter: four requests, before a connector is bound."""

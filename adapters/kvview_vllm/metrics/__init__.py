@@ -1,0 +1,1 @@
+"""The metrics that the adapter exports: of connectors, and of tiers."""

@@ -1,0 +1,1 @@
+"""The differences between vLLM releases: versions, shapes, seams, probes, and calls."""

@@ -1,0 +1,1 @@
+"""A real scheduler of vLLM without a model: its configuration, requests, calls and outputs."""

@@ -1,0 +1,60 @@
+"""The parts of a simulation that the installed release of vLLM supports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvview import CacheGroup, ChunkedLocalAttention, SlidingWindow
+from kvview_vllm.releases import installed
+from kvview_vllm.simulation.scheduler.build import MAX_TOKENS
+
+
+def refuses_several_groups() -> bool:
+    """Whether this release only supports one KV-cache group with a connector (0.11.0)."""
+    return not installed().connector.several_groups
+
+
+def can_load_between_steps() -> bool:
+    """Whether a request waits for its loads between steps, and not within a step (LOAD-1)."""
+    return installed().connector.worker_metadata
+
+
+def most_steps_in_flight() -> int:
+    """Return the most steps in flight that a scheduler handles correctly: 2, or 3 from 0.27.0 on.
+
+    Older releases may resume a preempted request while two of its outputs are in flight, so that
+    the request receives a token twice, even without a connector.
+    """
+    return 3 if installed().connector.stale_outputs else 2
+
+
+def can_fail_loads(num_groups: int = 1) -> bool:
+    """Whether a worker of this release can report failed loads (0.11.1; several groups: 0.30.0)."""
+    release = installed().connector
+    return release.failed_blocks if num_groups == 1 else release.failed_requests
+
+
+def can_load_after_hits(num_groups: int) -> bool:
+    """Whether a request may load blocks after its GPU hit (with several groups: 0.24.0)."""
+    release = installed().connector
+    return num_groups == 1 or release.hits_come_first or not release.null_window_blocks
+
+
+def fewest_tokens_per_step(groups: Sequence[CacheGroup]) -> int:
+    """Return the smallest token budget with which all blocks are counted before allocation.
+
+    0.20.0 and 0.20.1 count the blocks of a window or a chunk up to a cap that grows with the
+    budget. No request exceeds the cap if a step may compute the longest request.
+    """
+    has_cap = any(isinstance(group, SlidingWindow | ChunkedLocalAttention) for group in groups)
+    return MAX_TOKENS if has_cap and installed().connector.uncounted_window_blocks else 1
+
+
+def can_block_itself() -> bool:
+    """Whether waiting requests may hold loaded blocks that the first request needs (to 0.22)."""
+    return not installed().connector.reserved_blocks
+
+
+def can_reset_connectors() -> bool:
+    """Whether a reset of the prefix cache reaches the connector (0.13.0)."""
+    return installed().connector.connector_reset

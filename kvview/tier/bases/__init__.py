@@ -1,0 +1,1 @@
+"""Base classes for authors of stores: blocking methods, coroutines, or polled jobs."""

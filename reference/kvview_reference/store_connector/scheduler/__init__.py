@@ -1,0 +1,1 @@
+"""The scheduler half of a :class:`StoreConnector`: requests, GPU blocks and places of pages."""

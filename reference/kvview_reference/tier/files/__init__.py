@@ -1,0 +1,1 @@
+"""A store of files: one folder for each namespace, shared by threads and processes."""
