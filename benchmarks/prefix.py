@@ -40,7 +40,7 @@ from kvview.keys import make_offload_keys
 from kvview_reference.geometry import KVCacheCoordinator
 from kvview_reference.pool import BlockPool
 from kvview_reference.store_connector import StoreConnector
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 
 BLOCK_SIZE = 16
 SIZES = (1_000, 8_000, 64_000)

@@ -42,7 +42,7 @@ from harness import Table  # type: ignore[import-not-found, unused-ignore]  # no
 import engine as lane  # type: ignore[import-not-found]  # noqa: E402
 from kvview_vllm.releases.compat.versions import vllm  # noqa: E402
 from kvview_vllm.simulation.raw.stand_ins import StandIns  # noqa: E402
-from kvview_vllm.simulation.scheduler import build, model_runner  # noqa: E402
+from kvview_vllm.simulation.scheduler import cpu_scheduler, model_runner  # noqa: E402
 
 CALLS = (  # of vLLM's scheduler
     "on_new_request",
@@ -148,7 +148,7 @@ class Load:
     def __init__(self, config: dict[str, Any] | None, folder: Path) -> None:
         import torch
 
-        vllm_config = build.make_vllm_config(
+        vllm_config = cpu_scheduler.make_vllm_config(
             folder,
             config,
             block_size=lane.BLOCK_SIZE,
@@ -158,13 +158,13 @@ class Load:
             max_num_batched_tokens=TOKENS_PER_STEP,
         )
         groups = lane._groups([None])
-        kv_cache = build.make_kv_cache_config(groups, NUM_BLOCKS)
+        kv_cache = cpu_scheduler.make_kv_cache_config(groups, NUM_BLOCKS)
         geometry = lane.read_geometry(vllm_config, kv_cache)
-        self.scheduler = build.make_scheduler(vllm_config, kv_cache, geometry)
+        self.scheduler = cpu_scheduler.make_scheduler(vllm_config, kv_cache, geometry)
         self.spent: dict[str, list[float]] = {}
         self.worker: Any = None
         if config is not None:
-            self.worker = build.make_worker_connector(vllm_config, kv_cache)
+            self.worker = cpu_scheduler.make_worker_connector(vllm_config, kv_cache)
             layers = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
             if config["kv_connector"] == "OffloadingConnector":
                 lane.register_layers(vllm_config, kv_cache)

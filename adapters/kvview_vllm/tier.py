@@ -34,7 +34,7 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace, TierEvents
-from kvview_vllm.metrics.tiers import TierReporter, definitions
+from kvview_vllm.metrics.tier_metrics import TierReporter, definitions
 from kvview_vllm.releases import probe_offloading, reading, require_class
 from kvview_vllm.releases.compat.tiers import (
     TierSeam,

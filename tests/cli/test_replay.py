@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from kvview import CPULoadStoreSpec
 from kvview.cli.commands import cli
-from kvview_reference.store_connector.scheduler.gpu_blocks import GPUBlocks
+from kvview_reference.store_connector.planning.gpu_blocks import GPUBlocks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector"

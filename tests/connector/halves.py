@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from kvview import SchedulerConnector, WorkerConnector
 from kvview_reference.store_connector import StoreConnector
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from kvview_reference.store_connector.worker import HostWorker
 
 

@@ -32,7 +32,7 @@ from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
-from kvview_vllm.simulation.kvview.engine_core import KVViewHarness
+from kvview_vllm.simulation.kvview.kvview_engine import KVViewHarness
 from kvview_vllm.simulation.scheduler.requests import PlannedRequest
 from tests.mutants.connector import load_named
 

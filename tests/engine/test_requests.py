@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvview import BlockIds, RequestInfo, StepInfo, StepPlan
 from kvview.testing.connector import check_connector
 from kvview_reference.engine import Request, chain_hashes
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from tests.connector.halves import WithHalves
 
 SIZE = 4

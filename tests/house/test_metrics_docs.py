@@ -15,13 +15,13 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from kvview.bridge import TIER_COUNTERS
-from kvview_vllm.metrics import tiers
-from kvview_vllm.metrics.connectors import COUNTERS, GAUGES, PREFIX
+from kvview_vllm.metrics import tier_metrics
+from kvview_vllm.metrics.connector_metrics import COUNTERS, GAUGES, PREFIX
 from tests.house.source_tree import ROOT
 
 EXPORTED = {PREFIX + name for name in GAUGES} | {f"{PREFIX}{name}_total" for name in COUNTERS}
-OF_TIERS = {tiers.PREFIX + name for name in tiers.GAUGES} | {
-    f"{tiers.PREFIX}{name}_total" for name in TIER_COUNTERS
+OF_TIERS = {tier_metrics.PREFIX + name for name in tier_metrics.GAUGES} | {
+    f"{tier_metrics.PREFIX}{name}_total" for name in TIER_COUNTERS
 }
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/kvview.json").read_text("utf-8"))
 _NAME = re.compile(r"vllm:\w+")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvview.testing import StoreHarness
-from kvview_reference.tier.files import file_store
+from kvview_reference.tier.folder import file_store
 
 from .edits import Base, Variant, inject
 

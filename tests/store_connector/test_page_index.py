@@ -13,7 +13,7 @@ from kvview import CacheGeometry
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.answers import LookupAnswers
-from kvview_reference.store_connector.scheduler.page_index import PageIndex, TierSettings
+from kvview_reference.store_connector.planning.page_index import PageIndex, TierSettings
 
 FIRST, SECOND = (make_offload_key(bytes([number]) * 32, 0) for number in range(2))
 

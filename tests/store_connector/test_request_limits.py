@@ -20,7 +20,7 @@ from kvview.tier import Threaded
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.simulation import ReferenceEngines
 from kvview_reference.store_connector import StoreConnector
-from kvview_reference.store_connector.scheduler.request_prefix import NO_LIMITS, RequestLimits
+from kvview_reference.store_connector.planning.request_prefix import NO_LIMITS, RequestLimits
 
 GEOMETRY = CacheGeometry.single(16)
 

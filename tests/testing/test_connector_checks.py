@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 
 from kvview.testing.connector import check_connector
 from kvview_reference.store_connector import StoreConnector
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from tests.connector.halves import WithHalves
 
 ROOT = Path(__file__).parents[2]

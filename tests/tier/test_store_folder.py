@@ -260,7 +260,7 @@ def test_eviction_passes_over_a_file_that_cannot_be_removed(
     root: Path, freeze: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for looked_at in (4096, 3):
-        monkeypatch.setattr("kvview_reference.tier.files.eviction._LOOKED_AT", looked_at)
+        monkeypatch.setattr("kvview_reference.tier.folder.eviction._LOOKED_AT", looked_at)
         files = sorted((root / HERE.digest.hex()).glob("??/*"), key=os.path.getmtime)
         if looked_at == 4096:
             freeze(*files[:3])
@@ -353,7 +353,7 @@ while time.monotonic() < end:
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Have another process keep the lock of a file."""
-    monkeypatch.setattr("kvview_reference.tier.files.file_budget._PATIENCE", 0.5)
+    monkeypatch.setattr("kvview_reference.tier.folder.file_budget._PATIENCE", 0.5)
     holders: list[subprocess.Popen[str]] = []
 
     def start(path: Path, seconds: float, does: str) -> subprocess.Popen[str]:

@@ -202,7 +202,7 @@ def test_a_count_that_cannot_be_trusted_is_made_again(
     assert used > held, "the same start of the machine: it is believed"
     left_open = FileStore(HERE, root=str(tmp_path))
     os.close(left_open._budget._alive)
-    boot = "kvview_reference.tier.files.file_budget._boot_of_machine"
+    boot = "kvview_reference.tier.folder.file_budget._boot_of_machine"
     monkeypatch.setattr(boot, lambda: b"after a power cut"[:16])
     used, held = counted(tmp_path)
     assert used == held
@@ -211,7 +211,7 @@ def test_a_count_that_cannot_be_trusted_is_made_again(
 def test_of_many_files_the_oldest_of_some_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvview_reference.tier.files.eviction._LOOKED_AT", 40)
+    monkeypatch.setattr("kvview_reference.tier.folder.eviction._LOOKED_AT", 40)
     store = FileStore(HERE, root=str(tmp_path), max_bytes=400_000)
     keys = [f"key {number}".encode() for number in range(600)]
     for key in keys:

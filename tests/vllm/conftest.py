@@ -20,7 +20,7 @@ class NeedsVLLM(pytest.Module):
                 reason="needs vLLM's Python sources: tests/vllm/sources.py",
                 exc_type=ImportError,
             )
-            from kvview_vllm.simulation.scheduler.build import prepare
+            from kvview_vllm.simulation.scheduler.cpu_scheduler import prepare
 
             prepare()  # before the imports that need a platform
             return [*super().collect()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvview import OffloadingEvent
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from tests.connector.halves import WithHalves
 
 

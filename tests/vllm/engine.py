@@ -29,16 +29,16 @@ from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases import installed
 from kvview_vllm.releases.build import samples
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers
-from kvview_vllm.simulation.scheduler import build, model_runner
-from kvview_vllm.simulation.scheduler.build import multi_config as multi_config
+from kvview_vllm.simulation.scheduler import cpu_scheduler, model_runner
 from kvview_vllm.simulation.scheduler.capabilities import (  # for the tests, under one name
     can_fail_loads as can_fail_loads,
 )
 from kvview_vllm.simulation.scheduler.capabilities import (
     refuses_several_groups as refuses_several_groups,
 )
+from kvview_vllm.simulation.scheduler.cpu_scheduler import multi_config as multi_config
 
-build.prepare()  # before the imports that need it
+cpu_scheduler.prepare()  # before the imports that need it
 
 BLOCK_SIZE = 16
 WINDOW = 32
@@ -50,7 +50,7 @@ EXAMPLE_CONNECTOR = f"{EXAMPLE}:HostCacheConnector"
 
 def connector_config(target: str = EXAMPLE_CONNECTOR, **options: Any) -> dict[str, Any]:
     """Return the `kv_transfer_config` of a kvview connector, by default the example."""
-    return build.connector_config(target, **options)
+    return cpu_scheduler.connector_config(target, **options)
 
 
 class Engine:
@@ -75,13 +75,13 @@ class Engine:
         windows: Sequence[int | None] = (None,),
         num_blocks: int = NUM_BLOCKS,
         depth: int = 1,
-        tokens_per_step: int = build.MAX_TOKENS,
+        tokens_per_step: int = cpu_scheduler.MAX_TOKENS,
         publishes_events: bool = False,
     ) -> None:
         import torch
 
-        self.kv_cache_config = build.make_kv_cache_config(_groups(windows), num_blocks)
-        self.vllm_config = build.make_vllm_config(
+        self.kv_cache_config = cpu_scheduler.make_kv_cache_config(_groups(windows), num_blocks)
+        self.vllm_config = cpu_scheduler.make_vllm_config(
             folder,
             transfer_config,
             block_size=BLOCK_SIZE,
@@ -92,9 +92,11 @@ class Engine:
             publishes_events=publishes_events,
         )
         self.geometry: CacheGeometry = read_geometry(self.vllm_config, self.kv_cache_config)
-        self.scheduler = build.make_scheduler(self.vllm_config, self.kv_cache_config, self.geometry)
+        self.scheduler = cpu_scheduler.make_scheduler(
+            self.vllm_config, self.kv_cache_config, self.geometry
+        )
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.worker = build.make_worker_connector(self.vllm_config, self.kv_cache_config)
+        self.worker = cpu_scheduler.make_worker_connector(self.vllm_config, self.kv_cache_config)
         layers = [
             name for group in self.kv_cache_config.kv_cache_groups for name in group.layer_names
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from kvview_vllm.metrics.connectors import COUNTERS, PREFIX
+from kvview_vllm.metrics.connector_metrics import COUNTERS, PREFIX
 
 METRICS: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
 PROM = getattr(METRICS, "KVConnectorProm", None) or getattr(METRICS, "KVConnectorPrometheus", None)

@@ -41,7 +41,7 @@ from kvview_vllm.inference.models import make_model
 from kvview_vllm.inference.serve import NUM_BLOCKS
 from kvview_vllm.inference.server import Server, prepare, require_vllm
 from kvview_vllm.inference.traffic import SeededTraffic, Served
-from kvview_vllm.simulation.scheduler.build import connector_config, multi_config
+from kvview_vllm.simulation.scheduler.cpu_scheduler import connector_config, multi_config
 
 _STORE = "kvview_reference.store_connector:StoreConnector"
 _DISK = "DISK"

@@ -10,7 +10,7 @@ import pytest
 from kvview import FullAttention, SlidingWindow, UnsupportedEngineError
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases import installed
-from kvview_vllm.simulation.kvview.engine_core import Configs
+from kvview_vllm.simulation.kvview.kvview_engine import Configs
 
 
 def test_vgeo_1_block_sizes_are_those_of_vllm() -> None:

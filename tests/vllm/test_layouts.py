@@ -19,10 +19,10 @@ from kvview_vllm.releases.compat.calls import states_take_loads
 from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import allocate, can_allocate_states, layouts
 from kvview_vllm.simulation.raw.worker import role as worker
-from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 from tests.vllm.layout_connectors import FAULTS, Fault, InjectsFault
 
-build.prepare()
+cpu_scheduler.prepare()
 
 CONNECTORS = "tests.vllm.layout_connectors"
 KINDS = (

@@ -13,7 +13,7 @@ import pytest
 from front_end import PROM, FrontEnd  # type: ignore[import-not-found]
 
 import engine as lane  # type: ignore[import-not-found]
-from kvview_vllm.metrics.connectors import COUNTERS, GAUGES, Meter, configured_children
+from kvview_vllm.metrics.connector_metrics import COUNTERS, GAUGES, Meter, configured_children
 from kvview_vllm.releases import installed
 
 FAULTY = Path(__file__).with_name("faulty_connectors.py")

@@ -18,11 +18,11 @@ from kvview_vllm.partition.matrix import PairOutcome, check_partition
 from kvview_vllm.partition.pairs import PROMPT, all_pairs
 from kvview_vllm.releases import engine_version, installed
 from kvview_vllm.releases.compat.versions import RELEASES, vllm
-from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
 from tests.vllm.raw_connectors import HostConnector, ReadsItsRanks
 
-build.prepare()
+cpu_scheduler.prepare()
 
 V1 = "distributed.kv_transfer.kv_connector.v1"
 KEYED = f"{Path(__file__).parent / 'partition_connectors.py'}:KeyedConnector"

@@ -33,7 +33,7 @@ from kvview_vllm.releases.compat.calls import ended_requests_take_no_output
 from kvview_vllm.releases.compat.shapes import find_class
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation.raw import RawRun
-from kvview_vllm.simulation.raw.release_fit import can_load_in_groups
+from kvview_vllm.simulation.raw.raw_scenarios import can_load_in_groups
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
 from kvview_vllm.simulation.scheduler import capabilities
 from tests.mutants.edits import Variant

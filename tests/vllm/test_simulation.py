@@ -35,7 +35,7 @@ from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.events import to_vllm_events
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation import VLLMEngines
-from kvview_vllm.simulation.kvview.engine_core import KVViewHarness
+from kvview_vllm.simulation.kvview.kvview_engine import KVViewHarness
 from kvview_vllm.simulation.scheduler import capabilities
 from tests.mutants.connector.each_step import EachStep
 from tests.mutants.connector.two import Two

@@ -19,7 +19,7 @@ import pytest
 import engine  # type: ignore[import-not-found]
 from kvview import UnsupportedEngineError
 from kvview_vllm.connector.connector import KVViewConnector
-from kvview_vllm.connector.trial import run as trial_run
+from kvview_vllm.connector.dry_run import trial_run
 from kvview_vllm.doctor import diagnose
 from kvview_vllm.releases import installed
 from kvview_vllm.releases.build.samples import BLOCK_SIZE

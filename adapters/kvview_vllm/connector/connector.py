@@ -43,6 +43,8 @@ from kvview.targets import load_connector
 from kvview.version import require_contract
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.connector.containment import Faults, report_at_start
+from kvview_vllm.connector.dry_run.trial_half import TRIAL_TARGET
+from kvview_vllm.connector.dry_run.trial_run import try_connector
 from kvview_vllm.connector.handoffs import (
     HandoffOptions,
     WorkerWire,
@@ -58,12 +60,10 @@ from kvview_vllm.connector.messages import (
     take_reports,
 )
 from kvview_vllm.connector.scheduler import SchedulerSide
-from kvview_vllm.connector.trial.half import TRIAL_TARGET
-from kvview_vllm.connector.trial.run import try_connector
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import BlockDescriptions, to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
-from kvview_vllm.metrics.connectors import PromMetrics, Reporter, configured_children
+from kvview_vllm.metrics.connector_metrics import PromMetrics, Reporter, configured_children
 from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.compat.calls import (
     event_group_kinds,

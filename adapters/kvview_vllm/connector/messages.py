@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvview import StepPlan, TransferJob, TransferResult
-from kvview_vllm.metrics.connectors import MetricUpdate, as_log_line, merge
+from kvview_vllm.metrics.connector_metrics import MetricUpdate, as_log_line, merge
 from kvview_vllm.releases import installed, reading
 
 with reading("connector", "the messages between the halves of a connector"):

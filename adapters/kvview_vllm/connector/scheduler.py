@@ -62,7 +62,7 @@ from kvview_vllm.connector.handoffs import ACCEPT, OFFER, params_with
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
 from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
 from kvview_vllm.events import BlockDescriptions
-from kvview_vllm.metrics.connectors import Meter
+from kvview_vllm.metrics.connector_metrics import Meter
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.compat.calls import request_content
 

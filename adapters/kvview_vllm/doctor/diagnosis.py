@@ -186,7 +186,7 @@ def _check_schedulers(release: Release) -> tuple[Seam, str]:
 def _check_connector(release: Release) -> tuple[Seam, str]:
     found = release.connector
     from kvview_vllm.connector.connector import KVViewConnector
-    from kvview_vllm.connector.trial.run import try_connector
+    from kvview_vllm.connector.dry_run.trial_run import try_connector
 
     if problem := try_connector(KVViewConnector):
         raise UnsupportedEngineError(f"no request could be served in a trial run: {problem}")

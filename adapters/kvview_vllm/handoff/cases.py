@@ -21,7 +21,7 @@ from kvview_vllm.handoff.real_pair import LEASE_SECONDS, RealEngine
 from kvview_vllm.handoff.side_channel import FaultySideChannel, SideChannelFault
 from kvview_vllm.inference.models import FIRST_TOKEN, VOCABULARY, make_model
 from kvview_vllm.inference.server import prepare, require_vllm
-from kvview_vllm.simulation.scheduler.build import connector_config
+from kvview_vllm.simulation.scheduler.cpu_scheduler import connector_config
 
 NUM_TOKENS = 8
 _WIRE = "kvview_reference.handoff.zmq_wire:ZmqWire"

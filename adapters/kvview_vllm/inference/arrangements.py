@@ -19,7 +19,7 @@ from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import overridden
 from kvview_vllm.simulation.raw.stand_ins import copies_on_cuda
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
-from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 HOST_BLOCKS = 56
 """Blocks for a connector with the option ``cpu_blocks``, too few for all KV."""
@@ -120,7 +120,7 @@ class Configured:
             return in_folder(config, str(folder)), self.vllm_class
         children = [in_folder(config, str(folder / name)) for name in ("first", "second")]
         multi = vllm("distributed.kv_transfer.kv_connector.v1.multi_connector").MultiConnector
-        return build.multi_config(*children), multi
+        return cpu_scheduler.multi_config(*children), multi
 
     def why_not(self, arrangement: Arrangement) -> str:
         """Return the reason to exclude an arrangement for this connector; empty to run it."""
@@ -143,7 +143,7 @@ class Configured:
 
         scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=HOST_BLOCKS)
         taken = pickle.loads(configure(connector_class, scenario, self._options)).options
-        config = build.connector_config(name_target(connector_class), **taken)
+        config = cpu_scheduler.connector_config(name_target(connector_class), **taken)
         config["kv_load_failure_policy"] = "recompute"
         # Because the check looks for faults.
         config["kv_connector_extra_config"]["contain_faults"] = False

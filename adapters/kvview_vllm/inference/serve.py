@@ -42,7 +42,7 @@ class ServeJob:
         config: ``kv_transfer_config``; None for no connector.
         connector_class: The class that the configuration names.
         classes: The class of the connector, and the classes of its children.
-        is_own: Whether the connector is a kvview connector, whose calls on the pool need no recorder.
+        is_own: Whether the connector is a kvview connector, whose pool calls are not recorded.
         resets: Whether the connector can be reset.
         truth: Answers without a connector.
         control: "corrupted" injects the fault, and "loads off" makes the connector load nothing.

@@ -81,7 +81,7 @@ def partition(
     layout. All bytes must be loaded unchanged.
     """
     from kvview_vllm.releases import engine_version
-    from kvview_vllm.simulation.scheduler import build
+    from kvview_vllm.simulation.scheduler import cpu_scheduler
 
     given = read_options(options)
     if transfer_config is not None:
@@ -94,7 +94,7 @@ def partition(
         progress(f"checking {target}") as on_progress,
     ):
         found = load_target(target)
-        build.prepare()
+        cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
         from kvview_vllm.partition.layouts import layout_pairs
         from kvview_vllm.partition.matrix import check_partition

@@ -15,7 +15,7 @@ from kvview_vllm.releases.cpu.worker_caches import (
     make_config,
     resolve_layout,
 )
-from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 _NEXT_TURN = [*PROMPT, *range(100, 108)]
 """Tokens of the second request: a window and a Mamba state are stored for the end of a prompt."""
@@ -39,7 +39,7 @@ def layout_pairs() -> list[Pair]:
 def _is_allocated(kind: CacheKind, layout: str) -> bool:
     """Whether vLLM starts with this cache, without a connector."""
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-        config = build.make_vllm_config(
+        config = cpu_scheduler.make_vllm_config(
             Path(folder),
             None,
             block_size=BLOCK_SIZE,

@@ -21,9 +21,9 @@ from kvview_vllm.releases.compat.calls import idle_steps_report
 from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import layouts, use_layout
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
-from kvview_vllm.simulation.raw.engine_core import RawHarness, RawSettings
+from kvview_vllm.simulation.raw.raw_engine import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.stand_ins import StandIns
-from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 from kvview_vllm.simulation.scheduler.requests import PlannedRequest
 
 NUM_BLOCKS = 64
@@ -57,7 +57,7 @@ class PartitionEngine:
         self._num_requests = 0
         self.last_hashes: tuple[bytes, ...] = ()
         geometry = CacheGeometry(size, size, (FullAttention(size),))
-        scenario = Scenario(geometry, NUM_BLOCKS, (), max_tokens_per_step=build.MAX_TOKENS)
+        scenario = Scenario(geometry, NUM_BLOCKS, (), max_tokens_per_step=cpu_scheduler.MAX_TOKENS)
         settings = RawSettings(
             engine.ranks,
             engine.rank,

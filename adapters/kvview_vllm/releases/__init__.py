@@ -4,8 +4,8 @@
 the release into the list of tested ones, and runs the matrix. Three places must be edited by hand:
 
 1. For a member with another shape, a row in ``compat/shapes.txt``.
-2. For another behaviour of the adapter, a row in ``compat/differences.toml``, and a field of its seam in
-   :mod:`.compat.seams`.
+2. For another behaviour of the adapter, a row in ``compat/differences.toml``, and a field of its
+   seam in :mod:`.compat.seams`.
 3. For another way to call a member, a function in :mod:`.compat.calls`.
 """
 

@@ -21,9 +21,9 @@ from kvview import Connector, FullAttention, KVViewError
 from kvview.connector.hook_errors import watch_hooks
 from kvview_vllm.releases import engine_version, refusal
 from kvview_vllm.releases.compat.versions import importing
-from kvview_vllm.simulation.kvview.engine_core import Configs, KVViewHarness
+from kvview_vllm.simulation.kvview.kvview_engine import Configs, KVViewHarness
 from kvview_vllm.simulation.kvview.release_fit import KVViewFit
-from kvview_vllm.simulation.scheduler import build, capabilities
+from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler
 
 if TYPE_CHECKING:
     from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
@@ -44,7 +44,7 @@ class VLLMEngines:
     """
 
     def __init__(self) -> None:
-        build.prepare()
+        cpu_scheduler.prepare()
         self.name = f"vllm {engine_version()}"
         try:
             with importing():

@@ -2,7 +2,7 @@
 
 Requests, the bytes of computed blocks and the sampled tokens are simulated; everything else is
 real. Two classes are derived from :class:`VLLMHarness`, one for each kind of worker's side:
-:mod:`.kvview.engine_core` for connectors of kvview, :mod:`.raw.engine_core` for those of vLLM.
+:mod:`.kvview.kvview_engine` for connectors of kvview, :mod:`.raw.raw_engine` for those of vLLM.
 
 Source: ``step_with_batch_queue`` of vllm/v1/engine/core.py, 0.11.0 to 0.33.0;
 ``kvview.testing.connector.harness`` defines the queries of an engine.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvview import BlockIds, ConfigError, OffloadKey
-from kvview_vllm.simulation.scheduler import build, capabilities, model_runner
+from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler, model_runner
 from kvview_vllm.simulation.scheduler.requests import Chunk, PlannedRequest, make_prompt
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
@@ -65,7 +65,7 @@ class VLLMHarness(ABC):
         self,
         scenario: Scenario,
         scheduler: VLLMScheduler,
-        longest: int = build.MAX_TOKENS,
+        longest: int = cpu_scheduler.MAX_TOKENS,
         *,
         plays_handoffs: bool = False,
     ) -> None:
@@ -230,10 +230,10 @@ class VLLMHarness(ABC):
         self._num_resets += 1
         if self._steps_in_flight == 1 or self._num_resets % 2:
             with named("reset_prefix_cache"):
-                return build.reset_caches(self.scheduler.real)
+                return cpu_scheduler.reset_caches(self.scheduler.real)
         self._stats.running_resets += 1
         try:
-            return build.reset_caches(self.scheduler.real, running_too=True)
+            return cpu_scheduler.reset_caches(self.scheduler.real, running_too=True)
         except RuntimeError:
             return False
 

@@ -33,8 +33,8 @@ from kvview.tier import (
 from kvview_reference.offloading import CachePolicy
 from kvview_reference.offloading.policies import policy_factory
 from kvview_reference.store_connector.named_pages import Pages
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
-from kvview_reference.store_connector.scheduler.page_index import Mode, TierSettings
+from kvview_reference.store_connector.planning.page_index import Mode, TierSettings
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from kvview_reference.store_connector.transform import Transform
 from kvview_reference.store_connector.worker import HostWorker, StoreWorker
 from kvview_reference.transfer.host_pages import HostPages

@@ -18,7 +18,7 @@ from kvview.errors import ConfigError, KVViewError
 from kvview.options import read_options
 from kvview.targets import load_target
 from kvview.tier import Namespace, is_tier_store
-from kvview_reference.tier.files.store_folder import NOTE
+from kvview_reference.tier.folder.store_folder import NOTE
 
 _MOST_LINES = 20
 
@@ -94,7 +94,7 @@ def fsck(root: str, json_file: str | None) -> None:
     removes a bad entry itself when the entry is loaded. The exit code is 1 if an
     entry cannot be loaded.
     """
-    from kvview_reference.tier.files.stored_entries import entries_of_folder, read_entry
+    from kvview_reference.tier.folder.stored_entries import entries_of_folder, read_entry
 
     found, num_stores = StoreCheck(root), 0
     for store in entries_of_folder(root):

@@ -27,7 +27,7 @@ from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
-from kvview_reference.tier.files.store_folder import NOTE
+from kvview_reference.tier.folder.store_folder import NOTE
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client

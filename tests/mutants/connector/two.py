@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvview import EngineFacts, SchedulerConnector, ViewNotBoundError, WorkerConnector
 from kvview_reference.connector.multi import MultiScheduler, MultiWorker
-from kvview_reference.store_connector.scheduler.half import StoreScheduler
+from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from tests.connector.halves import WithHalves
 from tests.connector.spy import SpyScheduler, SpyWorker
 

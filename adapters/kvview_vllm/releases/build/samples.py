@@ -140,7 +140,7 @@ def make_dry_config(num_blocks: int, transfer_config: Mapping[str, Any] | None) 
 
     A server makes it while it starts, so it must not search for devices, write files or log. The
     simulation runs in another process and makes a real one
-    (:func:`kvview_vllm.simulation.scheduler.build.make_vllm_config`).
+    (:func:`kvview_vllm.simulation.scheduler.cpu_scheduler.make_vllm_config`).
 
     Args:
         num_blocks: Blocks of the pool.

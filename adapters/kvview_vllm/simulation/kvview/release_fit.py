@@ -29,7 +29,7 @@ from kvview_vllm.releases.compat.calls import (
     states_take_loads,
 )
 from kvview_vllm.simulation.fitting import Fitting
-from kvview_vllm.simulation.kvview.engine_core import Configs, KVViewHarness
+from kvview_vllm.simulation.kvview.kvview_engine import Configs, KVViewHarness
 from kvview_vllm.simulation.scheduler import capabilities
 from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 

@@ -7,7 +7,7 @@ real shapes. Scenarios, shrinking, scripts and report are the same as for kvview
 checks every byte that a request reads, the end of every request, the release of every block, the
 counts and links of the pool, and that no method raises.
 
-Source: :mod:`kvview_vllm.simulation.raw.engine_core`.
+Source: :mod:`kvview_vllm.simulation.raw.raw_engine`.
 """
 
 from kvview_vllm.simulation.raw.run import RawRun, judge

@@ -22,8 +22,8 @@ from kvview_vllm.releases import engine_version
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
-from kvview_vllm.simulation.raw.engine_core import RawHarness
-from kvview_vllm.simulation.raw.release_fit import RawEngines
+from kvview_vllm.simulation.raw.raw_engine import RawHarness
+from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvview import CacheGroup, ChunkedLocalAttention, SlidingWindow
 from kvview_vllm.releases import installed
-from kvview_vllm.simulation.scheduler.build import MAX_TOKENS
+from kvview_vllm.simulation.scheduler.cpu_scheduler import MAX_TOKENS
 
 
 def refuses_several_groups() -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview.testing.connector.invariants import InvariantBroken
 from kvview_vllm.releases.build.samples import make_request
-from kvview_vllm.simulation.scheduler import build
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 if TYPE_CHECKING:
     from kvview.testing.connector.scenario import Add
@@ -92,7 +92,7 @@ class PlannedRequest:
             prompt,
             num_output_tokens,
             block_hasher=_block_hasher(hash_block_size),
-            end_token=build.END_TOKEN,
+            end_token=cpu_scheduler.END_TOKEN,
             transfer_params=transfer_params,
             cache_salt=cache_salt,
         )
@@ -119,7 +119,7 @@ class PlannedRequest:
         if position < len(self._prompt):
             return self._prompt[position]
         is_end = position == len(self._prompt) + self._num_output_tokens - 1
-        return build.END_TOKEN if is_end and self._stops else self._sampled
+        return cpu_scheduler.END_TOKEN if is_end and self._stops else self._sampled
 
     def block_hash(self, index: int) -> bytes:
         """Return a block hash of the request, even if vLLM cannot compute the hash yet."""

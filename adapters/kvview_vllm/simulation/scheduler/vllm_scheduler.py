@@ -25,7 +25,7 @@ from kvview_vllm.pool import NULL_BLOCK_ID, view
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.compat.calls import blocks_freed_later, num_preemptions
 from kvview_vllm.releases.compat.versions import vllm
-from kvview_vllm.simulation.scheduler import build, model_runner
+from kvview_vllm.simulation.scheduler import cpu_scheduler, model_runner
 from kvview_vllm.simulation.scheduler.requests import Chunk, PlannedRequest
 
 _OURS = "kvview_vllm."
@@ -93,7 +93,9 @@ class VLLMScheduler:
         plain: bool = False,
     ) -> None:
         with named("building the scheduler"):
-            self.real = build.make_scheduler(vllm_config, kv_cache_config, geometry, plain=plain)
+            self.real = cpu_scheduler.make_scheduler(
+                vllm_config, kv_cache_config, geometry, plain=plain
+            )
         self.geometry = geometry
         self.manager = self.real.kv_cache_manager
         self.pool = self.manager.block_pool

@@ -20,9 +20,9 @@ from kvview.testing.handoff.harness import EngineLife, TwoEngines
 from kvview.testing.handoff.network import Fault, Network
 from kvview_vllm.releases import engine_version
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
-from kvview_vllm.simulation.raw.engine_core import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.nixl.agents import Fabric
-from kvview_vllm.simulation.raw.release_fit import RawEngines
+from kvview_vllm.simulation.raw.raw_engine import RawHarness, RawSettings
+from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import split_options
 

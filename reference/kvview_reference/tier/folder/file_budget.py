@@ -27,9 +27,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvview_reference.tier.files.eviction import OldestFiles
-from kvview_reference.tier.files.file_lock import lock_file
-from kvview_reference.tier.files.store_folder import NOTE, SHARDS, StoreFolder
+from kvview_reference.tier.folder.eviction import OldestFiles
+from kvview_reference.tier.folder.file_lock import lock_file
+from kvview_reference.tier.folder.store_folder import NOTE, SHARDS, StoreFolder
 
 _COUNT = struct.Struct("<qq16s")  # bytes of files, bytes reserved, boot of the machine
 _SUM = struct.Struct("<I")

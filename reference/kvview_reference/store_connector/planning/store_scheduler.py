@@ -28,9 +28,9 @@ from kvview.geometry import CacheGeometry, FullAttention
 from kvview.keys import OffloadKey, get_offload_group_idx
 from kvview.pool import GPUBlockPoolView
 from kvview.transfer import GPULoadStoreSpec, TransferResult
-from kvview_reference.store_connector.scheduler.gpu_blocks import GPUBlocks
-from kvview_reference.store_connector.scheduler.page_index import PageIndex, Pins, TierSettings
-from kvview_reference.store_connector.scheduler.request_prefix import (
+from kvview_reference.store_connector.planning.gpu_blocks import GPUBlocks
+from kvview_reference.store_connector.planning.page_index import PageIndex, Pins, TierSettings
+from kvview_reference.store_connector.planning.request_prefix import (
     RequestLimits,
     blocks_to_load,
     keys_beyond,

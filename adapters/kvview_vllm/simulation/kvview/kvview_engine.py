@@ -34,7 +34,7 @@ from kvview_vllm.releases.compat.calls import can_name_groups, child_connectors
 from kvview_vllm.simulation.engine_core import LaunchedStep, VLLMHarness
 from kvview_vllm.simulation.kvview.published import PublishedEvents
 from kvview_vllm.simulation.kvview.stream_order import Compute, Forward
-from kvview_vllm.simulation.scheduler import build, capabilities, model_runner
+from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler, model_runner
 from kvview_vllm.simulation.scheduler.requests import Chunk, salt_of
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
@@ -83,7 +83,7 @@ class Configs:
         self._groups, self._num_blocks = groups, num_blocks
         self.kv_cache = self.kv_cache_of(range(NUM_LAYERS))
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-            self.vllm = build.make_vllm_config(
+            self.vllm = cpu_scheduler.make_vllm_config(
                 Path(folder),
                 transfer_config,
                 block_size=math.gcd(*(group.block_size for group in groups)),
@@ -97,7 +97,7 @@ class Configs:
 
     def kv_cache_of(self, stage: range) -> Any:
         """Make the ``KVCacheConfig`` of a rank that has some of the layers of each group."""
-        return build.make_kv_cache_config(self._groups, self._num_blocks, NUM_LAYERS, stage)
+        return cpu_scheduler.make_kv_cache_config(self._groups, self._num_blocks, NUM_LAYERS, stage)
 
 
 def _stages(ranks: Sequence[int]) -> list[range]:
@@ -146,7 +146,7 @@ class KVViewHarness(VLLMHarness):
         super().__init__(scenario, scheduler, plays_handoffs=life is not None)
         with named("building the scheduler"):
             self._workers = [
-                build.make_worker_connector(configs.vllm, cache, rank)
+                cpu_scheduler.make_worker_connector(configs.vllm, cache, rank)
                 for rank, cache in enumerate(caches)
             ]
         self._aggregator = model_runner.make_aggregator(len(stages))
@@ -170,7 +170,7 @@ class KVViewHarness(VLLMHarness):
         scenario: Scenario, connectors: Sequence[Connector], life: EngineLife | None
     ) -> Configs:
         target = f"{__name__}:{HandedConnector.__name__}"
-        children = [build.connector_config(target, connector=c) for c in connectors]
+        children = [cpu_scheduler.connector_config(target, connector=c) for c in connectors]
         extra: dict[str, Any] = _BARE | {"pin_budget": scenario.pin_budget}
         if life is not None:
             from kvview_vllm.simulation.kvview.simulated_handoffs import (
@@ -182,10 +182,10 @@ class KVViewHarness(VLLMHarness):
             child["kv_connector_extra_config"] |= extra
         return Configs(
             scenario.geometry.groups,
-            children[0] if len(children) == 1 else build.multi_config(*children),
+            children[0] if len(children) == 1 else cpu_scheduler.multi_config(*children),
             hash_block_size=scenario.geometry.hash_block_size,
             publishes_events=can_name_groups(),
-            **build.sizes_of(scenario),
+            **cpu_scheduler.sizes_of(scenario),
         )
 
     def _register(self, caches: Sequence[Any], stages: Sequence[range]) -> None:

@@ -46,7 +46,7 @@ from kvview_vllm.simulation.raw.transfer_config import registered
 from kvview_vllm.simulation.raw.worker.ranks import RawRanks
 from kvview_vllm.simulation.raw.worker.role import RawStep, RawWorker, RemoteRawWorker
 from kvview_vllm.simulation.raw.worker.token_bytes import RequestInStep, TokenWords, Wrong
-from kvview_vllm.simulation.scheduler import build, capabilities, model_runner
+from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler, model_runner
 from kvview_vllm.simulation.scheduler.requests import Chunk
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
@@ -141,7 +141,7 @@ class RawHarness(VLLMHarness):
 
         def connect(rank: int) -> Any:
             with registered(recorded):
-                return build.make_worker_connector(config, cache_config, rank)
+                return cpu_scheduler.make_worker_connector(config, cache_config, rank)
 
         def make_worker(rank: int = 0) -> RawWorker:
             if scenario.ranks:
@@ -216,14 +216,14 @@ class RawHarness(VLLMHarness):
         transfer_config: dict[str, Any] | None,
     ) -> Any:
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
-            config = build.make_vllm_config(
+            config = cpu_scheduler.make_vllm_config(
                 Path(folder),
                 transfer_config,
                 block_size=geometry.hash_block_size,
                 num_groups=len(geometry.groups),
                 has_states=any(isinstance(group, Mamba) for group in geometry.groups),
                 ranks=ranks,
-                **build.sizes_of(scenario),
+                **cpu_scheduler.sizes_of(scenario),
             )
         self._settings.adjust(config)
         return config

@@ -19,7 +19,7 @@ from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview.tier.guard.checksum import PageSeal
 from kvview_reference.tier.entry import HEAD, MAGIC, MOST_BYTES, NO_SEAL
-from kvview_reference.tier.files.store_folder import NOTE, SHARDS, StoreFolder
+from kvview_reference.tier.folder.store_folder import NOTE, SHARDS, StoreFolder
 
 Content: TypeAlias = bytes | OSError
 """Reads bytes, or returns the error."""

@@ -25,8 +25,8 @@ from kvview import ConfigError
 from kvview.tier import Namespace, TierUsage
 from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
-from kvview_reference.tier.files.file_budget import FileBudget
-from kvview_reference.tier.files.store_folder import NOTE, StoreFolder, key_of, path_of
+from kvview_reference.tier.folder.file_budget import FileBudget
+from kvview_reference.tier.folder.store_folder import NOTE, StoreFolder, key_of, path_of
 
 _CLAIMS = 10  # attempts, because two openers may remove each other's half-written note
 

@@ -3,7 +3,7 @@
 A real ``Scheduler`` with its own pool and two KV-cache groups makes the calls of the scheduler's
 side, and the classes through which vLLM's model runners call a connector make the calls of the
 worker's side. The requests are loaded, preempted, aborted and computed in several steps; then the
-caches are reset. :mod:`.half` checks the calls.
+caches are reset. :mod:`.trial_half` checks the calls.
 
 1. A vLLM whose calls differ is refused when a connector is bound, and by ``kvview doctor``.
 2. The trial run leaves no trace: no device, process, thread, file, event or log line. The root of
@@ -29,7 +29,7 @@ from typing import Any
 
 from kvview import KVViewError, UnsupportedEngineError
 from kvview.errors import one_line
-from kvview_vllm.connector.trial.half import (
+from kvview_vllm.connector.dry_run.trial_half import (
     LENGTHS,
     LORA,
     NUM_BLOCKS,

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvview_reference.tier.files.store_folder import SHARDS, StoreFolder
+from kvview_reference.tier.folder.store_folder import SHARDS, StoreFolder
 
 _log = logging.getLogger(__name__)
 _LOOKED_AT = 4096  # files among which the oldest are found
