@@ -224,7 +224,7 @@ class LedgerView(NotCopyable):
 
     # --- references ---
 
-    def touch_blocks(self, block_ids: Sequence[int]) -> None:
+    def touch_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: PLR0912
         """Take one reference on each block, once per occurrence.
 
         Raises:
@@ -294,8 +294,9 @@ class LedgerView(NotCopyable):
         """
         self.free_with(self._free, block_ids)
 
-    def free_with(self, move: Move, block_ids: Sequence[int]) -> None:
+    def free_with(self, move: Move, block_ids: Sequence[int]) -> None:  # noqa: PLR0912
         """Release references like ``free_blocks``, but through another call of the engine."""
+        # One loop, as in touch_blocks, because a call for each block costs more.
         ledger, held = self.ledger, self._held
         blocks, num_holders = ledger.blocks, ledger.num_holders
         if type(block_ids) is not list:
