@@ -111,15 +111,6 @@ def read_facts(
     )
 
 
-def read_group(index: int, spec: Any) -> CacheGroup:
-    """Convert one KV-cache group.
-
-    Raises:
-        UnsupportedEngineError: A :class:`~kvview.CacheGeometry` cannot express the group (VGEO-2).
-    """
-    return _group(index, spec, installed().geometry)
-
-
 def _group(index: int, spec: Any, release: GeometrySeam) -> CacheGroup:
     name = type(spec).__name__
     if name == _UNIFORM:

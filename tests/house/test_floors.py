@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 
 import grimp
@@ -41,6 +42,13 @@ NAMES_ABOVE = {
     "kvview/connector/hook_errors.py": {"kvview_reference", "kvview_vllm"},
 }
 """Modules that may name a higher layer in a string, and why."""
+
+MAX_FILES = 9
+FULLER_FOLDERS = {
+    # Its modules are the public import paths of the contract, and import-linter orders each.
+    "kvview": 14,
+}
+"""Folders with more modules, and why; ``__init__`` does not count."""
 
 MAX_LINES = 700
 MAX_CONTRACT_LINES = 300
@@ -117,6 +125,17 @@ def test_no_module_is_too_long() -> None:
         if lines > limit:
             long.append(f"{path}: {lines} lines, at most {limit}")
     assert not long, "\n".join(long)
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    folders = Counter(
+        module.path.rpartition("/")[0]
+        for module in modules()
+        if not module.path.endswith("/__init__.py")
+        and not module.path.startswith("kvview/testing/")
+    )
+    allowed = {folder: FULLER_FOLDERS.get(folder, MAX_FILES) for folder in folders}
+    assert {folder: n for folder, n in folders.items() if n > allowed[folder]} == {}
 
 
 def test_no_module_is_called_utils() -> None:
