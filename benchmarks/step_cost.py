@@ -143,9 +143,11 @@ class Load:
     Args:
         config: ``kv_transfer_config``; None without a connector.
         folder: Folder of the model's configuration.
+        stand_ins: The copies of vLLM's connector, which run between steps.
     """
 
-    def __init__(self, config: dict[str, Any] | None, folder: Path) -> None:
+    def __init__(self, config: dict[str, Any] | None, folder: Path, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
         import torch
 
         vllm_config = cpu_scheduler.make_vllm_config(
@@ -212,6 +214,7 @@ class Load:
         """Run one step; returns the seconds of the scheduler."""
         while len(self.scheduler.running) + len(self.scheduler.waiting) < RUNNING:
             self._add()
+        self._stand_ins.tick()
         began = time.thread_time()
         output = self.scheduler.schedule()
         scheduled = time.thread_time() - began
@@ -256,9 +259,12 @@ def main() -> None:
     arguments = parser.parse_args()
     seen: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     offloading = vllm("distributed.kv_transfer.kv_connector.v1.offloading_connector")
-    stand_ins = StandIns(()).installed([offloading.OffloadingConnector])
-    with tempfile.TemporaryDirectory() as folder, stand_ins:
-        loads = {name: Load(config, Path(folder)) for name, config in configurations().items()}
+    stand_ins = StandIns(())
+    installed = stand_ins.installed([offloading.OffloadingConnector])
+    with tempfile.TemporaryDirectory() as folder, installed:
+        loads = {
+            name: Load(config, Path(folder), stand_ins) for name, config in configurations().items()
+        }
         for load in loads.values():
             measure(load, 200)  # until requests start and end in every step
         for _ in range(arguments.runs):
