@@ -9,6 +9,7 @@ cannot state, such as cost and growth.
 from __future__ import annotations
 
 import reprlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from unittest import SkipTest
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.control import current_build_context
+from hypothesis.errors import Flaky, FlakyFailure
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -33,9 +36,9 @@ from kvview.testing.effort import Effort, current_effort
 from kvview.testing.harness import Capability, Contract, capabilities_of
 from kvview.testing.law_broken import LawBroken, broken
 
-_NUM_CALLS = 40  # calls of a run, by default
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.
 _CALL_SECONDS = 10.0
+_SHRINK_SECONDS = 30.0  # seconds from the first failure, after which no smaller run is tried
 _COMPARE = "state.compare()"
 _RESULT = reprlib.Repr()  # the class takes no arguments before Python 3.12
 _RESULT.maxlist = _RESULT.maxtuple = _RESULT.maxdict = _RESULT.maxset = 24
@@ -93,6 +96,7 @@ def operation(
     def mark(function: FunctionT) -> FunctionT:
         def call(machine: ContractMachine, *args: Any, **kwargs: Any) -> Any:
             machine.begin_operation(law)
+            machine.calls.append((function.__name__, kwargs))
             return function(machine, *args, **kwargs)
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
@@ -135,21 +139,34 @@ class ContractMachine(RuleBasedStateMachine):
     suite_class: ClassVar[type[Conformance]]
     labels: ClassVar[Mapping[str, Label]]
     """The laws that the machine checks."""
+    num_calls: ClassVar[int] = 40
+    """Number of calls of a run, unless settings or ``kvview check`` have another number."""
+    shrinks_until: ClassVar[float | None] = None
+    """The time at which shrinking ends; None before the first failure."""
+    found: ClassVar[list[LawBroken]]
+    """The failures of all runs of a test so far."""
 
     def __init__(self) -> None:
         super().__init__()
+        if self.shrinks_until and time.monotonic() > self.shrinks_until:
+            context = current_build_context()
+            if not context.is_final:
+                context.data.mark_overrun()  # which, unlike reject(), is no result of these calls
         self.suite = self.suite_class()
+        self.calls: list[tuple[str, Mapping[str, Any]]] = []
+        """Names and arguments of the rules that ran, for failures that depend on time."""
         self.only_law: str | None = None
         """The law that a test outside of the machine checks; None for all."""
         self._law = next(iter(self.labels))
         self._culprit: str | None = None
         self._is_comparing = False
-        names = sorted(name for name in dir(type(self)) if not name.startswith("__"))
-        marked = [getattr(self, name) for name in names if hasattr(type(self), name)]
+        kind = type(self)  # whose properties have no value yet
+        names = [n for n in sorted(dir(kind)) if hasattr(getattr(kind, n, None), "observes")]
+        marked = [getattr(self, name) for name in names]
         self._observables = [
             (function, function.observes[0])
             for function in marked
-            if hasattr(function, "observes") and self.can(*function.observes[1])
+            if self.can(*function.observes[1])
         ]
 
     def can(self, *capabilities: Capability) -> bool:
@@ -190,7 +207,12 @@ class ContractMachine(RuleBasedStateMachine):
     def _failure(self, what: str, got: str, expected: str, law: str | None = None) -> LawBroken:
         law = self.only_law or (self._is_comparing and self._culprit) or law or self._law
         assert self.only_law or law in self.labels, f"{law} is not a law of {type(self).__name__}"
-        return broken(law)(law, what, got=got, expected=expected)
+        kind = type(self)
+        kind.shrinks_until = kind.shrinks_until or time.monotonic() + _SHRINK_SECONDS
+        failure = broken(law)(law, what, got=got, expected=expected)
+        failure.calls = self.calls
+        self.found.append(failure)
+        return failure
 
     # --- calls ---
 
@@ -264,7 +286,7 @@ class Conformance:
     lacks: ClassVar[Collection[str]] = ()
     """The capabilities that the implementation lacks."""
     settings: ClassVar[settings | None] = None
-    """The settings of Hypothesis; None for those of the current profile."""
+    """The settings of Hypothesis; None for those of the profile, with ``num_calls`` calls."""
     protocols: ClassVar[Mapping[str, type]] = {}
     """The protocols that the objects of :meth:`parts` fulfil, by the name of the object."""
 
@@ -273,7 +295,7 @@ class Conformance:
         if "machine" in vars(cls):
             _register(cls)
         name = f"{cls.__name__}.Machine"
-        names = {"suite_class": cls, "__module__": cls.__module__}
+        names = {"suite_class": cls, "found": [], "__module__": cls.__module__}
         make: Any = type(cls.machine)  # the metaclass of Hypothesis
         cls.Machine = make(name, (cls.machine,), names)
 
@@ -296,13 +318,20 @@ class Conformance:
         """Return the capabilities that are checked."""
         return [one for one in capabilities_of(cls.contract) if one not in cls.lacks]
 
+    @classmethod
+    def source(cls) -> str:
+        """Return the lines of a script that import or make the suite."""
+        return f"from {cls.__module__} import {cls.__qualname__}"
+
     def test_calls(self) -> None:
         """Run the machine: random calls, each compared with the model.
 
         Raises:
             LawBroken: A law is broken; an ``ExceptionGroup``, if several are.
         """
-        run_machine(type(self), self.settings or settings())
+        run_machine(
+            type(self), self.settings or settings(stateful_step_count=self.machine.num_calls)
+        )
 
 
 def run_machine(suite: type[Conformance], options: settings, seed: int | None = None) -> None:
@@ -317,6 +346,7 @@ def run_machine(suite: type[Conformance], options: settings, seed: int | None = 
         LawBroken: A law is broken; an ``ExceptionGroup``, if several are.
     """
     machine: Any = suite.Machine
+    machine.shrinks_until, machine.found = None, []
     for name in ("_hypothesis_internal_use_seed", "_hypothesis_internal_use_reproduce_failure"):
         setattr(machine, name, getattr(suite, name, None))
     if seed is not None:
@@ -327,6 +357,10 @@ def run_machine(suite: type[Conformance], options: settings, seed: int | None = 
             run_state_machine_as_test(machine, settings=options)
         except _DoesNotReturn as error:
             raise error.failure from None
+        except Flaky as error:
+            raise _flaky(machine.found[0]) if machine.found else error from None
+        finally:
+            machine.shrinks_until = None
 
 
 def find_failures(suite: type[Conformance], effort: Effort) -> dict[str, LawBroken]:
@@ -338,7 +372,7 @@ def find_failures(suite: type[Conformance], effort: Effort) -> dict[str, LawBrok
     options = settings(
         settings.get_profile("default"),
         max_examples=runs_of(effort),
-        stateful_step_count=effort.steps or _NUM_CALLS,
+        stateful_step_count=effort.steps or suite.machine.num_calls,
         database=None,
         derandomize=False,
         print_blob=False,
@@ -364,9 +398,18 @@ def runs_of(effort: Effort) -> int:
     return effort.seeds or 100
 
 
+def _flaky(failure: LawBroken) -> LawBroken:
+    failure.got += "; the same calls did not fail again, so the failure depends on time"
+    return failure
+
+
 def _failures_in(error: BaseException) -> Iterator[LawBroken]:
     if isinstance(error, LawBroken):
         yield error
+    elif isinstance(error, FlakyFailure):
+        for failure in error.exceptions:
+            if isinstance(failure, LawBroken):
+                yield _flaky(failure)
     elif isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from _failures_in(one)
@@ -379,12 +422,17 @@ def _script(suite: type[Conformance], failure: LawBroken) -> str:
     """
     notes = "\n".join(getattr(failure, "__notes__", ())).splitlines()
     starts = [at for at, line in enumerate(notes) if line.startswith("state = ")]
-    if not starts:
-        return ""
-    *calls, end = notes[starts[0] :]
-    calls = [line for line in calls[:-1] if line != _COMPARE] + calls[-1:]
+    if starts:
+        *calls, end = notes[starts[0] :]
+        calls = [line for line in calls[:-1] if line != _COMPARE] + calls[-1:]
+    else:  # Hypothesis has not printed calls that did not fail again
+        ran = [(name, arguments.items()) for name, arguments in failure.calls]
+        texts = [(name, ", ".join(f"{key}={value!r}" for key, value in some)) for name, some in ran]
+        calls = [f"state = {suite.__name__}.Machine()"]
+        calls += [f"state.{name}({arguments})" for name, arguments in texts]
+        end = "state.teardown()"
     told = f"{failure.law}: {failure.what}: got {failure.got}, expected {failure.expected}"
-    lines = [f"from {suite.__module__} import {suite.__qualname__}", "", *calls]
+    lines = [suite.source(), "", *calls]
     return "\n".join([*lines, *(f"# {line}" for line in told.splitlines()), end, ""])
 
 
@@ -437,9 +485,9 @@ def _register(suite: type[Conformance]) -> None:
 def _check_of_law(name: str, law: str, label: Label, contract: Contract) -> Check:
     def run(suite: Any) -> None:
         effort = current_effort()
-        if suite not in effort.shared:
-            effort.shared[suite] = find_failures(suite, effort)
-        if failure := effort.shared[suite].get(law):
+        if suite.Machine not in effort.shared:
+            effort.shared[suite.Machine] = find_failures(suite, effort)
+        if failure := effort.shared[suite.Machine].get(law):
             raise failure
 
     run.__name__, run.__doc__ = name, label.summary
@@ -451,8 +499,9 @@ def _calling(name: str, doc: str | None) -> Callable[[Any], None]:
         try:
             getattr(suite(), name)()
         except LawBroken as failure:
-            made = f"from {suite.__module__} import {suite.__qualname__}"
-            failure.script = f"{made}\n\n{suite.__qualname__}().{name}()  # raises LawBroken\n"
+            failure.script = (
+                f"{suite.source()}\n\n{suite.__qualname__}().{name}()  # raises LawBroken\n"
+            )
             raise
 
     run.__name__, run.__doc__ = name, doc

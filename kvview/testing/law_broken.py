@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from kvview.laws import hint_of, titled
 from kvview.urls import law_url
@@ -43,6 +44,8 @@ class LawBroken(AssertionError):
         self.got = got
         self.expected = expected
         self.script = script
+        self.calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+        """Names and arguments of the calls of a machine, if a machine made them."""
         self.hint = hint_of(law) if hint is None else hint
 
     @property
