@@ -14,7 +14,6 @@ from kvview.testing.harness import (
     Capability,
     ManagerHarness,
     PoolHarness,
-    TierHarness,
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
@@ -24,8 +23,7 @@ from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
-from kvview.testing.tier.player import TierPlayer
-from kvview.testing.tier.store_harness import StoreHarness
+from kvview.testing.tier.suite import TierConformance
 from kvview.testing.transfer.compute import GatedComputeStream
 from kvview.testing.transfer.player import TransferPlayer
 
@@ -33,7 +31,6 @@ from kvview.testing.transfer.player import TransferPlayer
 for _module in (
     "offloading.examples",
     "pool.examples",
-    "tier.examples",
     "transfer.examples",
 ):
     import_module(f"{__name__}.{_module}")
@@ -54,9 +51,7 @@ __all__ = [
     "PoolHarness",
     "PoolPlayer",
     "Report",
-    "StoreHarness",
-    "TierHarness",
-    "TierPlayer",
+    "TierConformance",
     "TransferHarness",
     "TransferPlayer",
     "check",

@@ -16,13 +16,12 @@ from typing import Any, Literal, Protocol
 
 from kvview.offloading import OffloadingManager
 from kvview.pool import GPUBlockPoolView
-from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
 Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
 """The contract of a harness.
 
-A connector class is its own harness, and the kit makes a harness of a class of stores.
+A connector class is its own harness, and a class of stores is checked by a suite.
 """
 
 Factory = Callable[..., Any]
@@ -169,7 +168,7 @@ class Capability(StrEnum):
     # transfer
     FAIL = "fail", "transfer", "harness.fail_next(0)"
     """``fail_next()``: the copy of the job that is submitted next fails."""
-    PAUSE = "pause", "transfer tier", "harness.pause(0)", "harness.resume(0)"
+    PAUSE = "pause", "transfer", "harness.pause(0)", "harness.resume(0)"
     """``pause()`` and ``resume()``: copies that are submitted between them start at ``resume``."""
     FAIL_BLOCK = "fail_block", "transfer", "harness.fail_block(1)"
     """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block fails.
@@ -191,23 +190,22 @@ class Capability(StrEnum):
     """The worker has ``host_bytes``, the size of its tier in host memory; 0 after shutdown."""
 
     # tier
-    REOPEN = "reopen", "tier", "harness.reopen(0)"
-    """``reopen()`` makes a harness over the same bytes, after the earlier store was closed."""
-    NAMESPACES = "namespaces", "tier", "harness.with_namespace(1)"
-    """``with_namespace(namespace)`` makes another harness in the same place."""
-    DAMAGE = "damage", "tier", "harness.damage(1)"
-    """``damage(how)`` corrupts the entries on the medium (``"flip"``, ``"cut"``, ``"grow"``,
-    ``"swap"``), and returns the number of entries."""
-    VERIFIES = "verifies", "tier", "harness.damage(1)"
+    REOPEN = "reopen", "tier"
+    """The place of the store can be opened again, after the earlier store was closed."""
+    NAMESPACES = "namespaces", "tier"
+    """Stores of several namespaces can be opened in one place."""
+    DAMAGE = "damage", "tier"
+    """The entries of the store are files that the kit can damage."""
+    VERIFIES = "verifies", "tier"
     """The store itself detects damaged bytes, even without a guard."""
-    GONE = "gone", "tier", "harness.lose_medium(0)", "harness.folder"
-    """``lose_medium()`` removes the medium (``folder``) while the store is open."""
-    BUDGET = "budget", "tier", "harness.with_budget(1)", "harness.occupied_bytes(0)"
-    """``with_budget(max_bytes)`` makes a harness whose store has a budget and a new place;
-    ``occupied_bytes()`` returns the bytes that this store takes."""
-    KILL = "kill", "tier", "harness.start_writer(1)"
-    """``start_writer(keys)`` starts a process that opens the same place and puts keys; ``keys`` has
-    the size of each page (:class:`kvview.testing.tier.writer.Writer`)."""
+    GONE = "gone", "tier"
+    """The place of the store is a folder that the kit can remove while the store is open."""
+    BUDGET = "budget", "tier"
+    """The store takes the option ``max_bytes``, and the kit can count the bytes of its files."""
+    KILL = "kill", "tier"
+    """Another process can import the class of the store."""
+    THREADED = "threaded", "tier"
+    """The class is derived from :class:`~kvview.tier.Threaded`, so the kit can block its calls."""
     DELETE = "delete", "tier", "store.delete(1)"
     """The store has ``delete(keys)``."""
     USAGE = "usage", "tier", "store.usage(0)"
@@ -308,29 +306,6 @@ class TransferHarness(Protocol):
         ...
 
 
-class TierHarness(Protocol):
-    """A store under test, which at first holds no key, and keeps 16 MiB before it evicts a key."""
-
-    @property
-    def store(self) -> TierStore:
-        """The store under test."""
-        ...
-
-    @property
-    def namespace(self) -> Namespace:
-        """Namespace of the store."""
-        ...
-
-    @property
-    def capabilities(self) -> Collection[str]:
-        """Optional features of this implementation."""
-        ...
-
-    def end(self) -> None:
-        """Close the store and remove its files after a check; may be called twice."""
-        ...
-
-
 class HandoffHarness(Protocol):
     """Two engines with a network between them, which a new harness has not started."""
 
@@ -348,7 +323,6 @@ SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "pool": ("view", GPUBlockPoolView, PoolHarness),
     "offloading": ("manager", OffloadingManager, ManagerHarness),
     "transfer": ("worker", TransferWorker, TransferHarness),
-    "tier": ("store", TierStore, TierHarness),
     "handoff": ("engines", object, HandoffHarness),
 }
 """For each contract, the attribute that identifies its harness, and the two protocols."""

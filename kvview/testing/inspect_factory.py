@@ -25,7 +25,6 @@ from kvview.testing.harness import (
     members,
     required_by,
 )
-from kvview.testing.tier.store_harness import tier_factory
 
 _SMALLEST = {
     "num_blocks": MIN_POOL_BLOCKS,
@@ -63,7 +62,7 @@ def inspect_factory(
     if not callable(factory):
         raise ConfigError(f"{name} is not a factory, because it cannot be called")
     try:
-        harness = tier_factory(factory, options or {})()
+        harness: Any = factory()
     except Exception as error:
         raise ConfigError(f"factory {name} raises {type(error).__name__}: {error}") from error
     contract = _contract_of(harness, name)
@@ -79,8 +78,6 @@ def inspect_factory(
         problems += _too_small(harness, contract)
     if contract == "transfer":
         harness.worker.shutdown()
-    if contract == "tier" and hasattr(harness, "end"):
-        harness.end()
     if problems:
         raise ConfigError(
             f"factory {name} makes a {type(harness).__name__}, which is not a {contract} harness: "

@@ -13,8 +13,7 @@ from kvview.testing.connector_checks import NotJudged
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.harness import Factory
 from kvview.testing.law_broken import LawBroken
-from kvview.testing.offloading.policy import as_factory
-from kvview.testing.runner import goes_on_after, plan_checks
+from kvview.testing.runner import as_target, goes_on_after, plan_checks
 
 if TYPE_CHECKING:
     import pytest
@@ -76,7 +75,8 @@ def parametrize_with_checks(
     """
     import pytest
 
-    effort, factory = Effort(**settings), as_factory(factory)
+    effort = Effort(**settings)
+    factory = as_target(factory, effort)
     _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
     effort.shared["goes_on"] = goes_on_after(planned, effort.keep_going)
     params = []

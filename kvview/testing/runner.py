@@ -30,7 +30,7 @@ from kvview.testing.law_broken import LawBroken
 from kvview.testing.offloading.policy import as_factory
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.search import runs_of
-from kvview.testing.tier.store_harness import reason_without
+from kvview.testing.tier.suite import TierConformance, suite_of
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
@@ -71,7 +71,7 @@ def plan_checks(
     """
     contract, capabilities = inspect_factory(factory, effort.options)
     names = [] if contract == "connector" else effort.for_connectors()
-    if contract == "tier" and is_tier_store(factory):
+    if contract == "tier":
         names = [name for name in names if name != "options"]
     if names:
         raise ConfigError(
@@ -97,10 +97,17 @@ def plan_checks(
             continue
         missing = [name for name in check.requires if name not in capabilities]
         skip = f"the harness does not declare {', '.join(missing)}" if missing else ""
-        if missing and is_tier_store(factory):
-            skip = reason_without(missing, capabilities)
+        if missing and isinstance(factory, type) and issubclass(factory, TierConformance):
+            skip = factory.reason_without(missing)
         planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
     return contract, planned
+
+
+def as_target(found: Factory, effort: Effort) -> Factory:
+    """Return a factory or suite of a target, which may be a class of stores or policies."""
+    if isinstance(found, type) and is_tier_store(found):
+        return suite_of(found, effort.options)
+    return as_factory(found)
 
 
 def run_checks(
@@ -139,7 +146,7 @@ def run_checks(
         ConfigError: A target, a name or a setting cannot be used.
     """
     effort = Effort(**settings)
-    factory = as_factory(factory)
+    factory = as_target(factory, effort)
     contract, planned = plan_checks(
         factory, effort, expected_failures=expected_failures, select=select
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -15,7 +15,7 @@ from kvview import (
     GPUEvent,
     OffloadingManager,
 )
-from kvview.testing import Capability, GatedComputeStream, StoreHarness
+from kvview.testing import Capability, GatedComputeStream, TierConformance
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvview.testing import (
         ManagerHarness,
         PoolHarness,
-        TierHarness,
         TransferHarness,
     )
     from kvview_reference.transfer import CPUGPUTransferWorker
@@ -312,12 +311,14 @@ def transfer() -> ReferenceTransfer:
     return ReferenceTransfer()
 
 
-def tier() -> StoreHarness:
+class Tier(TierConformance):
     """The tier of files."""
-    return StoreHarness(FileStore, {"root": "{tmp}"})
+
+    store = FileStore
+    options: ClassVar[Mapping[str, str]] = {"root": "{tmp}"}
 
 
 if TYPE_CHECKING:
 
-    def _fit() -> tuple[PoolHarness, ManagerHarness, TransferHarness, TierHarness]:
-        return pool(), offloading_lru(), transfer(), tier()
+    def _fit() -> tuple[PoolHarness, ManagerHarness, TransferHarness]:
+        return pool(), offloading_lru(), transfer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvview.testing import StoreHarness
+from kvview.testing.tier.suite import TierConformance
 from kvview_reference.tier.folder import file_store
 
 from .edits import Base, Variant, inject
@@ -13,15 +13,15 @@ from .edits import Base, Variant, inject
 BASE = Base("FileStore", (Path(file_store.__file__),))
 
 
-class WrongStore(StoreHarness):
-    """A store that need not end."""
+def make_suite(wrong: Any, variant: Variant) -> type[TierConformance]:
+    """Make the suite of the wrong store, which need not end."""
 
-    patience = 2.0
+    class Wrong(TierConformance):
+        store = wrong
+        options = {"root": "{tmp}"}
+        patience = 2.0
+
+    return Wrong
 
 
-def make_harness(wrong: Any, variant: Variant) -> Any:
-    """Make a factory of harnesses of the wrong store."""
-    return lambda: WrongStore(wrong, {"root": "{tmp}"})
-
-
-MUTANTS = inject(globals(), BASE, make_harness)
+MUTANTS = inject(globals(), BASE, make_suite)

@@ -27,7 +27,7 @@ RIGHT: list[Callable[[], Any]] = [
     harness.offloading_lru,
     harness.offloading_arc,
     harness.transfer,
-    harness.tier,
+    harness.Tier,
     PDFactory(PullConnector),
 ]
 

@@ -10,8 +10,8 @@ import pytest
 from examples import folder_store, remote_store, sqlite_store
 from kvview.testing import run_checks
 from kvview.testing.effort import Effort
-from kvview.testing.offloading.policy import as_factory
 from kvview.testing.runner import plan_checks, run_planned
+from kvview.testing.tier.suite import suite_of
 from tests.mutants.edits import Base, Variant, read_variants
 
 pytest.importorskip("xxhash")
@@ -61,9 +61,9 @@ def test_the_example_with_a_byte_budget_is_green() -> None:
 def test_a_wrong_store_is_red(wrong: Variant, request: pytest.FixtureRequest) -> None:
     is_remote = wrong.base == REMOTE
     options = {"port": request.getfixturevalue("port")} if is_remote else {"root": "{tmp}"}
-    store, effort = as_factory(wrong.load()), Effort(steps=20, options=options, is_brief=True)
-    plan = plan_checks(store, effort, select=wrong.notes["check"].split(", "))[1]
-    failures = [run_planned(store, planned, effort).failure for planned in plan]
+    suite, effort = suite_of(wrong.load(), options), Effort(steps=20, is_brief=True)
+    plan = plan_checks(suite, effort, select=wrong.notes["check"].split(", "))[1]
+    failures = [run_planned(suite, planned, effort).failure for planned in plan]
     laws = {failure.law for failure in failures if failure}
     selected = {planned.check.law for planned in plan}
     assert wrong.law in selected

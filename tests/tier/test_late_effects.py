@@ -6,18 +6,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typing_extensions import override
 
-from kvview.testing.search import Plan
 from kvview.testing.tier.file_damage import damage_files
-from kvview.testing.tier.player import TierPlayer
-from kvview.testing.tier.store_harness import StoreHarness
+from kvview.testing.tier.machine import TierMachine
+from kvview.testing.tier.suite import suite_of
 from kvview_reference.tier import FileStore
 
 pytest.importorskip("xxhash")
@@ -69,39 +67,40 @@ class EvictsDuringALoad(LateNotices):
         return super().store(key, page, is_replaced=is_replaced)
 
 
-@contextmanager
-def playing(store: type[FileStore]) -> Iterator[TierPlayer]:
-    player = TierPlayer(partial(StoreHarness, store, {"root": "{tmp}"}), Plan(0, is_small=True))
-    try:
-        yield player
-    finally:
-        player.end()
+@pytest.fixture
+def machine(request: pytest.FixtureRequest) -> Iterator[TierMachine]:
+    """A machine on a store with a budget, which holds the old keys."""
+    made = suite_of(request.param, {"root": "{tmp}"}).Machine()
+    assert isinstance(made, TierMachine)
+    made.start(max_bytes=BUDGET)
+    for key, size in OLD.items():
+        made.move("put", {key: size})
+    yield made
+    made.teardown()
 
 
-def test_a_load_may_miss_a_key_whose_eviction_is_reported_a_moment_later() -> None:
-    with playing(LateNotices) as player:
-        player.set_budget(BUDGET)
-        for key, size in OLD.items():
-            player.move("put", {key: size})
-        player.submit("put", NEW)
-        player.subject.has_evicted.wait()
-        for key, size in OLD.items():
-            player.submit("get", {key: size})
-        player.wait()
-        assert not OLD.keys() <= player.model.held.keys()
+@pytest.mark.parametrize("machine", [LateNotices], indirect=True)
+def test_a_load_may_miss_a_key_whose_eviction_is_reported_a_moment_later(
+    machine: TierMachine,
+) -> None:
+    machine.submit("put", NEW)
+    machine.store.has_evicted.wait()
+    for key, size in OLD.items():
+        machine.submit("get", {key: size})
+    machine.wait()
+    assert not OLD.keys() <= machine.model.held.keys()
 
 
-def test_a_load_may_end_well_before_the_eviction_of_its_key_is_reported() -> None:
-    with playing(EvictsDuringALoad) as player:
-        player.set_budget(BUDGET)
-        for key, size in OLD.items():
-            player.move("put", {key: size})
-        player.subject.is_loading = True
-        first = next(iter(OLD))
-        player.submit("get", {first: PAGE})
-        player.submit("put", NEW)
-        player.wait()
-        assert first in player.model.gone
+@pytest.mark.parametrize("machine", [EvictsDuringALoad], indirect=True)
+def test_a_load_may_end_well_before_the_eviction_of_its_key_is_reported(
+    machine: TierMachine,
+) -> None:
+    machine.store.is_loading = True
+    first = next(iter(OLD))
+    machine.submit("get", {first: PAGE})
+    machine.submit("put", NEW)
+    machine.wait()
+    assert first in machine.model.gone
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux exchanges two files in one step")

@@ -11,9 +11,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvview import ConfigError
-from kvview.testing import BoundCheck, parametrize_with_checks
+from kvview.testing import TierConformance
 from kvview.tier import GuardedTier
 from tests.cases import read_cases
 from tests.tier.jobs import HERE, looked_up, moved
@@ -26,14 +27,14 @@ from kvview_reference.tier import ObjectStore
 SECRET = "wJalrXUtnFEMIabcdefSECRET"
 
 
-@parametrize_with_checks(ObjectStore, options={"url": "memory:///"}, seeds=10)
-def test_objects_in_memory(check: BoundCheck) -> None:
-    check()
+class TestMemory(TierConformance):
+    store = ObjectStore
+    options = {"url": "memory:///"}
+    settings = settings(max_examples=10, stateful_step_count=20)
 
 
-@parametrize_with_checks(ObjectStore, options={"url": "file://{tmp}"}, seeds=10)
-def test_objects_in_a_folder(check: BoundCheck) -> None:
-    check()
+class TestFolder(TestMemory):
+    options = {"url": "file://{tmp}"}
 
 
 @pytest.mark.parametrize(

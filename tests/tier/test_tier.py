@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import settings
 
 from examples.folder_store import FolderStore
 from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
-from kvview.testing import BoundCheck, parametrize_with_checks, run_checks
+from kvview.testing import run_checks
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.tier import Namespace, Threaded
 from kvview.tier.guard.checksum import PageSeal
-from kvview_reference.harness import tier
+from kvview_reference.harness import Tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
@@ -28,9 +29,8 @@ from tests.tier.shown import expected, shown
 pytest.importorskip("xxhash")
 
 
-@parametrize_with_checks(tier, seeds=10)
-def test_the_store_of_files(check: BoundCheck) -> None:
-    check()
+class TestFiles(Tier):
+    settings = settings(max_examples=10, stateful_step_count=20)
 
 
 def test_the_page_shows_the_results_of_its_programs() -> None:

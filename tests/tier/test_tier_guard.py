@@ -10,11 +10,10 @@ import pytest
 from hypothesis import settings
 
 from kvview import ConfigError
-from kvview.testing import BoundCheck, StoreHarness, parametrize_with_checks
-from kvview.testing.harness import Capability
+from kvview.testing import TierConformance
 from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.testing.tier.model import bytes_of
-from kvview.tier import GuardedTier
+from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore
 from tests.tier.guard_machines import (
     DEADLINE,
@@ -39,22 +38,17 @@ TestFaults.settings = TestCounts.settings = settings(
 )
 
 
-class GuardedFiles(StoreHarness):
+class TestGuardedFiles(TierConformance):
     """The tier of files behind a guard."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*(args or (FileStore, {"root": "{tmp}", "checksum": "none"})))
-        self.store = GuardedTier(self.store, self.namespace)
+    store = FileStore
+    options = {"root": "{tmp}", "checksum": "none"}
+    # Entries that a killed process wrote without a guard have no seal.
+    lacks = {"kill", "usage"}
+    settings = settings(max_examples=6, stateful_step_count=20)
 
-    @property
-    def capabilities(self) -> set[str]:
-        # Entries that a killed process wrote without a guard have no seal.
-        return {*super().capabilities, Capability.VERIFIES} - {Capability.KILL}
-
-
-@parametrize_with_checks(GuardedFiles, seeds=6)
-def test_a_guard_satisfies_the_laws_of_a_tier(check: BoundCheck) -> None:
-    check()
+    def make(self, store: type[TierStore], namespace: Namespace, **options: Any) -> TierStore:
+        return GuardedTier(super().make(store, namespace, **options), namespace)
 
 
 def test_a_guard_names_the_keys_that_its_store_evicts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kvview.testing.search import Promises
+from kvview.testing.conformance import Promises
 
 OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""
@@ -211,11 +211,19 @@ class TierModel:
                     job.crossed.add(key)
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Use keys that are held; these keys are then the last to be evicted (TIER-8)."""
+        """Use keys, which are now held, and are the last to be evicted (TIER-8)."""
         for key in keys:
             self.used[key] = self.now
             if key in self.either:
                 self.held[key] = self.either.pop(key)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Use those of some keys that are held; the time of a key that may be held is unknown."""
+        for key in keys:
+            if key in self.held:
+                self.used[key] = self.now
+            else:
+                self.used.pop(key, None)
 
     def close(self) -> None:
         """End the jobs in flight; each of their keys may then be stored or not (TIER-11)."""

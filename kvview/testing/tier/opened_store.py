@@ -1,0 +1,177 @@
+"""A store under test in a new folder, with the faults that the kit causes there."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvview.targets import target_of
+from kvview.testing.placeholders import in_folder
+from kvview.testing.tier.file_damage import damage_files
+from kvview.testing.tier.io_watch import break_connections, open_sockets
+from kvview.testing.tier.writer import Writer
+from kvview.tier import Namespace, Threaded, TierStore
+
+SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
+
+_SLOW_REMOVAL = 0.003  # seconds
+_MOST_FILES = 5  # maximum of files that a message lists
+
+
+class OpenedStore:
+    """A store, its folder, and the faults that the kit causes.
+
+    Args:
+        make: Makes the store from a class, a namespace and options.
+        made_of: The class of the store.
+        options: Options of the store; ``{tmp}`` in a text is replaced by the folder.
+        namespace: Namespace of the store; None for the default of the kit.
+        folder: Folder of an earlier store; None for a new one.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., TierStore],
+        made_of: type[TierStore],
+        options: Mapping[str, Any],
+        namespace: Namespace | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._make, self._made_of, self._options = make, made_of, options
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="kvview-tier-"))
+        weights = self.folder.name  # new weights, because stores may share a server
+        self.namespace = namespace or Namespace("kit", weights, kv_dtype="int8", block_size=16)
+        self._num_damaged = 0
+        self._gate = threading.Event()
+        self._gate.set()
+        self.callers: set[int] = set()
+        """The threads that were inside a blocking call of the store, if they are known."""
+        self._foreign_sockets = open_sockets()
+        gated = self._gated(made_of) if issubclass(made_of, Threaded) else made_of
+        self.store = make(gated, self.namespace, **self._filled_options())
+
+    def pause(self) -> None:
+        """Make every blocking call of the store wait."""
+        self._gate.clear()
+
+    def resume(self) -> None:
+        """Let blocking calls continue."""
+        self._gate.set()
+
+    def reopen(self) -> OpenedStore:
+        """Make another store over the same folder."""
+        self.resume()
+        self.store.close()
+        return self.with_namespace(self.namespace)
+
+    def with_namespace(self, namespace: Namespace) -> OpenedStore:
+        """Make a store for another namespace in the same folder."""
+        return OpenedStore(self._make, self._made_of, self._options, namespace, self.folder)
+
+    def occupied_bytes(self) -> int:
+        """Return the number of bytes of all files in the folder."""
+        total = 0
+        for path in self._files():
+            with suppress(OSError):  # a file that was being written
+                total += path.stat().st_size
+        return total
+
+    def files_in_words(self) -> str:
+        """List the largest files with their sizes in parentheses; empty without files."""
+        sizes: dict[str, int] = {}
+        for path in self._files():
+            with suppress(OSError):  # a file that was being written
+                sizes[str(path.relative_to(self.folder))] = path.stat().st_size
+        largest = sorted(sizes, key=lambda name: (-sizes[name], name))
+        texts = [f"{name} {sizes[name]:,}" for name in largest[:_MOST_FILES]]
+        if more := len(sizes) - len(texts):
+            rest = sum(sizes[name] for name in largest[_MOST_FILES:])
+            texts.append(f"{more} more files {rest:,}")
+        return f" ({', '.join(texts)})" if texts else ""
+
+    def damage(self, how: str) -> int:
+        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
+        new = self.folder / "damaged"
+        number = damage_files(self.entries(), how, self._num_damaged, new)
+        self._num_damaged += number
+        return number
+
+    def lose_medium(self) -> None:
+        """Replace the folder by a file."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # in case a store creates the folder again at once
+            self.folder.write_text("no folder", encoding="utf-8")
+
+    def break_connections(self) -> int:
+        """Break the connections that were opened after this store; return their number."""
+        return break_connections(self._foreign_sockets)
+
+    def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
+        """Start a process that opens the same folder and puts keys."""
+        target = importable(self._made_of)
+        assert target is not None, "without a target there is no capability KILL"
+        return Writer(target, self._filled_options(), self.namespace, keys)
+
+    def entries(self) -> set[Path]:
+        """Return the files in the folder that are large enough for an entry."""
+        found = set()
+        for path in self._files():
+            with suppress(OSError):  # a file that was being written
+                found |= {path} if path.stat().st_size >= SMALLEST_ENTRY else set()
+        return found
+
+    def end(self) -> None:
+        """Close the store and remove the folder."""
+        self.resume()
+        self.store.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # the folder is a file after lose_medium
+            self.folder.unlink()
+
+    def _filled_options(self) -> dict[str, Any]:
+        return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+
+    def _gated(self, make: Any) -> Any:
+        """Make a subclass of a ``Threaded`` class whose blocking calls wait at the gate.
+
+        A removal that waited takes longer than the other calls, which may overtake it.
+        """
+
+        def waiting(name: str) -> Callable[..., bool]:
+            def call(store: Any, *args: Any) -> bool:
+                self.callers.add(threading.get_ident())
+                self._gate.wait()
+                return bool(getattr(make, name)(store, *args))
+
+            call.__name__ = name
+            return call
+
+        def remove_later(store: Any, keys: Any, remove: Callable[[bytes], object]) -> None:
+            def waiting_remove(key: bytes) -> None:
+                if not self._gate.is_set():
+                    self._gate.wait()
+                    time.sleep(_SLOW_REMOVAL)
+                remove(key)
+
+            make.remove_later(store, keys, waiting_remove)
+
+        calls: dict[str, Any] = {n: waiting(n) for n in ("has", "read_into", "write")}
+        calls["remove_later"] = remove_later
+        return type(make.__name__, (make,), calls)
+
+
+def importable(store: type[TierStore]) -> str | None:
+    """Return the target by which another process can import a class; None if it cannot."""
+    if target := target_of(store):
+        return target
+    module, name = store.__module__, store.__qualname__
+    return None if module == "__main__" or "<" in name else f"{module}:{name}"

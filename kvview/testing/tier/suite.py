@@ -1,0 +1,395 @@
+"""The suite of stores, which needs a class of stores and its options."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from kvview.errors import ConfigError, KVViewError, one_line
+from kvview.testing.conformance import Conformance, example
+from kvview.testing.effort import current_effort
+from kvview.testing.harness import Capability as C
+from kvview.testing.placeholders import FOLDER
+from kvview.testing.tier.io_watch import files_of_at_most, open_files
+from kvview.testing.tier.machine import TierMachine
+from kvview.testing.tier.model import bytes_of
+from kvview.testing.tier.opened_store import SMALLEST_ENTRY, OpenedStore, importable
+from kvview.testing.tier.store_calls import finished
+from kvview.tier import Namespace, Threaded, TierStore
+from kvview.tier.store import missing_methods
+
+_NO_FOLDER = (
+    f"no option of the store has {FOLDER}, a new folder name, such as root={FOLDER} or "
+    f"url=http://127.0.0.1:8765{FOLDER}"
+)
+_IN_A_FOLDER = "the place of the store is not a folder of this machine"
+
+_MANY = {b"key %d" % number: 4096 for number in range(40)}
+_SIX = {b"old %d" % number: 9000 for number in range(6)}
+
+
+class TierConformance(Conformance):
+    """The suite of a class of stores.
+
+    The class and its options are enough::
+
+        class TestMyStore(TierConformance):
+            store = MyStore
+            options = {"root": "{tmp}"}
+
+    The capabilities follow from both, because the kit itself opens the store several times, damages
+    its files and blocks its calls.
+    """
+
+    contract = "tier"
+    machine = TierMachine
+    protocols: ClassVar[Mapping[str, type]] = {"store": TierStore}
+    store: ClassVar[type[TierStore]]
+    """The class; a store at first holds no key, and keeps 16 MiB before it evicts a key."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Options of the class; ``{tmp}`` in a text is replaced by a new folder."""
+    patience: ClassVar[float] = 10.0
+    """Seconds to wait for a result before it counts as missing."""
+    is_of_target: ClassVar[bool] = False
+    """Whether :func:`suite_of` has made the suite."""
+    reasons: ClassVar[Mapping[C, str]] = {}
+    """The capabilities that class and options lack, each with the reason."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if hasattr(cls, "store"):
+            cls.reasons = _reasons(cls.store, cls.options)
+
+    def make(self, store: type[TierStore], namespace: Namespace, **options: Any) -> TierStore:
+        """Make the store under test; override this method to make it in another way.
+
+        Args:
+            store: The class, or a subclass of it with calls that the kit can block.
+            namespace: Namespace of the store.
+            **options: The options, with a folder in the place of ``{tmp}``.
+        """
+        return store(namespace, **options)  # type: ignore[call-arg]
+
+    def open(self, max_bytes: int | None = None) -> OpenedStore:
+        """Open a store in a new folder, with a budget if one is given."""
+        budget = {} if max_bytes is None else {"max_bytes": max_bytes}
+        return OpenedStore(self.make, self.store, {**self.options, **budget})
+
+    @override
+    def has(self, capability: str) -> bool:
+        return super().has(capability) and capability not in self.reasons
+
+    @classmethod
+    @override
+    def capabilities(cls) -> list[C]:
+        return [one for one in super().capabilities() if one not in cls.reasons]
+
+    @classmethod
+    @override
+    def source(cls) -> str:
+        if not cls.is_of_target:
+            return super().source()
+        made = f"suite_of(load_target({importable(cls.store)!r}), {cls.options!r})"
+        place = "from kvview.testing.tier.suite import suite_of"
+        return f"from kvview.testing import load_target\n{place}\n\n{cls.__name__} = {made}"
+
+    @classmethod
+    def reason_without(cls, missing: Collection[C]) -> str:
+        """Return the reason why a check is skipped, as a hint to the author of the store."""
+        declared = "the suite declares that the store lacks it"
+        return "; ".join(dict.fromkeys(cls.reasons.get(one, declared) for one in missing))
+
+    @override
+    @contextmanager
+    def parts(self) -> Iterator[Mapping[str, object]]:
+        opened = self.open()
+        yield {"suite": self, "store": opened.store}
+        opened.end()
+
+    # --- processes ---
+
+    @example("TIER-9", C.KILL)
+    def test_tier_9_killed_process(self, machine: TierMachine) -> None:
+        """Processes: after a kill -9 during a write, the store has only complete entries."""
+        machine.start()
+        for seed in range(2):
+            if seed:  # a store may refuse a second process in its place
+                machine.call(machine.store, "close")
+            _kill_writer(machine, seed)
+            machine.open_again()
+            sizes = dict(machine.model.sizes)
+            found = [key for key, flag in zip(sizes, machine.look([*sizes]), strict=True) if flag]
+            flags = machine.move("get", {key: sizes[key] for key in found})
+            machine.equal(flags, [True] * len(found), "a key that is found can be loaded")
+            others = {key: sizes[key] for key in sizes if key not in found}
+            machine.move("get", others)
+            machine.move("put", {key: others[key] for key in [*others][:40]})
+            _check_held(machine, machine.model.held)
+
+    @example("TIER-8", C.BUDGET, C.KILL)
+    def test_tier_8_killed_process(self, machine: TierMachine) -> None:
+        """Processes: the budget counts the bytes that a killed process was writing."""
+        machine.start(max_bytes=400_000)
+        for seed in range(2):
+            _kill_writer(machine, seed)
+            _fits(machine)
+        machine.open_again()
+        if machine.can(C.USAGE):
+            what = "a store that is opened alone removes half-written bytes"
+            machine.occupies_at_most(machine.store.usage().used_bytes, what, "used_bytes of usage")
+        machine.model.share()
+        for number in range(12):
+            machine.move("put", {b"%d new %d" % (number, n): 20_000 for n in range(6)})
+            _fits(machine)
+
+    # --- media that are full, gone or damaged ---
+
+    @example("TIER-6", C.GONE)
+    def test_tier_6_full_disk(self, machine: TierMachine) -> None:
+        """Full disk: a page that cannot be written completely fails, but no other page does."""
+        large, small = {b"large": 3 << 20}, {b"small": 4096}
+        machine.start(max_bytes=16 << 20 if machine.can(C.BUDGET) else None)
+        machine.move("put", {b"as large": 3 << 20})  # the store makes its own files
+        before = _files(machine)
+        machine.move("put", {b"a file": 4096})
+        if len(_files(machine) - before) != 1:  # the limit does not act like a full disk
+            machine.model.become_faulty()
+        with files_of_at_most(2 << 20):
+            job = machine.submit("put", large)
+            machine.model.jobs[job].crossed.update(large)  # the put may fail
+            machine.submit("put", small)
+            machine.drain()
+            machine.move("get", small)
+        machine.model.is_faulty = False
+        for sizes in (large, small):
+            machine.move("get", sizes)
+            machine.move("put", sizes)
+            _check_held(machine, sizes)
+        machine.compare()
+
+    @example("TIER-6")
+    def test_tier_6_broken_connections(self, machine: TierMachine) -> None:
+        """Lost server: connections break during a job, and the store makes new ones."""
+        machine.start()
+        sizes = {b"key %d" % number: 16_384 for number in range(64)}
+        machine.model.become_faulty()
+        machine.move("put", sizes)
+        for delay in (0.0, 0.001, 0.005):
+            machine.submit("get", sizes)
+            time.sleep(delay)
+            if machine.call(machine.opened, "break_connections") == 0:  # no store on a network
+                break
+            machine.drain()
+            end, flags = time.monotonic() + self.patience, [False]
+            while not all(flags):
+                what = "a store works again after its connections were broken"
+                got = f"{flags.count(False)} of {len(flags)} keys fail"
+                expected = "every key is stored and loaded"
+                machine.true(time.monotonic() < end, what, got, expected)
+                flags = machine.move("put", sizes) + machine.move("get", sizes)
+
+    @example("TIER-8", C.BUDGET, C.GONE, C.REOPEN)
+    def test_tier_8_damaged_notes(self, machine: TierMachine) -> None:
+        """Damaged media: a store whose own notes are damaged keeps its budget, or does not open."""
+        machine.start(max_bytes=300_000)
+        machine.move("put", _MANY | _SIX)
+        sizes = {path: path.stat().st_size for path in sorted(_files(machine))}
+        for note in [path for path, size in sizes.items() if 0 < size < SMALLEST_ENTRY]:
+            right = note.read_bytes()
+            for wrong in (b"", bytes(len(right)), right[:-1] + bytes([right[-1] ^ 1])):
+                machine.call(machine.store, "close")
+                note.write_bytes(wrong)
+                try:
+                    machine.continue_with(machine.opened.reopen())
+                except KVViewError:
+                    note.write_bytes(right)
+                    machine.continue_with(machine.call(machine.opened, "reopen"))
+                machine.model.reopen()
+                machine.model.share()
+                for number in range(8):
+                    name = f"{note.name} {wrong!r} {number}".encode()[-80:]
+                    machine.move("put", {name + b"%d" % n: 9000 for n in range(6)})
+                    _fits(machine)
+
+    @example("TIER-10", C.DAMAGE, C.NAMESPACES, C.VERIFIES)
+    def test_tier_10_restored_entry(self, machine: TierMachine) -> None:
+        """Damaged media: a file of another namespace is not an entry, whatever its name is."""
+        machine.start()
+        place = machine.opened
+        other = machine.open_in_place(weights="2")
+        if isinstance(other, KVViewError):  # the store allows one namespace in a place
+            return
+        before = place.entries()
+        for number, (key, size) in enumerate(_SIX.items()):
+            machine.move("put", {key: size})
+            mine, before = place.entries() - before, place.entries()
+            other.put(number, [key], [memoryview(bytes_of(key[::-1], size))])
+            finished(other, self.patience)
+            theirs, before = place.entries() - before, place.entries()
+            if len(mine) == len(theirs) == 1:  # otherwise the files cannot be distinguished
+                theirs.pop().replace(mine.pop())
+        machine.model.damage()
+        machine.move("get", _SIX)
+
+    @example("TIER-8")
+    def test_tier_8_refused_budget(self, machine: TierMachine) -> None:
+        """Options: a store that cannot keep a budget refuses ``max_bytes``."""
+        # No law concerns the options of stores that are not derived from Threaded.
+        if machine.can(C.BUDGET) or not issubclass(self.store, Threaded):
+            return
+        try:
+            self.open(max_bytes=500_000).end()
+        except (KVViewError, TypeError):
+            return
+        expected = "TypeError, or ConfigError with a reason"
+        machine.fail("max_bytes is obeyed or refused", "taken", expected)
+
+    # --- growth ---
+
+    @example("TIER-9", C.GONE, C.REOPEN)
+    def test_tier_9_growth(self, machine: TierMachine) -> None:
+        """Growth: a put leaves nothing except its entry on the medium."""
+        machine.start()
+        sizes, num_files = {b"%d" % number: 30_000 for number in range(20)}, []
+        for number in range(4):  # a key whose put fails is put again
+            machine.move("get", {key: size + 1 for key, size in sizes.items()})
+            machine.move("put", sizes)
+            machine.open_again()
+            num_files.append(len(_files(machine)))
+            if number == 0:
+                most = 20 * 30_000 * 3 // 2 + 100_000
+                reason = "half as much again, 100,000 for notes"
+                what = "20 pages of 30,000 bytes take their bytes"
+                machine.occupies_at_most(most, what, reason)
+        more = num_files[-1] - num_files[0]
+        machine.true(more < 20, "a put again makes no new files", f"{more} more", "no more files")
+
+    @example("TIER-11", C.GONE, C.THREADED)
+    def test_tier_11_threads_and_files(self, machine: TierMachine) -> None:
+        """Growth: loads leave no file open, and close leaves neither a file nor a thread."""
+        threads = {*threading.enumerate()}
+        machine.start()
+        folder = str(machine.opened.folder)
+        machine.move("put", _MANY)
+        before = 0
+        for number in range(30):
+            machine.move("get", _MANY)
+            if number == 4:
+                before = len(open_files(folder))
+        grown = len(open_files(folder)) - before
+        machine.true(grown < 25, "25 loads leave no file open", f"{grown} more", "no more files")
+        machine.call(machine.store, "close")
+        end = time.monotonic() + self.patience / 4
+        while open_files(folder) and time.monotonic() < end:
+            gc.collect()  # files that an ended thread had open
+            time.sleep(0.01)
+        machine.equal(open_files(folder), [], "close leaves no file open")
+        left = sorted(thread.name for thread in {*threading.enumerate()} - threads)
+        machine.equal(left, [], "close leaves no thread of the store's")
+
+
+def _check_held(machine: TierMachine, sizes: Mapping[bytes, int]) -> None:
+    machine.look([*sizes])
+    machine.move("get", sizes)
+
+
+def _fits(machine: TierMachine) -> None:
+    most = machine.model.max_bytes
+    assert most is not None, "the check has set a budget"
+    machine.occupies_at_most(most, "a store never occupies more than its budget", "max_bytes")
+
+
+def _files(machine: TierMachine) -> set[Path]:
+    return {path for path in machine.opened.folder.rglob("*") if path.is_file()}
+
+
+def _kill_writer(machine: TierMachine, seed: int) -> None:
+    """Kill a process that writes, while another process writes the same and other keys."""
+    rng, model = Random(seed + current_effort().seed), machine.model
+    both, first, second = (_draw_keys(rng, number) for number in (20, 600, 60))
+    writers = [machine.opened.start_writer(both | keys) for keys in (first, second)]
+    writers[0].kill(rng.randrange(60), rng.random() * 0.002)
+    for writer, keys in zip(writers, (first, second), strict=True):
+        model.sizes |= both | keys
+        model.either |= {k: size for k, size in (both | keys).items() if k not in model.held}
+        for key in writer.stored() or ():
+            if model.max_bytes is None and "max_bytes" not in machine.suite.options:
+                model.use([key])
+
+
+def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
+    return {rng.randbytes(20): rng.choice((700, 4096, 20_000, 65_536)) for _ in range(number)}
+
+
+# --- classes of stores ---
+
+
+def suite_of(store: type[TierStore], options: Mapping[str, Any]) -> type[TierConformance]:
+    """Make the suite of a class of stores.
+
+    Args:
+        store: The class.
+        options: Options of the class; ``{tmp}`` in a text is replaced by a new folder.
+
+    Raises:
+        ConfigError: The class lacks a method, or cannot be made with these options.
+    """
+    name = store.__qualname__
+    if lacking := ", ".join(missing_methods(store)):
+        raise ConfigError(f"{name} is not a tier store, because it lacks {lacking}")
+    if inspect.isabstract(store):
+        lacking = ", ".join(sorted(vars(store)["__abstractmethods__"]))
+        raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
+    _require_options(store, options)
+    members = {"store": store, "options": dict(options), "is_of_target": True}
+    members["__module__"] = store.__module__
+    return type(f"Test{store.__name__}", (TierConformance,), members)
+
+
+def _require_options(store: type[TierStore], options: Mapping[str, Any]) -> None:
+    name = store.__qualname__
+    try:
+        signature = inspect.signature(store)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        hint = f"--option NAME=VALUE, {FOLDER} in a text is a new folder"
+        raise ConfigError(
+            f"{name}{signature} must accept a namespace and the options {sorted(options)}: "
+            f"{one_line(error)}; set options with {hint}"
+        ) from None
+
+
+def _reasons(store: type[TierStore], options: Mapping[str, Any]) -> dict[C, str]:
+    """Return the capabilities that a class and its options lack, each with the reason."""
+    places = [str(value) for value in options.values() if FOLDER in str(value)]
+    has_place = "" if places else _NO_FOLDER  # the place may be on a server
+    is_local = any(place.partition("://")[0] in (place, "file") for place in places)
+    has_files = "" if is_local else has_place or _IN_A_FOLDER
+    reasons = {C.REOPEN: has_place, C.NAMESPACES: has_place, C.DAMAGE: has_files, C.GONE: has_files}
+    reasons[C.KILL], reasons[C.BUDGET], reasons[C.VERIFIES] = has_place, has_files, has_files
+    if not importable(store):
+        reasons[C.KILL] = has_place or "another process cannot import the class of the store"
+    if "max_bytes" not in inspect.signature(store).parameters:
+        reasons[C.BUDGET] = has_files or "the store takes no option max_bytes"
+    if not getattr(store, "verifies", False):
+        reasons[C.VERIFIES] = (
+            has_files or "the store does not set verifies = True, so the guard finds damaged pages"
+        )
+    if not issubclass(store, Threaded):
+        reasons[C.THREADED] = "the store is not derived from Threaded"
+    for method in (C.DELETE, C.USAGE, C.TOUCH):
+        if not callable(getattr(store, method.value, None)):
+            reasons[method] = f"the store has no method {method.value}"
+    return {capability: reason for capability, reason in reasons.items() if reason}
