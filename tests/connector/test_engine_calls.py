@@ -50,7 +50,7 @@ class ShowsNothing(StepInfo):
 
 def bound(geometry: CacheGeometry, half: SchedulerConnector) -> tuple[WatchedScheduler, BlockPool]:
     pool = BlockPool(8)
-    watched = WatchedScheduler(half, Record(geometry), RunLog())
+    watched = WatchedScheduler(half, Record(geometry), RunLog(), pool.free_block_ids)
     watched.bind_gpu_block_pool_view(pool.view())
     return watched, pool
 

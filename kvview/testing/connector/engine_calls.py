@@ -5,7 +5,8 @@ Each check raises :class:`InvariantBroken` with ``ENGINE``, because no connector
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from kvview import (
     CacheGeometry,
@@ -17,7 +18,6 @@ from kvview import (
     StepInfo,
     StepPlan,
     SupportsFindCachedBlock,
-    SupportsIsFree,
     TransferResult,
     ViewClosedError,
     full_blocks,
@@ -32,13 +32,16 @@ class EngineCalls:
 
     Args:
         geometry: Block sizes of the engine.
+        free_block_ids: Returns the free queue of the engine's pool.
     """
 
-    def __init__(self, geometry: CacheGeometry) -> None:
+    def __init__(
+        self, geometry: CacheGeometry, free_block_ids: Callable[[], Sequence[int]]
+    ) -> None:
         self._geometry = geometry
+        self._free_block_ids = free_block_ids
         self.view: GPUBlockPoolView | None = None
         """The view of the half, once it is bound."""
-        self._is_free: Callable[[int], bool] | None = None  # found once, because it is slow to find
         self._promised_to: str | None = None  # request, until another hook is called
         self._loads: dict[int, str] = {}  # requests of the loads in flight, by job
         self._load_failed: set[str] = set()
@@ -50,7 +53,6 @@ class EngineCalls:
     def on_bound(self, view: GPUBlockPoolView) -> None:
         """Receive the view of the half."""
         self.view = view
-        self._is_free = view.is_free if isinstance(view, SupportsIsFree) else None
 
     def on_hook(self) -> None:
         """End a promise, because the engine calls another hook."""
@@ -130,9 +132,10 @@ class EngineCalls:
         was_read, self._was_read = self._was_read, self._num_steps % _STEPS_PER_UNREAD > 0
         filling = step.filling() if self._was_read else ()
         shown = {one.request.request_id for one in filling}
+        free = frozenset(self._free_block_ids())
         for one in step.scheduled:
             self._check_content(one.request)
-            self._check_table(one)
+            self._check_table(one, free)
             is_missing = self._must_show(one) and one.request.request_id not in shown
             if is_missing and was_read and self._was_read:
                 raise InvariantBroken(
@@ -142,15 +145,12 @@ class EngineCalls:
                     f"{one.num_computed_tokens}",
                 )
 
-    def _check_table(self, one: RequestStep) -> None:
+    def _check_table(self, one: RequestStep, free: frozenset[int]) -> None:
         """Require that the block table names no block that its request has left behind."""
-        if self._is_free is None:
-            return
-        free = [block for table in one.block_ids for block in table if self._is_free(block)]
-        if free:
+        if named := sorted(free.intersection(chain(*one.block_ids))):
             raise InvariantBroken(
                 "ENGINE",
-                f"the block table of request {one.request.request_id!r} names {free}, which "
+                f"the block table of request {one.request.request_id!r} names {named}, which "
                 f"are free; blocks without KV must be the null block",
             )
 

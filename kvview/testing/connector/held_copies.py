@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -243,7 +243,9 @@ class _WorkerStream:
 
 
 def _ends_within(seconds: float, call: _Call) -> bool:
-    return bool(wait([call], seconds).done)
+    with suppress(TimeoutError):
+        call.exception(seconds)
+    return call.done()
 
 
 def _returns(call: _Call) -> bool:

@@ -191,15 +191,22 @@ class WatchedScheduler(SchedulerConnector):
         half: The scheduler half.
         record: The model of the connector's tier, and its counts.
         log: The last hooks and transfers of the run.
+        free_block_ids: Returns the free queue of the engine's pool.
     """
 
-    def __init__(self, half: SchedulerConnector, record: Record, log: RunLog) -> None:
+    def __init__(
+        self,
+        half: SchedulerConnector,
+        record: Record,
+        log: RunLog,
+        free_block_ids: Callable[[], Sequence[int]],
+    ) -> None:
         self._half = half
         self._record = record
         self._log = log
         self._has_silent_tiers = isinstance(half, SupportsSilentTiers)
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
-        self.engine_calls = EngineCalls(record.geometry)
+        self.engine_calls = EngineCalls(record.geometry, free_block_ids)
         self.unanswered: set[str] = set()
         """Requests for which the last ``match_prefix`` returned None."""
         self.asks_for_budget = False

@@ -45,7 +45,10 @@ class WatchedConnector(Connector):
             half = connector.make_scheduler()
         require_type("make_scheduler", half, "CONN-1")
         self.halves.append(half)
-        self.scheduler = WatchedScheduler(half, self.record, self._shared.log)
+        shared = self._shared
+        self.scheduler = WatchedScheduler(
+            half, self.record, shared.log, lambda: shared.engine().free_block_ids()
+        )
         return self.scheduler
 
     @override
