@@ -5,7 +5,7 @@
 Plays the wrong connectors of ``tests/mutants/connector`` in the first seeds, and a connector that
 none of them finds in the following seeds, up to 200. The seed that finds the most connectors not
 found yet for its CPU time comes first, and so on, until all are found. ``--write`` puts the seeds
-into ``kvview/testing/connector/first_seeds.py``. Takes about five minutes on two cores.
+into ``kvview/testing/connector/scenario/seed_order.py``. Takes about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from statistics import mean
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "kvview" / "testing" / "connector" / "first_seeds.py"
+FILE = ROOT / "kvview" / "testing" / "connector" / "scenario" / "seed_order.py"
 MOST = 200
 
 sys.path.insert(0, str(ROOT))
 from kvview import Connector  # noqa: E402
 from kvview.testing import watchdog  # noqa: E402
 from kvview.testing.connector import generate_scenario, load_engines, simulate  # noqa: E402
-from kvview.testing.connector.workers import Died, default_processes, workers  # noqa: E402
+from kvview.testing.connector.processes import Died, Processes, Task, default_processes  # noqa: E402
 from tests.mutants.connector import load_wrong  # noqa: E402
 
 
@@ -41,8 +41,8 @@ class Found:
     failed: dict[int, bool] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
-    def add(self, seed: int, answer: tuple[bool, float] | Died) -> None:
-        failed, seconds = (True, 0.0) if isinstance(answer, Died) else answer
+    def add(self, seed: int, result: tuple[bool, float] | Died) -> None:
+        failed, seconds = (True, 0.0) if isinstance(result, Died) else result
         self.failed[seed] = failed
         if not failed:  # a run that fails ends early
             self.seconds[seed] = seconds
@@ -60,8 +60,7 @@ class Play:
         self.connectors = connectors
         self.engines = load_engines()
 
-    def __call__(self, question: tuple[int, int]) -> tuple[bool, float]:
-        number, seed = question
+    def run(self, number: int, seed: int) -> tuple[bool, float]:
         start = time.process_time()
         try:
             result = simulate(
@@ -79,18 +78,20 @@ def measure(select: str, seeds: int) -> list[Found]:
         connectors = [c for c in load_all() if select in f"{c.__module__}.{c.__name__}"]
         found = [Found(f"{c.__module__}.{c.__name__}") for c in connectors]
         torch.set_num_threads(1)
-        with workers(Play(connectors), default_processes()) as processes:
-            questions = [(number, seed) for number in range(len(found)) for seed in range(seeds)]
-            for (number, seed), answer in zip(questions, processes.map(questions), strict=True):
-                found[number].add(seed, answer)
+        with Processes(Play(connectors), default_processes()) as processes:
+            runs = [(number, seed) for number in range(len(found)) for seed in range(seeds)]
+            results = processes.map(Task(Play.run, one) for one in runs)
+            for (number, seed), result in zip(runs, results, strict=True):
+                found[number].add(seed, result)
                 if seed == seeds - 1:
                     print(f"{number + 1} of {len(found)}: {found[number].name}", flush=True)
             for number, one in enumerate(found):
                 if any(one.failed.values()):
                     continue
                 more = [(number, seed) for seed in range(seeds, MOST)]
-                for (_, seed), answer in zip(more, processes.map(more), strict=False):
-                    one.add(seed, answer)
+                results = processes.map(Task(Play.run, run) for run in more)
+                for (_, seed), result in zip(more, results, strict=False):
+                    one.add(seed, result)
                     if one.failed[seed]:
                         break
     return found

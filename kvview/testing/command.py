@@ -203,7 +203,7 @@ def check(
     show_report(console, report)
     replaced = getattr(found, "replaced", ()) if report.runs is None else report.runs.replaced
     if report.runs is None and replaced:
-        from kvview.testing.connector.coverage import REPLACED, notes_on
+        from kvview.testing.connector.exercised.coverage import REPLACED, notes_on
 
         for note in notes_on(dict.fromkeys((f"{REPLACED}{part}" for part in replaced), 1)):
             console.print(note, style="yellow", markup=False, highlight=False)

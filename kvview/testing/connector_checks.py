@@ -19,8 +19,8 @@ from kvview.testing.law_broken import LawBroken
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorFailure, ConnectorRuns
-    from kvview.testing.connector.all_seeds import GoesOn
-    from kvview.testing.connector.coverage import Gap
+    from kvview.testing.connector.check import GoesOn
+    from kvview.testing.connector.exercised.coverage import Gap
 
 COVERAGE = "coverage"
 """Name used instead of a law if the runs did not exercise an event or some code.
@@ -206,7 +206,7 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law:
         raise _broken(failures, runs, expected)
     _require_all_seeds(runs)
     if runs.replaced and law.startswith("XFER-"):
-        from kvview.testing.connector.coverage import Gap
+        from kvview.testing.connector.exercised.coverage import Gap
 
         parts = ", ".join(runs.replaced)
         text = f"{law} depends on a part of the connector that the check replaced: {parts}"

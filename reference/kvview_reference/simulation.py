@@ -25,7 +25,7 @@ from kvview import (
 )
 from kvview.connector.job_tracker import JobTracker
 from kvview.handoff import HandoffWorker, Peer, Wire
-from kvview.testing.connector.scenario import (
+from kvview.testing.connector.scenario.scenario import (
     NUM_LAYERS,
     PAGE_BYTES,
     Add,
@@ -39,8 +39,8 @@ from kvview_reference.handoff.engine import PDEngine
 
 if TYPE_CHECKING:
     from kvview.testing import ManagerHarness
-    from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
-    from kvview.testing.connector.stream import StepStream
+    from kvview.testing.connector.run.compute_stream import StepStream
+    from kvview.testing.connector.run.engine import EngineFactory, SimulatedEngine
     from kvview.testing.handoff.harness import EngineLife, PDHarness
     from kvview_reference.offloading import CachePolicy
 
@@ -62,7 +62,7 @@ class ReferenceEngines:
         owner: str,
         clock: Callable[[], float],
         stream: StepStream | None = None,
-    ) -> ConnectorHarness:
+    ) -> SimulatedEngine:
         """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
         if scenario.ranks:

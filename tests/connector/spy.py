@@ -30,7 +30,7 @@ from kvview import (
     TransferResult,
     WorkerConnector,
 )
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 
 _SECONDS = 3.0  # for which a block of a request is held, by the engine's clock
 _MOST_LEASES = 2

@@ -26,9 +26,9 @@ from kvview import (
     TransferJob,
     TransferResult,
 )
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.run_log import RunLog
-from kvview.testing.connector.watch import Record, WatchedScheduler
+from kvview.testing.connector.half.scheduler import Record, SchedulerHarness
+from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.judge.run_log import RunLog
 from kvview_reference.pool import BlockPool
 
 MIXED = CacheGeometry(4, 4, (FullAttention(4), SlidingWindow(4, 4)))
@@ -48,9 +48,9 @@ class ShowsNothing(StepInfo):
         return ()
 
 
-def bound(geometry: CacheGeometry, half: SchedulerConnector) -> tuple[WatchedScheduler, BlockPool]:
+def bound(geometry: CacheGeometry, half: SchedulerConnector) -> tuple[SchedulerHarness, BlockPool]:
     pool = BlockPool(8)
-    watched = WatchedScheduler(half, Record(geometry), RunLog(), pool.free_block_ids)
+    watched = SchedulerHarness(half, Record(geometry), RunLog(), pool.free_block_ids)
     watched.bind_gpu_block_pool_view(pool.view())
     return watched, pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvview.testing.connector import check_connector
-from kvview.testing.connector.coverage import loads_that_failed
+from kvview.testing.connector.exercised.coverage import loads_that_failed
 from kvview_reference.store_connector import StoreConnector, Transform
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from kvview import CacheGeometry, OffloadingEvent, RequestInfo, make_offload_key
 from kvview.testing.connector import Abort, Add, Fate, Scenario, check_connector
-from kvview.testing.connector.aging import check_conserved
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.memory import TierKeys
-from kvview.testing.connector.scenario import to_script
+from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.judge.tier_model import TierKeys
+from kvview.testing.connector.run.long_runs import check_conserved
+from kvview.testing.connector.scenario.scenario import to_script
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.simulation import ReferenceEngines
 from kvview_reference.store_connector import StoreConnector

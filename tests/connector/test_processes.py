@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -24,9 +24,9 @@ pytest.importorskip("torch")
 from kvview import Connector, SchedulerConnector
 from kvview.testing import run_checks
 from kvview.testing.connector import check_connector
-from kvview.testing.connector.first_seeds import FIRST_SEEDS, in_order
-from kvview.testing.connector.process import can_fork
-from kvview.testing.connector.workers import Died, default_processes, workers
+from kvview.testing.connector.half.process import can_fork
+from kvview.testing.connector.processes import Died, Processes, Task, default_processes
+from kvview.testing.connector.scenario.seed_order import FIRST_SEEDS, in_order
 from kvview_reference.store_connector import StoreConnector
 from tests.mutants.connector import load_named
 
@@ -57,17 +57,25 @@ def on_finish(act: Callable[[], object]) -> type[Connector]:
 # --- the processes alone ---
 
 
-def test_answers_come_in_order_and_on_demand() -> None:
+def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    return function(argument)
+
+
+def calls(arguments: Iterable[Any]) -> Iterator[Task]:
+    return (Task(_call, (argument,)) for argument in arguments)
+
+
+def test_results_come_in_order_and_on_demand() -> None:
     def slow_if_even(number: int) -> int:
         time.sleep(0.02 * (number % 2 == 0))
         return number * number
 
-    with workers(slow_if_even, 3) as processes:
-        assert list(processes.map(range(20))) == [number * number for number in range(20)]
-        with closing(processes.map(count())) as answers:
-            assert [next(answers), next(answers)] == [0, 1], "and there is no last question"
-        assert list(processes.map([5, 6, 7, 8])) == [25, 36, 49, 64], "none of those left undone"
-        assert list(processes.map([])) == []
+    with Processes(slow_if_even, 3) as made:
+        assert list(made.map(calls(range(20)))) == [number * number for number in range(20)]
+        with closing(made.map(calls(count()))) as results:
+            assert [next(results), next(results)] == [0, 1], "and there is no last task"
+        assert list(made.map(calls([5, 6, 7, 8]))) == [25, 36, 49, 64], "none of those left undone"
+        assert list(made.map(calls([]))) == []
 
 
 def test_an_exception_is_raised_in_the_parent() -> None:
@@ -81,17 +89,17 @@ def test_an_exception_is_raised_in_the_parent() -> None:
             raise Own("two")
         return number
 
-    with workers(refuse, 2) as processes:
-        answers = processes.map([0, 1])
-        assert next(answers) == 0
+    with Processes(refuse, 2) as made:
+        results = made.map(calls([0, 1]))
+        assert next(results) == 0
         with pytest.raises(ValueError, match="one"):
-            next(answers)
+            next(results)
         with pytest.raises(RuntimeError, match="Own: two"):
-            list(processes.map([2]))
-        assert list(processes.map([3])) == [3]
+            list(made.map(calls([2])))
+        assert list(made.map(calls([3]))) == [3]
 
 
-def test_a_process_that_dies_is_an_answer_and_is_replaced() -> None:
+def test_a_process_that_dies_is_a_result_and_is_replaced() -> None:
     def die(how: int) -> int:
         faulthandler.disable()  # pytest's, which would print the stacks of a planned crash
         if how < 0:
@@ -100,30 +108,30 @@ def test_a_process_that_dies_is_an_answer_and_is_replaced() -> None:
             os._exit(how)
         return how
 
-    with workers(die, 2) as processes:
-        answers = list(processes.map([0, -signal.SIGKILL, 0, 3, 0, -signal.SIGSEGV, 0]))
-    assert [answer for answer in answers if answer != 0] == [
+    with Processes(die, 2) as made:
+        results = list(made.map(calls([0, -signal.SIGKILL, 0, 3, 0, -signal.SIGSEGV, 0])))
+    assert [answer for answer in results if answer != 0] == [
         Died("by SIGKILL"),
         Died("with exit code 3"),
         Died("by SIGSEGV"),
     ]
-    assert answers.count(0) == 4
+    assert results.count(0) == 4
 
 
-def test_a_process_whose_answer_is_not_needed_is_ended() -> None:
+def test_a_process_whose_result_is_not_needed_is_ended() -> None:
     both = multiprocessing.Barrier(2)
 
-    def wait(question: str) -> str:
-        if question == "forever":
+    def wait(name: str) -> str:
+        if name == "forever":
             threading.Event().wait()
-        if question == "for another process":
+        if name == "for another process":
             both.wait(60)
-        return question
+        return name
 
-    with workers(wait, 2) as processes:
-        with closing(processes.map(["a", "forever"])) as answers:
-            assert next(answers) == "a"
-        assert len(list(processes.map(["for another process"] * 2))) == 2
+    with Processes(wait, 2) as made:
+        with closing(made.map(calls(["a", "forever"]))) as results:
+            assert next(results) == "a"
+        assert len(list(made.map(calls(["for another process"] * 2)))) == 2
 
 
 def test_no_fork_beside_other_threads() -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvview.testing import connector_checks
-from kvview.testing.connector.coverage import notes_on
+from kvview.testing.connector.exercised.coverage import notes_on
 from kvview.testing.connector.result import ConnectorRuns
 from kvview.testing.connector_checks import NotExercised, check_law
 

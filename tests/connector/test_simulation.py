@@ -32,22 +32,22 @@ from kvview.testing.connector import (
     load_engines,
     simulate,
 )
-from kvview.testing.connector.aging import (
+from kvview.testing.connector.confirm.shrink import simpler_geometries, simpler_sizes
+from kvview.testing.connector.exercised.coverage import not_exercised
+from kvview.testing.connector.judge.invariants import (
+    InvariantBroken,
+)
+from kvview.testing.connector.judge.tier_model import TierKeys
+from kvview.testing.connector.result import SimulationResult
+from kvview.testing.connector.run.long_runs import (
     FEWEST_ROUNDS,
-    Memory,
+    KeptBytes,
     grows,
     grows_with_keys,
     with_rounds_compared,
 )
-from kvview.testing.connector.coverage import not_exercised
-from kvview.testing.connector.generate import steady_scenario
-from kvview.testing.connector.invariants import (
-    InvariantBroken,
-)
-from kvview.testing.connector.memory import TierKeys
-from kvview.testing.connector.result import SimulationResult
-from kvview.testing.connector.scenario import to_script
-from kvview.testing.connector.shrink import simpler_geometries, simpler_sizes
+from kvview.testing.connector.scenario.generate import steady_scenario
+from kvview.testing.connector.scenario.scenario import to_script
 from kvview_reference.connector import MultiConnector
 from kvview_reference.engine import chain_hashes
 from kvview_reference.store_connector import StoreConnector
@@ -330,7 +330,7 @@ def test_conn10_a_table_that_counts_differently_is_measured() -> None:
 
     half = Growing()
     half.table = Odd.fromkeys(range(100), 0)  # type: ignore[attr-defined]
-    memory = Memory(Connector, FEWEST_ROUNDS)
+    memory = KeptBytes(Connector, FEWEST_ROUNDS)
     memory.end_round(0, [half], 0)
     assert memory.sizes[0] > 0
 
@@ -345,7 +345,7 @@ def test_conn10_a_history_of_keys_must_not_grow_in_each_window() -> None:
 def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(is_filling: bool) -> None:
     half = Growing()
     rounds = 2 * FEWEST_ROUNDS
-    memory = Memory(Connector, rounds)
+    memory = KeptBytes(Connector, rounds)
     for place in range(rounds):
         half.pages += [bytes(1_000) for _ in range(2)]
         memory.end_round(place, [half], len(half.pages) if is_filling else 90)
@@ -355,7 +355,7 @@ def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(is_filling: bool) -> None
 
 def test_conn10_jobs_that_have_not_ended_are_not_a_leak() -> None:
     half = Growing()
-    memory = Memory(Connector, FEWEST_ROUNDS)
+    memory = KeptBytes(Connector, FEWEST_ROUNDS)
     for place in range(FEWEST_ROUNDS):
         half.pages = [bytes(1_000) for _ in range(place * (place % 2))]
         memory.end_round(place, [half], 0)

@@ -19,7 +19,7 @@ from kvview import Connector, ConnectorConfig, UnsupportedEngineError
 from kvview.targets import target_of
 from kvview.testing.command import check as check_command
 from kvview.testing.connector import check_connector, generate_scenario, simulate
-from kvview.testing.connector.coverage import not_exercised
+from kvview.testing.connector.exercised.coverage import not_exercised
 from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.releases.compat.calls import preemptions_drop_drafts
 from kvview_vllm.simulation import VLLMEngines

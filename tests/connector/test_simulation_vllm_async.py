@@ -25,9 +25,9 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.testing.connector import Add, Fate, Scenario, Step, generate_scenario, simulate
-from kvview.testing.connector.harness import ConnectorHarness
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.run.compute_stream import StepStream
+from kvview.testing.connector.run.engine import SimulatedEngine
 from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.releases import installed
@@ -53,7 +53,7 @@ class Engines(VLLMEngines):
         owner: str,
         clock: Callable[[], float],
         stream: StepStream | None = None,
-    ) -> ConnectorHarness:
+    ) -> SimulatedEngine:
         built = super().build(scenario, connectors, owner=owner, clock=clock, stream=stream)
         assert isinstance(built, KVViewHarness)
         self.last = built
@@ -98,7 +98,7 @@ class Deferring(Engines):
 
     num_deferred = 0
 
-    def build(self, *args: Any, **options: Any) -> ConnectorHarness:
+    def build(self, *args: Any, **options: Any) -> SimulatedEngine:
         built = super().build(*args, **options)
         scheduler = self.last.scheduler.real
         start = scheduler._drain_deferred_loads

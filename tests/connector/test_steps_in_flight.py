@@ -15,7 +15,7 @@ from kvview import (
     StepInfo,
     StepPlan,
 )
-from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.run.compute_stream import StepStream
 from kvview_reference.engine import Engine, chain_hashes
 from kvview_reference.engine.request import Request, Status
 

@@ -10,12 +10,12 @@ from typing_extensions import override
 from examples.host_cache import HostCacheScheduler
 from kvview import BlockIds, ConfigError, ConnectorConfig, RequestInfo
 from kvview.testing.connector import ConnectorRuns, check_connector
-from kvview.testing.connector.coverage import (
+from kvview.testing.connector.exercised.coverage import (
     FEWEST_SEEDS,
     not_exercised,
 )
-from kvview.testing.connector.generate import generate_scenario
-from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
+from kvview.testing.connector.scenario.generate import generate_scenario
+from kvview.testing.connector.scenario.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview.testing.placeholders import in_size
 from tests.connector.unusual import Host
 

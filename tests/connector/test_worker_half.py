@@ -34,8 +34,8 @@ from kvview.testing.connector import (
     generate_scenario,
     simulate,
 )
-from kvview.testing.connector.kv_bytes import KVBytes
-from kvview.testing.connector.stuck import where_all_wait
+from kvview.testing.connector.judge.kv_bytes import KVBytes
+from kvview.testing.connector.judge.threads import where_all_wait
 from kvview_reference.store_connector import StoreConnector
 from kvview_reference.transfer import worker
 

@@ -15,7 +15,7 @@ from kvview import (
     RequestInfo,
     StepInfo,
 )
-from kvview.testing.connector import Add, Scenario, Squeeze, Step, simulate
+from kvview.testing.connector import Add, HoldBlocks, Scenario, Step, simulate
 from kvview.tier import Threaded
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.simulation import ReferenceEngines
@@ -64,7 +64,7 @@ def test_caps_on_tokens(mode: str) -> None:
     again = replace(prompt, request_id="again")
 
     def promised(*adds: Add) -> int:
-        evicted = (Step(12), Squeeze(20), Step(2), Squeeze(0))
+        evicted = (Step(12), HoldBlocks(20), Step(2), HoldBlocks(0))
         events = tuple(event for add in adds for event in (add, *evicted))
         scenario = Scenario(GEOMETRY, 20, events, max_tokens_per_step=128)
         options = {"cpu_blocks": 20, "mode": mode}

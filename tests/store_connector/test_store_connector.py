@@ -19,13 +19,13 @@ from kvview.testing.command import check
 from kvview.testing.connector import (
     Add,
     Fate,
+    HoldBlocks,
     Scenario,
-    Squeeze,
     Step,
     generate_scenario,
     simulate,
 )
-from kvview.testing.connector.scenario import Outcome, WorkerHalf
+from kvview.testing.connector.scenario.scenario import Outcome, WorkerHalf
 from kvview.tier import AsyncStore, Namespace
 from kvview_reference.replay.command import replay
 from kvview_reference.store_connector import StoreConnector
@@ -76,7 +76,7 @@ def test_clocks_that_jump_end_no_timeout_of_a_coroutine() -> None:
 def test_a_failed_store_puts_no_wrong_bytes_under_a_key(
     worker_half: WorkerHalf, outcome: Outcome, tmp_path: Path
 ) -> None:
-    evict = (Step(8), Squeeze(8), Squeeze(0), Step(4))
+    evict = (Step(8), HoldBlocks(8), HoldBlocks(0), Step(4))
     requests = (Add("fails", 1, 9, 1), *evict, Add("stores", 1, 9, 1), *evict, Add("loads", 1, 9))
     fates = (Fate(outcome=outcome),)
     run = Scenario(CacheGeometry.single(4), 9, requests, fates, worker_half=worker_half)

@@ -17,10 +17,10 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.targets import load_connector
 from kvview.testing.connector import check_connector, generate_scenario
-from kvview.testing.connector.author_code import AuthorCode
-from kvview.testing.connector.code_coverage import Branches
-from kvview.testing.connector.code_that_ran import CodeThatRan
-from kvview.testing.connector.load_errors import first_load_error
+from kvview.testing.connector.confirm.load_errors import first_load_error
+from kvview.testing.connector.exercised.author_code import AuthorCode
+from kvview.testing.connector.exercised.branches import Branches
+from kvview.testing.connector.exercised.unrun_code import UnrunCode
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.placeholders import in_size
 from tests.cases import read_cases
@@ -158,7 +158,7 @@ def test_a_method_that_a_class_replaces_is_listed_only(tmp_path: Path, uses_the_
 
 
 def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
-    code = CodeThatRan(AuthorCode(TwoLevels), {})
+    code = UnrunCode(AuthorCode(TwoLevels), {})
     code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})
     (gap,) = code.gaps(3)
     assert gap.name == "code"
@@ -170,7 +170,7 @@ def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
 
 def test_more_seeds_are_not_advised_after_200() -> None:
     sized = {"cpu_blocks": "{blocks}", "recent_blocks": "{blocks}/4"}
-    code = CodeThatRan(AuthorCode(TwoLevels), sized)
+    code = UnrunCode(AuthorCode(TwoLevels), sized)
     code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})
     (few,), (many,) = (code.notes(code.gaps(seeds), seeds) for seeds in (15, 200))
     assert "play more --seeds" in few

@@ -34,7 +34,7 @@ import zmq
 from kvview import MEDIUM_CPU, LookupResult, OffloadKey, ReqContext, make_offload_key
 from kvview.events.channel import Listener
 from kvview.events.recording import Message, Recording
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.events.stream_fold import StreamFold
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model

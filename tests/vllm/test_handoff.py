@@ -17,7 +17,7 @@ from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.targets import load_target
 from kvview.testing import run_checks
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffPlayer, PDFactory, pd_factory
 from kvview.testing.search import Plan, search

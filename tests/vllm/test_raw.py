@@ -17,17 +17,17 @@ from kvview.targets import load_target
 from kvview.testing.connector import (
     Add,
     ConnectorRuns,
+    HoldBlocks,
     Reset,
     Scenario,
-    Squeeze,
     Step,
     check_connector,
     generate_scenario,
     load_engines,
     simulate,
 )
-from kvview.testing.connector.generate import INVALID_CAPS
-from kvview.testing.connector.scenario import Fate
+from kvview.testing.connector.scenario.generate import INVALID_CAPS
+from kvview.testing.connector.scenario.scenario import Fate
 from kvview_vllm.releases.compat import calls
 from kvview_vllm.releases.compat.calls import ended_requests_take_no_output
 from kvview_vllm.releases.compat.shapes import find_class
@@ -56,7 +56,7 @@ OFFLOADING: Any = import_module(f"{V1}.offloading_connector").OffloadingConnecto
 OFFLOADING_OPTIONS = {"cpu_bytes_to_use": 1_000_000, "num_cpu_blocks": 30}
 SEEDS = range(8)
 ROOT = Path(__file__).parents[2]
-EVICTED = (Squeeze(100), Squeeze(0))
+EVICTED = (HoldBlocks(100), HoldBlocks(0))
 has_pool = pytest.mark.skipif(
     not hasattr(HostConnector, "bind_gpu_block_pool"),
     reason="this release passes the pool to no connector",

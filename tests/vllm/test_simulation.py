@@ -21,14 +21,14 @@ from kvview import (
 from kvview.testing.connector import (
     Add,
     Fate,
+    HoldBlocks,
     Scenario,
-    Squeeze,
     Step,
     check_connector,
     generate_scenario,
     simulate,
 )
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_reference.store_connector import StoreConnector
 from kvview_vllm.connector import connector
 from kvview_vllm.connector.scheduler import SchedulerSide
@@ -93,7 +93,7 @@ def test_blocks_that_a_sibling_loads_within_a_step_are_not_computed_before_it(
     engines: VLLMEngines,
 ) -> None:
     """A connector that stores them in that step would read them before they are loaded."""
-    prompt, evict = Add("first", 1, 17), (Squeeze(20), Squeeze(0))
+    prompt, evict = Add("first", 1, 17), (HoldBlocks(20), HoldBlocks(0))
     scenario = Scenario(
         CacheGeometry.single(4),
         num_gpu_blocks=20,
@@ -120,7 +120,7 @@ def test_a_load_beside_a_hit_of_several_groups(engines: VLLMEngines) -> None:
         CacheGeometry(2, 2, (FullAttention(2), SlidingWindow(2, 6))),
         32,
         (
-            *(Add("r35", 1, 7), Add("r7", 1, 12, 3), Add("r39", 2, 7), Step(), Squeeze(45)),
+            *(Add("r35", 1, 7), Add("r7", 1, 12, 3), Add("r39", 2, 7), Step(), HoldBlocks(45)),
             *(Add("r40", 1, 3), Add("r41", 1, 3), Step(), Add("r56", 1, 9), Add("r57", 1, 5)),
             Step(3),
         ),

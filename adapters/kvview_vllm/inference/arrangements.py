@@ -138,8 +138,8 @@ class Configured:
         return more
 
     def _of_kvview(self, connector_class: type) -> dict[str, Any]:
-        from kvview.testing.connector.configure import configure
-        from kvview.testing.connector.scenario import Scenario
+        from kvview.testing.connector.run.configure import configure
+        from kvview.testing.connector.scenario.scenario import Scenario
 
         scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=HOST_BLOCKS)
         taken = pickle.loads(configure(connector_class, scenario, self._options)).options

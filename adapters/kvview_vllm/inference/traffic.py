@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.inference.models import FIRST_TOKEN, VOCABULARY
 from kvview_vllm.inference.server import BLOCK_SIZE, MAX_TOKENS, Server
 

@@ -12,8 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kvview.errors import MissingLibraryError, line_of
-from kvview.testing.connector.coverage import replaced_parts
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.exercised.coverage import replaced_parts
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.partition.pair_engine import PartitionEngine
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from kvview import CacheGeometry, FullAttention
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.scenario import Scenario
+from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.scenario.scenario import Scenario
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.pairs import PROMPT, EngineSettings
 from kvview_vllm.pool import NULL_BLOCK_ID

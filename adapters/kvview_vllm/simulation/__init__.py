@@ -26,10 +26,10 @@ from kvview_vllm.simulation.kvview.release_fit import KVViewFit
 from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.harness import ConnectorHarness, EngineFactory
     from kvview.testing.connector.result import SimulationResult
-    from kvview.testing.connector.scenario import Scenario
-    from kvview.testing.connector.stream import StepStream
+    from kvview.testing.connector.run.compute_stream import StepStream
+    from kvview.testing.connector.run.engine import EngineFactory, SimulatedEngine
+    from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.handoff.harness import EngineLife, PDHarness, TwoEngines
     from kvview.testing.handoff.tokens import RealCase
     from kvview.testing.token_runs import TokenCheck
@@ -100,7 +100,7 @@ class VLLMEngines:
         owner: str,
         clock: Callable[[], float],
         stream: StepStream | None = None,
-    ) -> ConnectorHarness:
+    ) -> SimulatedEngine:
         """Build an engine."""
         return KVViewHarness(scenario, connectors, clock, stream)
 

@@ -5,7 +5,7 @@ real. Two classes are derived from :class:`VLLMHarness`, one for each kind of wo
 :mod:`.kvview.kvview_engine` for connectors of kvview, :mod:`.raw.raw_engine` for those of vLLM.
 
 Source: ``step_with_batch_queue`` of vllm/v1/engine/core.py, 0.11.0 to 0.33.0;
-``kvview.testing.connector.harness`` defines the queries of an engine.
+``kvview.testing.connector.run.engine`` defines the queries of an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvview_vllm.simulation.scheduler.requests import Chunk, PlannedRequest, mak
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.scenario import Add, Scenario
+    from kvview.testing.connector.scenario.scenario import Add, Scenario
 
 _STEPS_OF_A_DEADLOCK = 8
 

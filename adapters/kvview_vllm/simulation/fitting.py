@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvview.testing.connector.scenario import Alias, Scenario
+from kvview.testing.connector.scenario.scenario import Scenario, SecondHash
 
 
 class Fitting:
@@ -42,5 +42,5 @@ class Fitting:
 
     def drop_aliases(self) -> None:
         """Remove second hashes of blocks."""
-        events = tuple(one for one in self.scenario.events if not isinstance(one, Alias))
+        events = tuple(one for one in self.scenario.events if not isinstance(one, SecondHash))
         self.drop(events != self.scenario.events, "a second hash of a block", events=events)

@@ -3,18 +3,20 @@
     report = check_connector(MyConnector)
     assert report.is_clean, report.summary()
 
-Each seed is a scenario (:mod:`~kvview.testing.connector.scenario`) with transfers that are late,
-reordered, failed or lost (:mod:`~kvview.testing.connector.worker`). After each event the run is
-compared with the model (:mod:`~kvview.testing.connector.memory`), and the invariants are checked
-(:mod:`~kvview.testing.connector.invariants`). The first failure of each law is shrunk to a script.
+The rooms are in the order of a run. Each seed is a scenario
+(:mod:`~kvview.testing.connector.scenario`), which a simulated engine plays
+(:mod:`~kvview.testing.connector.run`), with both halves of the connector in harnesses that delay,
+lose and fail transfers (:mod:`~kvview.testing.connector.half`). After each event, models and
+invariants judge the run (:mod:`~kvview.testing.connector.judge`). A failing run is repeated and
+shrunk to a script (:mod:`~kvview.testing.connector.confirm`), and code that never ran is named
+(:mod:`~kvview.testing.connector.exercised`). :mod:`~kvview.testing.connector.seed` runs one seed,
+and :mod:`~kvview.testing.connector.check` runs all seeds.
 :func:`kvview.testing.run_checks` reports law by law.
 """
 
 from __future__ import annotations
 
-from kvview.testing.connector.all_seeds import check_connector
-from kvview.testing.connector.generate import generate_scenario
-from kvview.testing.connector.harness import load_engines
+from kvview.testing.connector.check import check_connector
 from kvview.testing.connector.result import (
     ConnectorFailure,
     ConnectorRuns,
@@ -22,17 +24,19 @@ from kvview.testing.connector.result import (
     SimulationResult,
     Snapshot,
 )
-from kvview.testing.connector.run import simulate
-from kvview.testing.connector.scenario import (
+from kvview.testing.connector.run.engine import load_engines
+from kvview.testing.connector.run.simulate import simulate
+from kvview.testing.connector.scenario.generate import generate_scenario
+from kvview.testing.connector.scenario.scenario import (
     Abort,
     AbortLoading,
     Add,
-    Alias,
     Event,
     Fate,
+    HoldBlocks,
     Reset,
     Scenario,
-    Squeeze,
+    SecondHash,
     Step,
 )
 
@@ -40,17 +44,17 @@ __all__ = [
     "Abort",
     "AbortLoading",
     "Add",
-    "Alias",
     "ConnectorFailure",
     "ConnectorRuns",
     "Event",
     "Failure",
     "Fate",
+    "HoldBlocks",
     "Reset",
     "Scenario",
+    "SecondHash",
     "SimulationResult",
     "Snapshot",
-    "Squeeze",
     "Step",
     "check_connector",
     "generate_scenario",

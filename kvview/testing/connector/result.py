@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.connector.author_code import Unrun
-from kvview.testing.connector.coverage import Gap, not_exercised, replaced_parts
-from kvview.testing.connector.scenario import Scenario
+from kvview.testing.connector.exercised.author_code import Unrun
+from kvview.testing.connector.exercised.coverage import Gap, not_exercised, replaced_parts
+from kvview.testing.connector.scenario.scenario import Scenario
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,14 @@ class SimulationResult:
     kept_bytes: tuple[int, ...] = ()
     allocated_at: str = ""
     load_error: str = ""
+
+
+def failure_at_the_end(
+    result: SimulationResult, law: str, message: str, hint: str | None = None
+) -> Failure:
+    """Make a failure that was found after the end of a run."""
+    steps, events = result.coverage.get("steps", 0), len(result.scenario.events)
+    return Failure(law, message, steps, events, hint=hint)
 
 
 @dataclass(frozen=True)

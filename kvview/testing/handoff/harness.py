@@ -16,13 +16,13 @@ from kvview.connector.hook_errors import build_connector
 from kvview.errors import ConfigError
 from kvview.handoff import Handoff, HandoffScheduler, HandoffWorker, Peer, Wire
 from kvview.targets import is_engine_connector, require_connector
-from kvview.testing.connector.harness import ConnectorHarness, load_engines
-from kvview.testing.connector.scenario import Add, Scenario
+from kvview.testing.connector.run.engine import SimulatedEngine, load_engines
+from kvview.testing.connector.scenario.scenario import Add, Scenario
 from kvview.testing.handoff.network import FAULTS, Fault, Network
 from kvview.testing.harness import Capability
 
 
-class PDHarness(ConnectorHarness, Protocol):
+class PDHarness(SimulatedEngine, Protocol):
     """A simulated engine in both roles of a handoff."""
 
     def add_prefill(self, add: Add, serial: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvview.handoff import Handoff
-from kvview.testing.connector.scenario import Add
+from kvview.testing.connector.scenario.scenario import Add
 
 GRACE = 6
 """Maximum of seconds from an event at one engine to its effect at the other, without faults."""

@@ -12,13 +12,13 @@ from typing_extensions import override
 from kvview import CacheGeometry, ChunkedLocalAttention, FullAttention, SlidingWindow
 from kvview.errors import ConfigError, HandoffError, split_law
 from kvview.handoff import Handoff
-from kvview.testing.connector.harness import all_ref_counts
-from kvview.testing.connector.invariants import (
+from kvview.testing.connector.judge.invariants import (
     InvariantBroken,
     check_conservation,
     check_free_list,
 )
-from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES, Add, Scenario
+from kvview.testing.connector.run.engine import all_ref_counts
+from kvview.testing.connector.scenario.scenario import NUM_LAYERS, PAGE_BYTES, Add, Scenario
 from kvview.testing.handoff.harness import PDHarness, TwoEngines
 from kvview.testing.handoff.model import BROKEN, GRACE, Decode, HandoffModel, Kept, Kind
 from kvview.testing.handoff.network import Network

@@ -26,7 +26,7 @@ class ManagerOfPolicy:
 
     def __call__(self) -> Any:
         """Make a harness in its first state."""
-        from kvview.testing.connector.harness import load_engines
+        from kvview.testing.connector.run.engine import load_engines
 
         engines = load_engines()
         if not hasattr(engines, "manager_of_policy"):

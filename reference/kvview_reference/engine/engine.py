@@ -42,8 +42,8 @@ from kvview import (
     full_blocks,
 )
 from kvview.connector.job_tracker import EndedJob, JobTracker, check_promise
-from kvview.testing.connector.kv_bytes import KVBytes
-from kvview.testing.connector.stream import StepStream
+from kvview.testing.connector.judge.kv_bytes import KVBytes
+from kvview.testing.connector.run.compute_stream import StepStream
 from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.engine.stats import EngineStats, num_gpu_blocks

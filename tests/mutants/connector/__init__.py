@@ -41,9 +41,9 @@ from typing import cast
 from kvview import Connector
 from kvview.testing import LawBroken
 from kvview.testing.connector import check_connector
-from kvview.testing.connector.coverage import not_exercised
-from kvview.testing.connector.first_seeds import in_order
-from kvview.testing.connector.generate import STEADY_PLACES
+from kvview.testing.connector.exercised.coverage import not_exercised
+from kvview.testing.connector.scenario.generate import STEADY_PLACES
+from kvview.testing.connector.scenario.seed_order import in_order
 
 from ..edits import ROOT, Base, Variant, read_variants
 from ..mutant import Mutant

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.compat.versions import vllm
 
 _ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which no check varies

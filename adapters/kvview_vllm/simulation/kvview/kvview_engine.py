@@ -25,7 +25,7 @@ from kvview import (
     SchedulerConnector,
     WorkerConnector,
 )
-from kvview.testing.connector.scenario import NUM_LAYERS, PAGE_BYTES
+from kvview.testing.connector.scenario.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID
@@ -39,8 +39,8 @@ from kvview_vllm.simulation.scheduler.requests import Chunk, salt_of
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.scenario import Scenario
-    from kvview.testing.connector.stream import StepStream
+    from kvview.testing.connector.run.compute_stream import StepStream
+    from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.handoff.harness import EngineLife, PDHarness
 
 _BARE = {"contain_faults": False, "leak_report_seconds": None}

@@ -27,7 +27,7 @@ from kvview import (
     get_offload_group_idx,
 )
 from kvview.events import MEDIUM_GPU
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.compat.versions import vllm
 
 _Key = tuple[int | bytes, int]  # the hash of a block in events, and its group

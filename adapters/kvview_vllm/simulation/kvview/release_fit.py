@@ -18,8 +18,8 @@ from kvview import (
     KVViewError,
     Mamba,
 )
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.scenario import NUM_LAYERS, Alias
+from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.scenario.scenario import NUM_LAYERS, SecondHash
 from kvview_vllm.releases import installed, probe_pool, reading
 from kvview_vllm.releases.compat.calls import (
     has_draft_models,
@@ -34,7 +34,7 @@ from kvview_vllm.simulation.scheduler import capabilities
 from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.scenario import Scenario
+    from kvview.testing.connector.scenario.scenario import Scenario
 
 _MOST_BLOCKS = 500
 
@@ -75,7 +75,7 @@ class KVViewFit:
         )
         self._fit_steps(fitting, several)
         self._fit_drafts(fitting, several)
-        if any(isinstance(event, Alias) for event in scenario.events) and not _can_alias():
+        if any(isinstance(event, SecondHash) for event in scenario.events) and not _can_alias():
             fitting.drop_aliases()
         fitting.drop(
             scenario.loads_may_fail and not capabilities.can_fail_loads(len(groups)),
@@ -181,7 +181,7 @@ def _known_problem(groups: Sequence[CacheGroup]) -> str | None:
 
 def _try(scenario: Scenario) -> str | None:
     """Serve some requests with connectors that do nothing, and return the problem, if any."""
-    from kvview.testing.connector.scenario import Add
+    from kvview.testing.connector.scenario.scenario import Add
 
     try:
         groups, steps_in_flight = scenario.geometry.groups, scenario.steps_in_flight

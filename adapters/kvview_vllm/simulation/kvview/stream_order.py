@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvview import CacheGeometry, OffloadKey, make_offload_key
-from kvview.testing.connector.kv_bytes import KVBytes
+from kvview.testing.connector.judge.kv_bytes import KVBytes
 from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.simulation.scheduler.requests import Chunk, PlannedRequest
 

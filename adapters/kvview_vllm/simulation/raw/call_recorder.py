@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from inspect import isfunction
 from typing import Any
 
-from kvview.testing.connector.hook_calls import hook
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.half.hook_calls import hook
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.cpu.worker_caches import is_hook, overridden
 
 _LAW_OF_METHOD = {

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from kvview import BlockIds, CacheGeometry, Mamba, OffloadKey
-from kvview.testing.connector.hook_calls import hook
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.half.hook_calls import hook
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.build import samples
 from kvview_vllm.releases.compat.calls import aborted_loads_keep_blocks, num_preemptions
@@ -51,7 +51,7 @@ from kvview_vllm.simulation.scheduler.requests import Chunk
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.scenario import Scenario
+    from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.handoff.harness import PDHarness
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvview import CacheGeometry, CacheGroup, FullAttention, Mamba, SlidingWindow
-from kvview.testing.connector.scenario import Add, Event, Reset, Scenario, Squeeze
+from kvview.testing.connector.scenario.scenario import Add, Event, HoldBlocks, Reset, Scenario
 from kvview_vllm.releases.compat.calls import (
     ended_requests_take_no_output,
     has_draft_models,
@@ -159,11 +159,11 @@ def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
     def fitted(event: Event) -> Event:
         if isinstance(event, Add):
             return replace(event, num_prompt_tokens=max(1, tokens(event.num_prompt_tokens)))
-        if isinstance(event, Squeeze):
+        if isinstance(event, HoldBlocks):
             left = old - event.num_blocks
             if left <= 5:
-                return Squeeze(num_blocks - left)
-            return Squeeze(event.num_blocks * num_blocks // old)
+                return HoldBlocks(num_blocks - left)
+            return HoldBlocks(event.num_blocks * num_blocks // old)
         return event
 
     events = scenario.events

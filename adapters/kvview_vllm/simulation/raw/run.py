@@ -15,8 +15,8 @@ import torch
 from typing_extensions import override
 
 from kvview.testing import watchdog
-from kvview.testing.connector.invariants import InvariantBroken
-from kvview.testing.connector.run import Run
+from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview_vllm.releases import engine_version
 from kvview_vllm.releases.cpu.process_groups import process_groups
@@ -28,9 +28,9 @@ from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.harness import ConnectorHarness
     from kvview.testing.connector.result import SimulationResult
-    from kvview.testing.connector.scenario import Scenario
+    from kvview.testing.connector.run.engine import SimulatedEngine
+    from kvview.testing.connector.scenario.scenario import Scenario
 
 
 class RawRun(Run):
@@ -90,7 +90,7 @@ class RawRun(Run):
         """Do nothing, because vLLM builds both roles."""
 
     @override
-    def _build_engine(self) -> ConnectorHarness:
+    def _build_engine(self) -> SimulatedEngine:
         self.harness = RawHarness(
             self.scenario,
             self._connector_class,

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import torch
 
-from kvview.testing.connector.coverage import REPLACED
-from kvview.testing.connector.scenario import Fate
+from kvview.testing.connector.exercised.coverage import REPLACED
+from kvview.testing.connector.scenario.scenario import Fate
 
 _CUDA_ONLY = {
     "OffloadingConnector": ("cpu_spec_copies", "replace_worker"),

@@ -38,7 +38,7 @@ from kvview_vllm.releases.compat.calls import (
 from kvview_vllm.releases.compat.versions import vllm
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.scenario import Scenario
+    from kvview.testing.connector.scenario.scenario import Scenario
 
 MAX_TOKENS = 512
 """Tokens of the longest request, prompt and output together."""

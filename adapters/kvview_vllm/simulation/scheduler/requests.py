@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.build.samples import make_request
 from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 if TYPE_CHECKING:
-    from kvview.testing.connector.scenario import Add
+    from kvview.testing.connector.scenario.scenario import Add
 
 _TOKENS_OF_A_FAMILY = 1000
 _FIRST_SAMPLED_TOKEN = 1_000_000
@@ -59,7 +59,7 @@ class PlannedRequest:
         stops_after: Number of tokens after which the request ends early, a number that vLLM does
             not know.
         hash_block_size: Tokens of a hash.
-        drafts: As in :class:`~kvview.testing.connector.scenario.Scenario`.
+        drafts: As in :class:`~kvview.testing.connector.scenario.scenario.Scenario`.
         transfer_params: The ``kv_transfer_params`` of the request.
         cache_salt: Salt of the request, which its hashes do not contain.
     """

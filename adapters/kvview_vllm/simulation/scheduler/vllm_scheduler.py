@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from kvview import BlockIds, CacheGeometry, KVViewError, OffloadKey
-from kvview.testing.connector.invariants import InvariantBroken
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.pool import NULL_BLOCK_ID, view
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.compat.calls import blocks_freed_later, num_preemptions

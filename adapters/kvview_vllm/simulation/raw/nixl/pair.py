@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from kvview import BlockIds, ConfigError
 from kvview.handoff import Handoff
-from kvview.testing.connector.scenario import Scenario
+from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.handoff.harness import EngineLife, TwoEngines
 from kvview.testing.handoff.network import Fault, Network
 from kvview_vllm.releases import engine_version

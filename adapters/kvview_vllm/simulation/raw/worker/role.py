@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup
-from kvview.testing.connector.process import Child, Serve
+from kvview.testing.connector.half.process import Child, Serve
 from kvview_vllm.releases.compat.calls import handle_preemptions
 from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate

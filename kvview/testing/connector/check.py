@@ -1,0 +1,388 @@
+"""The run of many seeds of a connector, on all cores, up to the first failure."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvview.testing import watchdog
+from kvview.testing.connector.confirm import repeat
+from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
+from kvview.testing.connector.exercised.coverage import (
+    FAILED_BY_THEMSELVES,
+    Gap,
+    loads_that_failed,
+    notes_on,
+)
+from kvview.testing.connector.exercised.unrun_code import UnrunCode
+from kvview.testing.connector.processes import Died, Processes, Task, default_processes
+from kvview.testing.connector.result import (
+    ConnectorFailure,
+    ConnectorRuns,
+    Failure,
+    SimulationResult,
+)
+from kvview.testing.connector.run.engine import EngineFactory, load_engines
+from kvview.testing.connector.scenario.scenario import Scenario, to_script
+from kvview.testing.connector.scenario.seed_order import in_order
+from kvview.testing.connector.seed import SeedResult, SeedRunner
+from kvview.testing.placeholders import in_size
+
+# Maximum of seeds with a hook that does not return, because each takes the whole time limit.
+_MAX_TIMEOUTS = 2
+_SAMPLE = repeat.EVERY // 2
+_TRIES = 50  # runs that a script makes if its failure is not deterministic
+
+GoesOn = Callable[[str], bool]
+Simulate = Callable[[SeedRunner, Scenario], SimulationResult]
+
+
+def check_connector(
+    connector_class: type[Any],
+    *,
+    seeds: int = 200,
+    first_seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    keep_going: bool | GoesOn = False,
+    max_shrink_runs: int = MAX_RUNS,
+    engines: EngineFactory | None = None,
+    steps: int | None = None,
+    hook_seconds: float = watchdog.HOOK_SECONDS,
+    processes: int | None = None,
+) -> ConnectorRuns:
+    """Run a connector through the scenarios of many seeds, up to the first failure.
+
+    1. The seeds that detect the most wrong connectors in the least time run first. The report does
+       not depend on the number of processes.
+    2. The first failure of each law is shrunk.
+    3. A failing run is repeated, and the message contains any difference between the two runs. If
+       the first failure ends the check, a long run is shrunk before it is repeated.
+    4. A hook that does not return ends its run; after the second such hook, the check ends.
+    5. If a process dies, the seed that it ran counts as failed.
+
+    Args:
+        connector_class: A kvview connector, or a connector for the engine's own interface.
+        seeds: Number of seeds.
+        first_seed: The first seed.
+        options: Options of the connector. ``cpu_blocks`` and ``enable_events`` are added if the
+            connector accepts them and the user has not set them. The placeholders ``{tmp}``,
+            ``{blocks}`` and ``{bytes}`` are replaced (:mod:`~kvview.testing.placeholders`).
+        on_progress: Called after each seed with the number of seeds and of failures
+            so far.
+        keep_going: Whether the run continues after a failure; or a function that decides this for
+            the broken law.
+        max_shrink_runs: Maximum number of runs to shrink one failure; all failures together may use
+            twice as many. A long run counts as several runs; 0 turns shrinking off.
+        engines: Builds the engines; reference engines by default.
+        steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
+        hook_seconds: CPU seconds that one call of a hook may take
+            (:mod:`~kvview.testing.watchdog`).
+        processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
+            The default is one process per core, but 0 for a single seed or if a fork is not safe.
+
+    Returns:
+        The results; after Ctrl-C, the results so far.
+
+    Raises:
+        ConfigError: The connector refuses the options.
+    """
+    given = dict(options or {})
+    in_size(given, 1, 1)  # so that a wrong expression is refused before anything runs
+    engines = engines or load_engines()
+    runner = SeedRunner(connector_class, given, engines, steps or 0)
+    number = processes
+    if number is None:
+        number = default_processes() if seeds > 1 else 0  # because a fork takes as long as a seed
+    start = time.perf_counter()
+    with watchdog.limit(hook_seconds), _one_thread(), Processes(runner, number) as made:
+        check = _Check(
+            connector_class,
+            given,
+            engines,
+            runner,
+            made,
+            goes_on=keep_going if callable(keep_going) else lambda law: bool(keep_going),
+            ends_at_first=not keep_going and max_shrink_runs > 0,
+            max_shrink_runs=max_shrink_runs,
+        )
+        is_interrupted = check.run(in_order(first_seed, seeds), on_progress)
+    check.notes += check.notes_on_chance()
+    check.notes += [] if check.failures else check.code.notes(check.gaps(), check.num_seeds)
+    check.notes += notes_on(check.coverage)
+    return ConnectorRuns(
+        connector_class.__name__,
+        engines.name,
+        first_seed,
+        check.num_seeds,
+        check.failures,
+        time.perf_counter() - start,
+        dict(check.coverage),
+        is_interrupted,
+        steps,
+        check.notes,
+        seeds,
+        check.gaps(),
+        check.code.num_statements,
+        check.code.unrun,
+    )
+
+
+class _Check:
+    """The seeds of a connector, which run one after another, and their results.
+
+    Args:
+        connector_class: The connector.
+        options: Its options.
+        engines: Builds the engines.
+        runner: Runs one seed.
+        processes: The processes that have a copy of the runner.
+        goes_on: Whether the check goes on after a broken law.
+        ends_at_first: Whether the first failure is shrunk before it is confirmed.
+        max_shrink_runs: Maximum number of runs to shrink one failure.
+    """
+
+    def __init__(
+        self,
+        connector_class: type[Any],
+        options: dict[str, Any],
+        engines: EngineFactory,
+        runner: SeedRunner,
+        processes: Processes,
+        *,
+        goes_on: GoesOn,
+        ends_at_first: bool,
+        max_shrink_runs: int,
+    ) -> None:
+        self._connector_class = connector_class
+        self._options = options
+        self._engines = engines
+        self._runner = runner
+        self._processes = processes
+        self._goes_on = goes_on
+        self._ends_at_first = ends_at_first
+        self._max_shrink_runs = max_shrink_runs
+        self._shrink_runs_left = 2 * max_shrink_runs
+        self.failures: list[ConnectorFailure] = []
+        self.coverage: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.num_seeds = 0
+        self.code = UnrunCode(runner.code, options)
+        self._of_chance: list[str] = []  # one note for each seed whose two runs differed
+        self._num_timeouts = 0
+        self._to_shrink: list[int] = []  # indices in self.failures
+        self._is_confirmed = True  # unless the failure is the first, which is shrunk before
+        self._fails_to_load: Scenario | None = None
+        self._first_load_error = ""
+
+    def run(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> bool:
+        """Run the seeds, then shrink and explain the failures; returns whether Ctrl-C ended it."""
+        try:
+            self._run_seeds(seeds, on_progress)
+            self._find_first_load_error()
+            self._shrink_failures()
+            self._explain()
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _run_seeds(
+        self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        """Run the seeds, in order, until a failure ends the check."""
+        tasks = (
+            Task(
+                SeedRunner.run_seed,
+                (
+                    seed,
+                    place % repeat.EVERY == _SAMPLE,
+                    self.code.measures(place),
+                    self._ends_at_first,
+                ),
+            )
+            for place, seed in enumerate(seeds)
+        )
+        with closing(self._processes.map(tasks)) as results:
+            for seed, result in zip(seeds, results, strict=True):
+                if isinstance(result, Died):
+                    result = SeedResult(_death(self._runner.scenario(seed), result))
+                self._take(seed, result)
+                self.num_seeds += 1
+                if on_progress is not None:
+                    on_progress(self.num_seeds, len(self.failures))
+                if self._num_timeouts == _MAX_TIMEOUTS and self.num_seeds < len(seeds):
+                    told = f"ended after {self.num_seeds} of {len(seeds)} seeds"
+                    self.notes.append(f"{told}: hooks do not return")
+                    return
+                has_failed = bool(self.failures) and self.failures[-1].seed == seed
+                if has_failed and not self._goes_on(self.failures[-1].filed_under):
+                    return
+
+    def _take(self, seed: int, ended: SeedResult) -> None:
+        self.code.add(ended.branches)
+        result = ended.result
+        if result is None:
+            self.coverage["refused geometries"] += 1
+            return
+        self.coverage.update(result.coverage)
+        if result.coverage.get(FAILED_BY_THEMSELVES) and self._fails_to_load is None:
+            self._fails_to_load = result.scenario
+        if ended.note:
+            self._of_chance.append(ended.note)
+        if result.failure is None:
+            return
+        self._num_timeouts += result.failure.is_timeout
+        self._is_confirmed = ended.is_confirmed
+        failure = self._to_failure(seed, result, ended.is_repeatable)
+        known = {one.filed_under for one in self.failures}
+        if ended.may_shrink and failure.filed_under not in known:
+            self._to_shrink.append(len(self.failures))
+        self.failures.append(failure)
+
+    def _find_first_load_error(self) -> None:
+        """Find the exception behind the first load that failed without an injected failure."""
+        if self._fails_to_load is None or self._runner.code is None or self.failures:
+            return
+        task = Task(SeedRunner.first_load_error, (self._fails_to_load,))
+        error = next(self._processes.map([task]))
+        self._first_load_error = error if isinstance(error, str) else ""
+
+    def notes_on_chance(self) -> list[str]:
+        """Describe the first seed whose runs differed, and count the other such seeds."""
+        others = len(self._of_chance) - 1
+        more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
+        return [note + more for note in self._of_chance[:1]]
+
+    def gaps(self) -> list[Gap]:
+        """List the missing parts of the check that the coverage does not count."""
+        has_store = getattr(self._connector_class, "store", None) is not None
+        may_evict = has_store and "store_blocks" not in self._options
+        failed = loads_that_failed(self.coverage, self._first_load_error, may_evict=may_evict)
+        return [*failed, *self.code.gaps(self.num_seeds)]
+
+    def _shrink_failures(self) -> None:
+        """Shrink the first failure of each law."""
+        for place in self._to_shrink:
+            found = self.failures[place]
+            smallest = SeedResult(found.result)
+            if found.law != "CONN-5":
+                smallest = self._shrink(place, SeedRunner.simulate)
+                if smallest.breaks(found.law):
+                    continue
+                self.failures[place] = found
+            if not self._is_confirmed:
+                assert found.result is not None, "simulated runs have results"
+                confirmed = self._confirm(found.seed, found.result)
+                self._put(place, confirmed)
+                self._is_confirmed = True
+                if not confirmed.may_shrink:
+                    continue
+            before = self.failures[place]
+            if smallest.breaks(before.law):
+                self._put(place, smallest)
+            if not self._shrink(place, SeedRunner.simulate_both).breaks(before.law):
+                self.failures[place] = before
+
+    def _shrink(self, place: int, simulate: Simulate) -> SeedResult:
+        """Shrink a failure, and repeat its smallest run.
+
+        Args:
+            place: Index of the failure.
+            simulate: The method of the runner that runs the candidates.
+
+        Returns:
+            The smallest run. Its law may be another one, and its repetition may differ.
+        """
+        before = self.failures[place]
+        assert before.result is not None, "simulated runs have results"
+        most = min(self._max_shrink_runs, self._shrink_runs_left)
+        shrinker = Shrinker(before.result, partial(self._run_all, simulate), most)
+        try:
+            shrinker.shrink()
+        finally:  # so that the smallest run so far is reported after Ctrl-C
+            self._shrink_runs_left -= most - shrinker.runs_left
+            if shrinker.best is not before.result:
+                self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
+        if shrinker.best is before.result and self._is_confirmed:
+            return SeedResult(before.result)
+        smallest = self._confirm(before.seed, shrinker.best)
+        self._put(place, smallest)
+        return smallest
+
+    def _confirm(self, seed: int, result: SimulationResult) -> SeedResult:
+        """Repeat a run; if its seed was repeated, only find whether the engine is the cause."""
+        task = Task(SeedRunner.blame_engine, (result,))
+        if not self._is_confirmed:
+            task = Task(SeedRunner.confirm, (seed, result))
+        ended = next(self._processes.map([task]))
+        if isinstance(ended, Died):
+            ended = _death(result.scenario, ended)
+        return ended if isinstance(ended, SeedResult) else SeedResult(ended)
+
+    def _put(self, place: int, ended: SeedResult) -> None:
+        assert ended.result is not None, "only failures are confirmed"
+        seed = self.failures[place].seed
+        self.failures[place] = self._to_failure(seed, ended.result, ended.is_repeatable)
+
+    def _explain(self) -> None:
+        """Add the exception that may be the cause to the first CONN-3 failure."""
+        for place, failure in enumerate(self.failures):
+            if failure.filed_under == "CONN-3" and failure.result is not None:
+                explained = next(self._processes.map([Task(SeedRunner.explain, (failure.result,))]))
+                if not isinstance(explained, Died):
+                    message = explained.failure.message
+                    self.failures[place] = replace(failure, message=message, result=explained)
+                return
+
+    def _run_all(
+        self, simulate: Simulate, scenarios: Iterable[Scenario]
+    ) -> Generator[SimulationResult, None, None]:
+        started: list[Scenario] = []
+
+        def tasks() -> Iterator[Task]:
+            for scenario in scenarios:
+                started.append(scenario)
+                yield Task(simulate, (scenario,))
+
+        with closing(self._processes.map(tasks())) as results:
+            for number, result in enumerate(results):
+                yield _death(started[number], result) if isinstance(result, Died) else result
+
+    def _to_failure(
+        self, seed: int, result: SimulationResult, is_repeatable: bool
+    ) -> ConnectorFailure:
+        failure = result.failure
+        assert failure is not None, "only failures are reported"
+        script = to_script(
+            self._connector_class,
+            result.scenario,
+            self._options,
+            f"seed {seed}: {failure}",
+            self._engines,
+            times=1 if is_repeatable else _TRIES,
+        )
+        return ConnectorFailure(seed, failure.law, failure.message, script, result)
+
+
+def _death(scenario: Scenario, died: Died) -> SimulationResult:
+    message = f"the process that ran the connector died {died.how}: a crash in one of its hooks"
+    failure = Failure("CONN-3", message, 0, len(scenario.events))
+    return SimulationResult(scenario, failure, ())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use torch without its threads, which for small pages cost more time than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

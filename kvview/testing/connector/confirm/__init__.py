@@ -1,0 +1,1 @@
+"""The repetition, shrinking and explanation of a failing run."""

@@ -1,0 +1,1 @@
+"""The events and the code that runs have exercised."""

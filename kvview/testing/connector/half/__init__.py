@@ -1,0 +1,1 @@
+"""The harnesses of both halves, which delay, lose and fail transfers."""

@@ -1,0 +1,1 @@
+"""The models and invariants that decide whether a run broke a law."""

@@ -1,0 +1,1 @@
+"""The run of one scenario in an engine, event by event."""

@@ -1,0 +1,1 @@
+"""The scenarios of seeds: the requests, faults and sizes of one run."""

@@ -1,0 +1,268 @@
+"""The execution of one seed of a connector: its run, and repetitions that confirm the result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from kvview import CacheGeometry, ConfigError, ConnectorConfig
+from kvview.connector.hook_errors import build_connector
+from kvview.targets import is_connector, is_engine_connector
+from kvview.testing.connector.confirm import repeat
+from kvview.testing.connector.confirm.load_errors import first_load_error
+from kvview.testing.connector.exercised.author_code import AuthorCode
+from kvview.testing.connector.exercised.branches import Branches, BranchTracer
+from kvview.testing.connector.exercised.coverage import EVENTS_WANTED
+from kvview.testing.connector.result import SimulationResult
+from kvview.testing.connector.run.configure import configure
+from kvview.testing.connector.run.engine import EngineFactory, own_runs
+from kvview.testing.connector.run.simulate import simulate
+from kvview.testing.connector.scenario.generate import generate_scenario
+from kvview.testing.connector.scenario.scenario import Scenario
+from kvview.testing.placeholders import in_fresh_folders, in_size
+
+_BLOCKS_TO_TRY = 1024
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """The result of a seed.
+
+    Args:
+        result: The result of the run; None if the connector refuses the geometry.
+        is_repeatable: Whether a second run of the seed, if there was one, had the same result.
+        note: Note for the report, or empty.
+        is_confirmed: Whether a failure was repeated, so that its law is final.
+        branches: Branches of the author's code that have run so far in the process that ran
+            the seed; empty if not measured.
+    """
+
+    result: SimulationResult | None
+    is_repeatable: bool = True
+    note: str = ""
+    is_confirmed: bool = True
+    branches: Branches = field(default_factory=dict)
+
+    @property
+    def law(self) -> str:
+        """The broken law, or empty."""
+        failure = None if self.result is None else self.result.failure
+        return "" if failure is None else failure.law
+
+    def breaks(self, law: str) -> bool:
+        """Whether the run breaks this law, and does so again when it is repeated."""
+        return self.is_repeatable and self.law == law
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether the failure can be shrunk, because it is repeatable and is not a timeout."""
+        failure = None if self.result is None else self.result.failure
+        if failure is None or failure.is_timeout or not self.is_repeatable:
+            return False
+        return failure.law != "ENGINE"
+
+
+class SeedRunner:
+    """Runs a connector through scenarios, which are generated from seeds or given.
+
+    Args:
+        connector_class: The connector.
+        options: Options of the connector.
+        engines: Builds the engines.
+        steps: Minimum of scheduler steps in a run.
+    """
+
+    def __init__(
+        self,
+        connector_class: type[Any],
+        options: Mapping[str, Any],
+        engines: EngineFactory,
+        steps: int,
+    ) -> None:
+        self._connector_class = connector_class
+        self._options = dict(options)
+        self._engines = engines
+        self._steps = steps
+        self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
+        self._tracer = BranchTracer(self.code.paths if self.code else ())
+
+    def scenario(self, seed: int) -> Scenario:
+        """Make the scenario of a seed."""
+        return generate_scenario(seed, self._steps)
+
+    def run_seed(
+        self, seed: int, is_sample: bool, is_measured: bool = False, is_first: bool = False
+    ) -> SeedResult:
+        """Run a seed.
+
+        Args:
+            seed: Any whole number.
+            is_sample: Whether to run the seed twice if its run is green, is short, and loads a
+                block.
+            is_measured: Whether to measure which branches of the author's code run.
+            is_first: Whether the caller shrinks the first failure and then confirms it, if its run
+                is long; otherwise this call confirms each failure.
+        """
+        scenario = self.scenario(seed)
+        # Runs in which threads yield at each line have their own tracer.
+        if not is_measured or scenario.threads_yield_often:
+            return self._run_seed(scenario, seed, is_sample, is_first)
+        with self._tracer.measuring():
+            ended = self._run_seed(scenario, seed, is_sample, is_first)
+        return replace(ended, branches=self._tracer.take())
+
+    def _run_seed(
+        self, scenario: Scenario, seed: int, is_sample: bool, is_first: bool
+    ) -> SeedResult:
+        try:
+            result = self.simulate(scenario)
+        except ConfigError:
+            if not self._takes_one_group():
+                raise
+            return SeedResult(None)
+        if result.failure is not None:
+            if is_first and self._is_own and scenario.rounds > 1 and result.scenario == scenario:
+                return SeedResult(self._with_events_wanted(result), is_confirmed=False)
+            return self.confirm(seed, result, scenario)
+        note = ""
+        if is_sample and scenario.rounds == 1 and result.coverage.get("loads"):
+            note = self._chance(seed, result, self.simulate(scenario))
+        result = self._with_events_wanted(result)
+        if not note:
+            return SeedResult(result)
+        note = f"{note}. A seed of this connector replays nothing exactly"
+        return SeedResult(result, is_repeatable=False, note=note)
+
+    def confirm(
+        self, seed: int, result: SimulationResult, scenario: Scenario | None = None
+    ) -> SeedResult:
+        """Repeat a failing run, and name chance, reused request ids or the engine as its cause.
+
+        Args:
+            seed: The seed of the run.
+            result: The run.
+            scenario: The scenario to repeat, if the engine could not play all of it.
+        """
+        assert result.failure is not None, "only failures are confirmed"
+        if result.failure.is_timeout:
+            return SeedResult(self._with_events_wanted(result))
+        again = self.simulate(scenario or result.scenario)
+        chance = self._chance(seed, result, again)
+        if again.failure:  # otherwise chance decides, not the ids
+            result = self._with_reused_ids(result)
+        if not chance:
+            return SeedResult(self._with_events_wanted(self.blame_engine(result)))
+        failure = result.failure
+        assert failure is not None, "the law changes, not the failure"
+        failure = replace(failure, message=f"{failure.message}. This is {chance}")
+        result = self._with_events_wanted(replace(result, failure=failure))
+        return SeedResult(result, is_repeatable=False)
+
+    @staticmethod
+    def _chance(seed: int, result: SimulationResult, again: SimulationResult) -> str:
+        differs = repeat.difference(result, again)
+        return f"not deterministic: seed {seed} was run twice: {differs}" if differs else ""
+
+    def first_load_error(self, scenario: Scenario) -> str:
+        """Return the exception behind the first load that fails in a run, as one line."""
+        assert self.code is not None, "only connectors of kvview have loads of their own"
+        alone = replace(scenario, worker_half="job_by_job")
+        run = partial(simulate, self._connector_class, alone, self._options, engines=self._engines)
+        return first_load_error(self.code.paths, run)
+
+    def explain(self, result: SimulationResult) -> SimulationResult:
+        """Repeat a run whose jobs do not end, and add the exception that may have caused this.
+
+        A thread pool catches the exceptions of its tasks, so no hook and no thread raises them.
+        """
+        failure = result.failure
+        error = self.first_load_error(result.scenario) if self.code is not None else ""
+        if failure is None or not error:
+            return result
+        message = f"{failure.message}. The first exception in its code: {error}"
+        return replace(result, failure=replace(failure, message=message))
+
+    def blame_engine(self, result: SimulationResult) -> SimulationResult:
+        """Return a failing run; its law is ``ENGINE`` if it also fails without the connector."""
+        if self._is_own:
+            return result
+        runs = own_runs(self._engines, self._connector_class)
+        return runs.judge_own(self._connector_class, result, self._options)
+
+    def simulate_both(self, scenario: Scenario) -> SimulationResult:
+        """Run a scenario; a failure that only reused request ids cause breaks CONN-5."""
+        return self._with_reused_ids(self.simulate(scenario))
+
+    def simulate(self, scenario: Scenario, *, unique_ids: bool = False) -> SimulationResult:
+        """Run a scenario once."""
+        return simulate(
+            self._connector_class,
+            scenario,
+            self._options,
+            unique_ids=unique_ids,
+            engines=self._engines,
+        )
+
+    def _with_reused_ids(self, result: SimulationResult) -> SimulationResult:
+        """Return a failing run; its law is CONN-5 if the run is green with unique request ids."""
+        failure = result.failure
+        if failure is None or failure.is_timeout or not result.coverage.get("ids again"):
+            return result
+        first_rounds = min(result.scenario.rounds, len(result.loads_of_rounds) + 1)
+        scenario = replace(result.scenario, rounds=first_rounds)
+        if self.simulate(scenario, unique_ids=True).failure is not None:
+            return result
+        message = f"only when a request id is used again: {failure.law}: {failure.message}"
+        return replace(result, failure=replace(failure, law="CONN-5", message=message, hint=None))
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this is a kvview connector, not a connector for the engine's own interface."""
+        return not is_engine_connector(self._connector_class)
+
+    def _with_events_wanted(self, result: SimulationResult) -> SimulationResult:
+        coverage = Counter(result.coverage)
+        coverage[EVENTS_WANTED] += self._wants_events
+        return replace(result, coverage=dict(coverage))
+
+    @cached_property
+    def _wants_events(self) -> bool:
+        """Whether the options enable events, or the connector accepts ``enable_events``."""
+        if not self._is_own:
+            return False
+        return _asks_for_events(self._options) or (
+            self._takes(enable_events=True) and not self._takes(no_such_option=True)
+        )
+
+    def _takes(self, **more: object) -> bool:
+        """Whether the connector can be built if these options are added."""
+        try:
+            with in_fresh_folders({**self._options, **more}) as (options,):
+                sized = in_size(options, _BLOCKS_TO_TRY, 1024)
+                config = ConnectorConfig(CacheGeometry.single(4), sized)
+                build_connector(self._connector_class, config)
+        except ConfigError:
+            return False
+        return True
+
+    def _takes_one_group(self) -> bool:
+        """Whether the connector refuses the geometry, not the options."""
+        if not self._is_own:
+            return False
+        scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
+        try:
+            with in_fresh_folders(self._options) as (options,):
+                configure(self._connector_class, scenario, options)
+        except ConfigError:
+            return False
+        return True
+
+
+def _asks_for_events(options: object) -> bool:
+    """Whether ``enable_events`` is set for the connector or a child connector."""
+    if isinstance(options, Mapping):
+        return options.get("enable_events") is True or _asks_for_events(list(options.values()))
+    return isinstance(options, list | tuple) and any(map(_asks_for_events, options))
