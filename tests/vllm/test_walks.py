@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from test_conformance import TestVLLMPool as Suite
-from test_conformance import VLLMPool  # type: ignore[import-not-found]
+from test_conformance import TestVLLMPool as Suite  # type: ignore[import-not-found]
+from test_conformance import VLLMPool
 
 from kvview import SupportsGiveBack
 from kvview.testing.conformance import find_failures
