@@ -13,14 +13,13 @@ from kvview.testing.effort import Effort
 from kvview.testing.harness import (
     Capability,
     ManagerHarness,
-    PoolHarness,
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.law_broken import LawBroken
 from kvview.testing.offloading.player import ManagerPlayer
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
-from kvview.testing.pool.player import PoolPlayer
+from kvview.testing.pool.suite import PoolConformance
 from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.tier.suite import TierConformance
@@ -30,7 +29,6 @@ from kvview.testing.transfer.player import TransferPlayer
 # These imports register the checks that a model cannot state.
 for _module in (
     "offloading.examples",
-    "pool.examples",
     "transfer.examples",
 ):
     import_module(f"{__name__}.{_module}")
@@ -48,8 +46,7 @@ __all__ = [
     "ManagerPlayer",
     "NotExercised",
     "Outcome",
-    "PoolHarness",
-    "PoolPlayer",
+    "PoolConformance",
     "Report",
     "TierConformance",
     "TransferHarness",

@@ -9,13 +9,12 @@ called, and the checks that need these methods are skipped and listed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from kvview.offloading import OffloadingManager
-from kvview.pool import GPUBlockPoolView
 from kvview.transfer import CanonicalKVCaches, TransferWorker
 
 Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
@@ -30,7 +29,6 @@ Factory = Callable[..., Any]
 For connectors, the class itself is passed.
 """
 
-MIN_POOL_BLOCKS = 16
 MIN_CAPACITY = 8
 MIN_GPU_BLOCKS = 8
 MIN_CPU_BLOCKS = 8
@@ -89,18 +87,16 @@ class Capability(StrEnum):
     """The parameters of a handoff name its KV completely (:class:`kvview.handoff.Handoff`)."""
 
     # pool
-    CACHE = "cache", "pool", "harness.cache(3)"
+    CACHE = "cache", "pool", "pool.cache(3)"
     """``cache(block_ids, block_hashes, group_idx)`` caches blocks; the prefix cache is on."""
-    MANY_HASHES = "many_hashes", "pool", "harness.cache(3)"
+    MANY_HASHES = "many_hashes", "pool", "pool.cache(3)"
     """A block that is cached twice under different hashes keeps both."""
-    EVICT = "evict", "pool", "harness.evict(1)"
+    EVICT = "evict", "pool", "pool.evict(1)"
     """``evict(block_ids)``: the engine drops blocks from its prefix cache."""
-    RESET = "reset", "pool", "harness.reset(0)"
+    RESET = "reset", "pool", "pool.reset(0)"
     """``reset() -> bool`` resets the cache, and returns False if the engine refused."""
-    CLOSE = "close", "pool", "harness.close(0)"
+    CLOSE = "close", "pool", "pool.close(0)"
     """``close() -> {block_id: count}``: the engine shuts down and closes the view."""
-    SIZED = "sized", "pool offloading", "harness.sized(1)"
-    """``sized(num_blocks)``: a new harness over a pool, or a manager, of another size."""
     POOL_SIZE = "pool_size", "pool", "view.num_blocks", "view.null_block_id"
     """The view has ``num_blocks`` and ``null_block_id``."""
     FREE_COUNT = "free_count", "pool", "view.num_free_blocks(0)"
@@ -121,21 +117,24 @@ class Capability(StrEnum):
     """The view has ``free_blocks_with_notice(block_ids, on_reuse)``."""
     HOLDS = "holds", "pool", "view.held_blocks(0)"
     """The view has ``held_blocks()``."""
-    VIEWS = "views", "pool", "harness.another_view(0)"
+    VIEWS = "views", "pool", "pool.another_view(0)"
     """``another_view()`` makes another view of the same pool."""
-    SHARE = "share", "pool", "harness.share(1)"
+    SHARE = "share", "pool", "pool.share(1)"
     """``share(block_ids)``: the engine takes one more reference on each block, free or in use."""
-    ENGINE_REFUSES = "engine_refuses", "pool", "harness.share(1)"
+    ENGINE_REFUSES = "engine_refuses", "pool", "pool.share(1)"
     """``release``, ``cache``, ``evict`` and ``share`` raise for impossible blocks, as a view does.
     """
-    GPU_EVENTS = "gpu_events", "pool", "harness.telling(0)"
-    """``telling()`` makes a harness whose engine emits events of its prefix cache.
+    GPU_EVENTS = "gpu_events", "pool", "suite.make_with_events(1)"
+    """``make_with_events(num_blocks)`` of the suite makes a pool that emits events of its cache.
 
-    Its ``take_events()`` returns the events since the last call, as :class:`~kvview.BlockStored`,
-    :class:`~kvview.BlockRemoved` and :class:`~kvview.AllBlocksCleared`.
+    The pool's ``take_events()`` returns the events since the last call, as
+    :class:`~kvview.BlockStored`, :class:`~kvview.BlockRemoved` and
+    :class:`~kvview.AllBlocksCleared`.
     """
 
     # offloading
+    SIZED = "sized", "offloading", "harness.sized(1)"
+    """``sized(capacity)``: a new harness over a manager of another size."""
     RESETS = "resets", "offloading"
     """``OffloadingManager.reset`` forgets all keys."""
     EVENTS = "events", "offloading"
@@ -214,44 +213,6 @@ class Capability(StrEnum):
     """The store has ``touch(keys)``."""
 
 
-class PoolHarness(Protocol):
-    """A view under test and its engine; a new harness holds and caches no block.
-
-    1. Block ids are 0 to ``num_blocks - 1``. In a new harness all blocks except the null block are
-       free.
-    2. ``allocate`` and ``release`` are calls of the engine that bypass the view; the view is not
-    notified. The engine and the view may both hold a block.
-    """
-
-    @property
-    def view(self) -> GPUBlockPoolView:
-        """The view under test."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included; at least 16."""
-        ...
-
-    @property
-    def null_block_id(self) -> int | None:
-        """Id of the placeholder block that is never allocated; None if the pool has none."""
-        ...
-
-    @property
-    def capabilities(self) -> Collection[str]:
-        """Optional features of this implementation."""
-        ...
-
-    def allocate(self, num_blocks: int, /) -> Sequence[int]:
-        """Allocate blocks for a request, with one reference each; their hashes are evicted."""
-        ...
-
-    def release(self, block_ids: Sequence[int], /) -> None:
-        """Release one of the engine's references on each block, in the order of eviction."""
-        ...
-
-
 class ManagerHarness(Protocol):
     """An offloading manager under test, which at first holds no key, and stores every offer."""
 
@@ -320,7 +281,6 @@ class HandoffHarness(Protocol):
 
 
 SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
-    "pool": ("view", GPUBlockPoolView, PoolHarness),
     "offloading": ("manager", OffloadingManager, ManagerHarness),
     "transfer": ("worker", TransferWorker, TransferHarness),
     "handoff": ("engines", object, HandoffHarness),

@@ -15,7 +15,6 @@ from kvview.testing.harness import (
     MIN_CAPACITY,
     MIN_CPU_BLOCKS,
     MIN_GPU_BLOCKS,
-    MIN_POOL_BLOCKS,
     SUBJECTS,
     Capability,
     Contract,
@@ -27,7 +26,6 @@ from kvview.testing.harness import (
 )
 
 _SMALLEST = {
-    "num_blocks": MIN_POOL_BLOCKS,
     "capacity": MIN_CAPACITY,
     "num_cpu_blocks": MIN_CPU_BLOCKS,
     "blocks_per_chunk": 1,

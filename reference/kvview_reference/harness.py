@@ -1,4 +1,4 @@
-"""The reference's harnesses for the kit, as in ``kvview check kvview_reference.harness:pool``."""
+"""The reference's suites and harnesses for the kit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
 
 from kvview import (
     CanonicalKVCacheRef,
@@ -15,7 +17,7 @@ from kvview import (
     GPUEvent,
     OffloadingManager,
 )
-from kvview.testing import Capability, GatedComputeStream, TierConformance
+from kvview.testing import Capability, GatedComputeStream, PoolConformance, TierConformance
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
@@ -24,7 +26,6 @@ from kvview_reference.tier import FileStore
 if TYPE_CHECKING:
     from kvview.testing import (
         ManagerHarness,
-        PoolHarness,
         TransferHarness,
     )
     from kvview_reference.transfer import CPUGPUTransferWorker
@@ -32,42 +33,19 @@ if TYPE_CHECKING:
 _BLOCK_SIZE = 16
 
 
-class ReferencePool:
-    """The block pool, and a view of it.
+class ReferenceEnginePool:
+    """The block pool, a view of it, and the calls of an engine.
 
     Args:
         num_blocks: Number of blocks of the pool, including the null block.
+        enable_events: Whether the pool emits events of its prefix cache.
     """
 
-    capabilities: frozenset[Capability] = frozenset(
-        {
-            Capability.CACHE,
-            Capability.MANY_HASHES,
-            Capability.EVICT,
-            Capability.RESET,
-            Capability.CLOSE,
-            Capability.SIZED,
-            Capability.POOL_SIZE,
-            Capability.FREE_COUNT,
-            Capability.IS_FREE,
-            Capability.BLOCK_KEYS,
-            Capability.FIND_CACHED,
-            Capability.FREE_ORDER,
-            Capability.GIVE_BACK,
-            Capability.RESUMABLE_WALK,
-            Capability.REUSE_NOTICE,
-            Capability.HOLDS,
-            Capability.VIEWS,
-            Capability.SHARE,
-            Capability.ENGINE_REFUSES,
-            Capability.GPU_EVENTS,
-        }
-    )
+    pool_class: type[BlockPool] = BlockPool
+    null_block_id = NULL_BLOCK_ID
 
-    def __init__(self, num_blocks: int = 24) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.num_blocks = num_blocks
-        self.null_block_id: int | None = NULL_BLOCK_ID
+    def __init__(self, num_blocks: int, *, enable_events: bool = False) -> None:
+        self.pool = self.pool_class(num_blocks, enable_events=enable_events)
         self.view = self.make_view()
 
     def make_view(self) -> GPUBlockPoolView:
@@ -77,13 +55,6 @@ class ReferencePool:
     def another_view(self) -> GPUBlockPoolView:
         """Another view of the same pool."""
         return self.pool.view("another")
-
-    def telling(self) -> ReferencePool:
-        """A new harness whose engine emits events of its prefix cache."""
-        harness = type(self)(self.num_blocks)
-        harness.pool = BlockPool(self.num_blocks, enable_events=True)
-        harness.view = harness.make_view()
-        return harness
 
     def take_events(self) -> list[GPUEvent]:
         """The events of the prefix cache since the last call."""
@@ -120,9 +91,19 @@ class ReferencePool:
         still_held: Mapping[int, int] = self.view.close()  # type: ignore[attr-defined]
         return still_held
 
-    def sized(self, num_blocks: int) -> ReferencePool:
-        """A new harness over a pool of another size."""
-        return type(self)(num_blocks)
+
+class ReferencePool(PoolConformance):
+    """The tests of the block pool and its own view."""
+
+    engine_class: type[ReferenceEnginePool] = ReferenceEnginePool
+
+    @override
+    def make(self, num_blocks: int) -> ReferenceEnginePool:
+        return self.engine_class(num_blocks)
+
+    def make_with_events(self, num_blocks: int) -> ReferenceEnginePool:
+        """Make a pool that emits events."""
+        return self.engine_class(num_blocks, enable_events=True)
 
 
 class ReferenceManager:
@@ -291,11 +272,6 @@ class ReferenceTransfer:
         copier.submit = submit_one
 
 
-def pool() -> ReferencePool:
-    """The block pool and its own view."""
-    return ReferencePool()
-
-
 def offloading_lru() -> ReferenceManager:
     """The CPU tier with the LRU policy."""
     return ReferenceManager("lru")
@@ -320,5 +296,5 @@ class Tier(TierConformance):
 
 if TYPE_CHECKING:
 
-    def _fit() -> tuple[PoolHarness, ManagerHarness, TransferHarness]:
-        return pool(), offloading_lru(), transfer()
+    def _fit() -> tuple[ManagerHarness, TransferHarness]:
+        return offloading_lru(), transfer()

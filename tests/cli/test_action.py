@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ACTION = ROOT / "action.yml"
 CONTAINER = ROOT / "Containerfile"
-TARGET = "kvview_reference.harness:pool"
+TARGET = "kvview_reference.harness:ReferencePool"
 
 pytestmark = pytest.mark.skipif(not ACTION.exists(), reason="no action.yml in this checkout")
 
@@ -55,7 +55,7 @@ def run(tmp_path: Path, target: str, args: str) -> tuple[int, dict[str, str], Pa
 
 
 def test_a_clean_check_writes_its_report(tmp_path: Path) -> None:
-    code, outputs, report = run(tmp_path, TARGET, "--select check_pool_1_growth_of_holds")
+    code, outputs, report = run(tmp_path, TARGET, "--select test_pool_1_growth_of_holds")
     assert (code, outputs) == (0, {"exit-code": "0"})
     names = {path.name for path in report.iterdir()}
     assert names == {"report.json", "log.txt"}

@@ -59,7 +59,7 @@ VALUES: list[Any] = [
     *(10**400, -(10**400), 1.5, -0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf")),
     *("", "x", "1", "GPU", HOSTILE, "x" * 5000, [], {}, [[]], [None], [1, "2"], {"": 0}),
 ]
-POOL_CHECK = "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds"
+POOL_CHECK = "check kvview_reference.harness:ReferencePool --select test_pool_1_growth_of_holds"
 RAW = [b"1e999", b"1" * 5000, b"[" * 50_000, b'{"a":' * 5000, b"\xff\xfe", b"\x00", b"\\ud800"]
 
 

@@ -46,7 +46,7 @@ def result() -> Any:
 
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "report": [
-        "check kvview_reference.harness:pool --select check_pool_1_growth_of_holds",
+        "check kvview_reference.harness:ReferencePool --select test_pool_1_growth_of_holds",
         f"check {CONNECTOR} --seeds 1",
         "check tests.testing.test_connector_checks:Raises --seeds 1",
         "check tests.testing.test_connector_checks:Connector_that_does_nothing --seeds 1",

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from typing_extensions import override
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvview import (
     BlockStored,
@@ -20,8 +29,6 @@ from kvview import (
     SlidingWindow,
     make_offload_key,
 )
-from kvview.testing.effort import Effort
-from kvview.testing.search import Label, Player, observable, operation, search
 from kvview_reference.geometry import KVCacheManager
 from tests.geometry.model import blocks_read
 
@@ -63,41 +70,40 @@ class Life:
     num_ready: int
 
 
-class Harness:
-    capabilities = frozenset[str]()
-    manager: Any = None
+KINDS = (
+    lambda size, span: FullAttention(size),
+    SlidingWindow,
+    ChunkedLocalAttention,
+    lambda size, span: Mamba(size),
+)
+numbers = st.integers(0, 99)
 
 
-class TablePlayer(Player):
+class TableMachine(RuleBasedStateMachine):
     """Starts, computes, extends and frees requests that share prefixes."""
 
-    contract = "pool"
-    subject_name = "manager"
-    labels: ClassVar[Mapping[str, Label]] = {
-        "TABLE-1": Label("A request has room for its tokens."),
-        "TABLE-2": Label("A request has block tables from its first room to its free."),
-    }
-    first_moves = ("start_request", "run", "run")
-
-    @override
-    def start(self) -> None:
-        hash_size = self.rng.randint(1, 2)
-        sizes = [hash_size * self.rng.randint(1, 3) for _ in range(self.rng.randint(1, 3))]
-        groups = tuple(map(self.draw_group, sizes))
-        step = math.lcm(*sizes) * self.rng.randint(1, 2)
-        self.geometry = CacheGeometry(step, hash_size, groups)
-        self.num_blocks = self.rng.randint(4, 30)
-        self.manager = make_manager(self.geometry, self.num_blocks)
+    @initialize(
+        hash_size=st.integers(1, 2),
+        groups=st.lists(
+            st.tuples(st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 12)),
+            min_size=1,
+            max_size=3,
+        ),
+        steps=st.integers(1, 2),
+        num_blocks=st.integers(4, 30),
+    )
+    def start(
+        self, hash_size: int, groups: list[tuple[Any, int, int]], steps: int, num_blocks: int
+    ) -> None:
+        made = tuple(kind(hash_size * size, span) for kind, size, span in groups)
+        step = math.lcm(*(group.block_size for group in made)) * steps
+        self.geometry = CacheGeometry(step, hash_size, made)
+        self.num_blocks = num_blocks
+        self.manager = make_manager(self.geometry, num_blocks)
         self.pool = self.manager.pool
-        self.give_name(self.manager, "manager", f"# {self.geometry}, {self.num_blocks} blocks")
         self.lives: dict[str, Life] = {}
         self.content: dict[int, Block] = {}
         self.num_requests = 0
-
-    def draw_group(self, size: int) -> CacheGroup:
-        span = self.rng.randint(1, 12)
-        kinds = SlidingWindow(size, span), ChunkedLocalAttention(size, span), Mamba(size)
-        return self.rng.choice((FullAttention(size), *kinds))
 
     # --- the model ---
 
@@ -127,7 +133,7 @@ class TablePlayer(Player):
         return Counter(block for table in tables for block in table if block != NULL)
 
     def tables_of(self, name: str) -> list[list[int]]:
-        return [list(table) for table in self.call(self.manager, "block_ids", name)]
+        return [list(table) for table in self.manager.block_ids(name)]
 
     def allocate(self, name: str, tables: list[list[int]], room: int, **more: Any) -> bool:
         """Make room, or compare a refusal; adds the new blocks to the tables."""
@@ -136,14 +142,13 @@ class TablePlayer(Player):
         sizes = [-(-room // group.block_size) for group in self.geometry.groups]
         missing = [max(0, size - len(t)) for size, t in zip(sizes, tables, strict=True)]
         fits = sum(missing) <= self.num_blocks - 1 - len({*used, *pinned})
-        is_done = self.call(self.manager, "allocate_slots", name, room, **more)
-        self.equal(is_done, fits, "room is made if enough blocks are free")
+        assert self.manager.allocate_slots(name, room, **more) == fits, "TABLE-1"
         if not fits:
             return False
         found = self.tables_of(name)
         for table, new, number in zip(tables, found, missing, strict=True):
-            self.equal(new[: len(table)], table, "blocks in a table stay")
-            self.equal(len(new), len(table) + number, "a table has a block for every token")
+            assert new[: len(table)] == table, "TABLE-2: blocks in a table stay"
+            assert len(new) == len(table) + number, "TABLE-1: a block for every token"
             for block in new[len(table) :]:
                 self.content.pop(block, None)
         tables[:] = found
@@ -151,57 +156,67 @@ class TablePlayer(Player):
 
     # --- operations ---
 
-    @operation("TABLE-2", weight=2)
-    def start_request(self) -> None:
+    @rule(
+        head=st.integers(0, 1),
+        num_shared=st.integers(1, 36),
+        num_own=st.integers(0, 8),
+        num_loads=st.integers(0, 2),
+        room=numbers,
+    )
+    def start_request(
+        self, head: int, num_shared: int, num_own: int, num_loads: int, room: int
+    ) -> None:
         """Start a request with its hit, and perhaps with tokens to load."""
-        head = self.rng.randint(0, 1)
-        tokens = (head,) * self.rng.randint(1, 36) + (7,) * self.rng.randint(0, 8)
-        hits, num_hit = self.call(
-            self.manager, "find_computed_blocks", self.hashes(tokens), len(tokens)
-        )
-        self.equal(num_hit, self.longest_hit(tokens), "the longest hit that leaves a token")
+        tokens = (head,) * num_shared + (7,) * num_own
+        hits, num_hit = self.manager.find_computed_blocks(self.hashes(tokens), len(tokens))
+        assert num_hit == self.longest_hit(tokens), "the longest hit that leaves a token"
         for index, (group, table) in enumerate(zip(self.geometry.groups, hits, strict=True)):
             read = blocks_read(group, num_hit)
-            self.equal(len(table), num_hit // group.block_size, "a hit has all its blocks")
+            assert len(table) == num_hit // group.block_size, "a hit has all its blocks"
             for number, block in enumerate(table):
                 expected = self.block(index, tokens, number) if number in read else None
-                self.equal(self.content.get(block), expected, "a hit has the blocks that are read")
+                assert self.content.get(block) == expected, "a hit has the blocks that are read"
         step = self.geometry.scheduler_block_size
-        num_loads = self.rng.randint(0, min(2, (len(tokens) - 1 - num_hit) // step))
+        num_loads = min(num_loads, (len(tokens) - 1 - num_hit) // step)
         num_ready = num_hit + step * num_loads
-        room = num_ready if num_loads else self.rng.randint(num_ready + 1, len(tokens))
+        room = num_ready if num_loads else num_ready + 1 + room % (len(tokens) - num_ready)
         tables = []
         for group, table in zip(self.geometry.groups, hits, strict=True):
             skipped = self.num_skipped(group, num_ready)
-            tables.append([NULL] * skipped + table[skipped:])
+            tables.append([NULL] * skipped + list(table[skipped:]))
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        options = {"hit_blocks": hits, "num_computed_tokens": num_ready}
-        if self.allocate(name, tables, room, **options):
+        if self.allocate(name, tables, room, hit_blocks=hits, num_computed_tokens=num_ready):
             self.lives[name] = Life(tokens, tables, num_hit, room, num_ready)
         else:
-            self.equal(self.tables_of(name), [[] for _ in tables], "no room, no tables")
+            assert self.tables_of(name) == [[] for _ in tables], "TABLE-2: no room, no tables"
 
-    @operation("TABLE-1", weight=6)
-    def run(self) -> None:
+    @precondition(lambda self: self.lives)
+    @rule(
+        number=numbers,
+        steps=st.lists(
+            st.tuples(numbers, st.sampled_from((0, 0, 1, 5)), st.integers(0, 12)),
+            min_size=1,
+            max_size=6,
+        ),
+    )
+    def run(self, number: int, steps: list[tuple[int, int, int]]) -> None:
         """Compute tokens that have a place, then make more room, as the steps of an engine do."""
-        if not self.lives:
-            return
-        name = self.rng.choice([*self.lives])
+        name = [*self.lives][number % len(self.lives)]
         life = self.lives[name]
-        if life.num_computed < life.num_ready:
-            self.compute(name, life.num_ready)
-        elif life.num_computed < life.room:
-            self.compute(name, self.rng.randint(life.num_computed + 1, life.room))
-        if self.rng.random() < 0.3:
-            life.tokens += (100 + self.num_requests,) * self.rng.randint(1, 5)
-        room = min(len(life.tokens), max(1, life.num_computed + self.rng.randint(0, 12)))
-        if self.allocate(name, life.tables, room):
-            life.room = max(life.room, room)
+        for num_computed, num_new, num_more in steps:
+            if life.num_computed < life.num_ready:
+                self.compute(name, life.num_ready)
+            elif missing := life.room - life.num_computed:
+                self.compute(name, life.num_computed + 1 + num_computed % missing)
+            life.tokens += (100 + self.num_requests,) * num_new
+            room = min(len(life.tokens), max(1, life.num_computed + num_more))
+            if self.allocate(name, life.tables, room):
+                life.room = max(life.room, room)
 
     def compute(self, name: str, num_tokens: int) -> None:
         life = self.lives[name]
-        self.call(self.manager, "cache_blocks", name, self.hashes(life.tokens), num_tokens)
+        self.manager.cache_blocks(name, self.hashes(life.tokens), num_tokens)
         for index, (group, table) in enumerate(zip(self.geometry.groups, life.tables, strict=True)):
             size = group.block_size
             for number in range(life.num_computed // size, num_tokens // size):
@@ -211,36 +226,39 @@ class TablePlayer(Player):
             table[:skipped] = [NULL] * min(skipped, len(table))
         life.num_computed = num_tokens
 
-    @operation("TABLE-2")
-    def free(self) -> None:
+    @precondition(lambda self: self.lives)
+    @rule(number=numbers)
+    def free(self, number: int) -> None:
         """End a request, twice."""
-        if self.lives:
-            name = self.rng.choice([*self.lives])
-            del self.lives[name]
-            for _ in range(2):
-                self.call(self.manager, "free", name)
-            self.equal(self.tables_of(name), [[] for _ in self.geometry.groups], "no tables left")
+        name = [*self.lives][number % len(self.lives)]
+        del self.lives[name]
+        for _ in range(2):
+            self.manager.free(name)
+        assert self.tables_of(name) == [[] for _ in self.geometry.groups], "TABLE-2: no tables"
 
-    @operation("TABLE-2", weight=0.5)
+    @precondition(lambda self: self.content)
+    @rule()
     def reset(self) -> None:
         """Reset the prefix cache."""
         is_idle = not self.references()
-        is_done = self.call(self.manager, "reset_prefix_cache")
-        self.equal(is_done, is_idle, "a reset needs idle blocks")
+        assert self.manager.reset_prefix_cache() == is_idle, "a reset needs idle blocks"
         if is_idle:
             self.content.clear()
 
-    @operation("TABLE-1")
-    def be_refused(self) -> None:
+    @rule(number=numbers, is_zero=st.booleans())
+    def be_refused(self, number: int, is_zero: bool) -> None:
         """Call with impossible arguments."""
-        for law, method, name, args, options in self.wrong_calls():
-            error = self.refused(ValueError, self.manager, method, name, *args, law=law, **options)
-            is_named = str(error).startswith(f"{law}: request {name!r} ")
-            self.true(is_named, "the error names law and request", str(error), law, law)
-
-    def wrong_calls(self) -> Iterator[tuple[str, str, str, list[Any], dict[str, Any]]]:
         names = ["other", *self.lives]
-        yield "TABLE-1", "allocate_slots", self.rng.choice(names), [-self.rng.choice((0, 71))], {}
+        for law, method, name, args, options in self.wrong_calls(
+            names[number % len(names)], 0 if is_zero else -71
+        ):
+            with pytest.raises(ValueError, match=rf"^{law}: request {name!r} "):
+                getattr(self.manager, method)(name, *args, **options)
+
+    def wrong_calls(
+        self, name: str, num_tokens: int
+    ) -> Iterator[tuple[str, str, str, list[Any], dict[str, Any]]]:
+        yield "TABLE-1", "allocate_slots", name, [num_tokens], {}
         for wrong in (8, -4):
             yield "TABLE-1", "allocate_slots", "other", [4], {"num_computed_tokens": wrong}
         hashes = self.hashes(range(200))
@@ -255,29 +273,26 @@ class TablePlayer(Player):
 
     # --- observables ---
 
-    @observable("TABLE-2")
+    @invariant()
     def tables(self) -> None:
-        """The tables of every request."""
         for name, life in self.lives.items():
-            self.equal(self.tables_of(name), life.tables, f"the tables of {name}")
+            assert self.tables_of(name) == life.tables, f"TABLE-2: the tables of {name}"
 
-    @observable("TABLE-2")
+    @invariant()
     def blocks(self) -> None:
         """The references and the keys of every block."""
         used, blocks = self.references(), range(1, self.num_blocks)
-        self.equal({b: self.pool.ref_cnt(b) for b in blocks if b in used}, used, "references")
+        assert {b: self.pool.ref_cnt(b) for b in blocks if b in used} == used, "references"
         free = [block for block in blocks if block not in used]
-        self.equal(sorted(self.pool.iter_free_block_ids()), free, "free blocks")
+        assert sorted(self.pool.iter_free_block_ids()) == free, "free blocks"
         keys: dict[int, tuple[bytes, ...]] = dict.fromkeys(range(self.num_blocks), ())
         for block, (group, tokens) in self.content.items():
             keys[block] = (make_offload_key(repr(tokens).encode(), group),)
-        self.equal(self.pool.block_keys([*keys]), [*keys.values()], "a key for each full block")
+        assert self.pool.block_keys([*keys]) == [*keys.values()], "a key for each full block"
 
 
-def test_block_tables() -> None:
-    result = search(TablePlayer, Harness, Effort())
-    assert not result.failures, str(next(iter(result.failures.values())))
-    assert {*result.compared} >= {"TABLE-1", "TABLE-2"}
+TestBlockTables = TableMachine.TestCase
+TestBlockTables.settings = settings(stateful_step_count=30, deadline=None)
 
 
 # --- by hand ---

@@ -9,17 +9,17 @@ from typing_extensions import override
 
 from kvview import GPUBlockPoolView, GuardedView
 from kvview.keys import OffloadKey
-from kvview_reference.harness import ReferencePool
+from kvview_reference.harness import ReferenceEnginePool
 
 
-class GuardedPool(ReferencePool):
-    """A harness of the pool's kit whose view is a guard, with a clock that ``advance`` moves."""
+class GuardedPool(ReferenceEnginePool):
+    """The reference's pool with a guard as its view, and with a clock that ``advance`` moves."""
 
     Guard: ClassVar[type[GuardedView]] = GuardedView
 
-    def __init__(self, num_blocks: int = 24) -> None:
+    def __init__(self, num_blocks: int, *, enable_events: bool = False) -> None:
         self.seconds = 0.0
-        super().__init__(num_blocks)
+        super().__init__(num_blocks, enable_events=enable_events)
 
     @override
     def make_view(self) -> GPUBlockPoolView:
@@ -27,7 +27,7 @@ class GuardedPool(ReferencePool):
 
     def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
         """Make another guard over a view, which may hold this number of blocks."""
-        budget = None if num_blocks is None else num_blocks / self.num_blocks
+        budget = None if num_blocks is None else num_blocks / self.pool.num_blocks
         return self.Guard(view, owner="guard", pin_budget=budget, clock=lambda: self.seconds)
 
     def advance(self, seconds: float) -> None:

@@ -30,8 +30,8 @@ from kvview import (
     UnknownBlockError,
     WrongThreadError,
 )
-from kvview.testing import BoundCheck, parametrize_with_checks
 from kvview.testing.cost import cost_of, growth_of
+from kvview_reference.harness import ReferencePool
 from kvview_reference.pool import BlockPool, BlockPoolView
 from tests.guard.machine import GuardMachine
 from tests.guard.pools import GuardedPool, UncheckedView
@@ -40,9 +40,11 @@ TestGuards = GuardMachine.TestCase
 TestGuards.settings = settings(stateful_step_count=40, deadline=None)
 
 
-@parametrize_with_checks(GuardedPool, seeds=12)
-def test_a_guard_satisfies_the_laws_of_a_pool(check: BoundCheck) -> None:
-    check()
+class TestGuardedPool(ReferencePool):
+    """A guard satisfies the laws of a pool."""
+
+    settings = settings(max_examples=12)
+    engine_class = GuardedPool
 
 
 @pytest.mark.parametrize("way", ["release", "renew"])

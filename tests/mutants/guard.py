@@ -14,8 +14,8 @@ from .tested import read_faults
 BASE = Base("GuardedView", (Path(view.__file__),))
 
 
-def make_harness(wrong: Any, variant: Variant) -> Any:
-    """Make a harness of the wrong guard, for the examples of the laws."""
+def make_pool(wrong: Any, variant: Variant) -> Any:
+    """Return the pool of the wrong guard, for the examples of the laws."""
 
     class Wrong(GuardedPool):
         Guard = wrong
@@ -23,5 +23,5 @@ def make_harness(wrong: Any, variant: Variant) -> Any:
     return Wrong
 
 
-inject(globals(), BASE, make_harness)
+inject(globals(), BASE, make_pool)
 TESTED = read_faults(__file__, BASE, "kvview.guard.view", "tests/guard")

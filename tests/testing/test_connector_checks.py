@@ -185,7 +185,7 @@ def test_runs_that_are_not_deterministic_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "is_in_fork"), [(STORE, True), ("kvview_reference.harness:pool", False)]
+    ("target", "is_in_fork"), [(STORE, True), ("kvview_reference.harness:ReferencePool", False)]
 )
 def test_sigterm_leaves_the_summary(tmp_path: Path, target: str, is_in_fork: bool) -> None:
     file = tmp_path / "report.json"

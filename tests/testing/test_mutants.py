@@ -23,7 +23,7 @@ pytest.importorskip("torch")
 CONNECTORS = [fault for fault in mutants.MUTANTS if is_connector(fault.factory)]
 MUTANTS = [fault for fault in mutants.MUTANTS if fault not in CONNECTORS]
 RIGHT: list[Callable[[], Any]] = [
-    harness.pool,
+    harness.ReferencePool,
     harness.offloading_lru,
     harness.offloading_arc,
     harness.transfer,

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,26 +23,28 @@ from kvview.testing import (
     CheckResult,
     LawBroken,
     Outcome,
+    PoolConformance,
     checks_for,
     inspect_factory,
     parametrize_with_checks,
     read_expected_failures,
     run_checks,
 )
-from kvview.testing.effort import Effort
 from kvview.testing.harness import capabilities_of
-from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.repetition import cut_repetitions
-from kvview.testing.search import search
 from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
-from kvview_reference import harness
-from kvview_reference.harness import ReferenceManager, ReferencePool, ReferenceTransfer
+from kvview_reference.harness import (
+    ReferenceEnginePool,
+    ReferenceManager,
+    ReferencePool,
+    ReferenceTransfer,
+)
 from kvview_reference.pool import BlockPoolView
 
 ROOT = Path(__file__).parents[2]
 
 
-class DropsEngineReferences(ReferencePool):
+class ReleasesForeignBlocks(ReferenceEnginePool):
     """Wrong on purpose: the view releases blocks that it does not hold."""
 
     def make_view(self) -> Any:
@@ -56,30 +58,37 @@ class DropsEngineReferences(ReferencePool):
         return View(self.pool, "wrong")
 
 
-class Minimal:
-    """The least that a pool harness must be."""
+class DropsEngineReferences(ReferencePool):
+    engine_class = ReleasesForeignBlocks
 
-    def __init__(self) -> None:
-        self._inner = ReferencePool()
-        self.view = self._inner.view
-        self.num_blocks = self._inner.num_blocks
-        self.null_block_id = 0
-        self.allocate = self._inner.allocate
-        self.release = self._inner.release
-        self.capabilities: Sequence[str] = ()
+
+class MinimalPool:
+    """The least that a pool with its engine must be."""
+
+    null_block_id = 0
+
+    def __init__(self, num_blocks: int) -> None:
+        inner = ReferenceEnginePool(num_blocks)
+        self.view: Any = inner.view
+        self.allocate: Any = inner.allocate
+        self.release: Any = inner.release
+
+
+ALL = frozenset(capabilities_of("pool"))
+
+
+class Minimal(PoolConformance):
+    lacks = ALL
+
+    def make(self, num_blocks: int) -> Any:
+        return MinimalPool(num_blocks)
 
 
 WRONG_CHECK = "check_pool_4"
-QUICK_CHECK = "check_pool_1_growth_of_holds"  # no search: the searches take seconds
+QUICK_CHECK = "test_pool_1_growth_of_holds"  # without a machine, whose runs take seconds
 
 
 # --- the list of checks ---
-
-
-def test_a_search_compares_every_law_that_it_has_a_label_for() -> None:
-    result = search(PoolPlayer, harness.pool, Effort(seeds=30))
-    assert not result.failures
-    assert set(PoolPlayer.labels) == {law for law, number in result.compared.items() if number}
 
 
 def test_checks_are_named_for_their_law_and_documented() -> None:
@@ -87,7 +96,7 @@ def test_checks_are_named_for_their_law_and_documented() -> None:
     assert len(names) == len(set(names))
     for check in CHECKS:
         prefix = check.law.lower().replace("-", "_").replace("*", "any")
-        assert re.match(rf"check_(\w+_)?{prefix}(_|$)", check.name), check
+        assert re.match(rf"(check|test)_(\w+_)?{prefix}(_|$)", check.name), check
         assert check.summary.endswith("."), check.name
         assert set(check.requires) <= set(capabilities_of(check.contract))
 
@@ -123,22 +132,24 @@ def test_a_failure_can_be_pasted() -> None:
     assert failure is not None
     assert failure.law == "POOL-4"
     assert (failure.got, failure.expected) == ("no error, None", "BlockNotHeldError")
-    with pytest.raises(AssertionError, match=r"view\.\w+\(.*\) must raise BlockNotHeldError"):
+    with pytest.raises(AssertionError, match=r"\w+\(.*\) must raise BlockNotHeldError"):
         exec(failure.script, {})
 
 
 def test_a_failing_run_is_shrunk_to_a_few_lines() -> None:
-    class LosesEvictedBlocks(ReferencePool):
+    class Evicting(ReferenceEnginePool):
         def evict(self, block_ids: Sequence[int]) -> None:
             super().evict(block_ids)
             if len(block_ids) > 1:
                 self.pool.allocate_blocks(1)
 
-    report = run_checks(LosesEvictedBlocks, select=["POOL-1"], seeds=40)
-    failure = report.failures[0].failure
+    class LosesEvictedBlocks(ReferencePool):
+        engine_class = Evicting
+
+    failure = run_checks(LosesEvictedBlocks, select=["POOL-1"]).failures[0].failure
     assert failure is not None
-    calls = [line for line in failure.script.splitlines() if line.startswith(("h.", "view."))]
-    assert len(calls) <= 5, failure.script
+    calls = [line for line in failure.script.splitlines() if line.startswith("state.")]
+    assert len(calls) <= 6, failure.script
 
 
 def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
@@ -162,23 +173,18 @@ def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
 # --- bad targets ---
 
 
-def _without(name: str) -> Callable[[], Any]:
-    def factory() -> Any:
-        made = Minimal()
-        delattr(made, name)
-        return made
+def _suite(*has: str, lacks: Sequence[str] = (), **values: Any) -> type[PoolConformance]:
+    """Return a suite of a minimal pool, with other attributes; None removes an attribute."""
 
-    return factory
+    class Suite(PoolConformance):
+        def make(self, num_blocks: int) -> Any:
+            made = MinimalPool(num_blocks)
+            for name, value in values.items():
+                delattr(made, name) if value is None else setattr(made, name, value)
+            return made
 
-
-def _with(**values: Any) -> Callable[[], Any]:
-    def factory() -> Any:
-        made = Minimal()
-        for name, value in values.items():
-            setattr(made, name, value)
-        return made
-
-    return factory
+    Suite.lacks = (ALL - set(has)) | set(lacks)
+    return Suite
 
 
 def _nothing() -> None: ...
@@ -198,19 +204,17 @@ def _raises() -> None:
     ("factory", "message"),
     [
         (_raises, "factory _raises raises RuntimeError: no GPU"),
-        (list, "returns list, which is not a harness; a harness needs 'view' for pool"),
+        (list, "returns list, which is not a harness; a harness needs "),
         (3, "3 is not a factory, because it cannot be called"),
         (lambda needed: needed, "missing 1 required positional argument"),
-        (_without("release"), "Minimal lacks release()"),
-        (_without("capabilities"), "it lacks 'capabilities'"),
-        (_with(capabilities=["reset"]), "Minimal lacks reset()"),
-        (_with(capabilities=["resets"]), "it declares resets; the capabilities of a pool are"),
-        (_with(capabilities=["leases"]), "it declares leases; the capabilities of a pool are"),
-        (lambda: SimpleNamespace(coordinator=1), "a harness needs 'view' for pool, 'manager'"),
-        (_with(num_blocks=4), "num_blocks must be an int of at least 16, got 4"),
-        (_with(allocate=_nothing), "allocate() -> 'None' must take 1 positional"),
-        (_with(allocate=[1]), "Minimal.allocate cannot be called"),
-        (_with(view=_OldView()), "view _OldView.touch_blocks() -> 'None' must take 1"),
+        (_suite(release=None), "MinimalPool lacks release()"),
+        (_suite("reset"), "MinimalPool lacks reset(); define them, or declare their absence"),
+        (_suite(lacks=["resets"]), "lacks names resets; the capabilities of a pool are"),
+        (_suite(lacks=["leases"]), "lacks names leases; the capabilities of a pool are"),
+        (lambda: SimpleNamespace(coordinator=1), "a harness needs "),
+        (_suite(allocate=_nothing), "allocate() -> 'None' must take 1 positional"),
+        (_suite(allocate=[1]), "MinimalPool.allocate cannot be called"),
+        (_suite(view=_OldView()), "view _OldView.touch_blocks() -> 'None' must take 1"),
     ],
 )
 def test_bad_target_is_one_message_before_any_check(factory: Any, message: str) -> None:
@@ -224,9 +228,9 @@ def test_bad_target_is_one_message_before_any_check(factory: Any, message: str) 
 
 def test_every_fault_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        inspect_factory(_with(view=_OldView(), capabilities=["nonsense", "evict"]))
+        inspect_factory(_suite("evict", view=_OldView()))
     message = str(caught.value)
-    for part in ("lacks free_blocks()", "touch_blocks()", "nonsense", "lacks evict()"):
+    for part in ("lacks free_blocks()", "touch_blocks()", "lacks evict()", "lacks = {'evict'}"):
         assert part in message
 
 
@@ -267,7 +271,7 @@ def run(*args: str | Path) -> Result:
 def test_the_command_reports_by_law(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     result = run(
-        "kvview_reference.harness:pool",
+        "kvview_reference.harness:ReferencePool",
         "--select=POOL-4",
         "--steps=5",
         "--seeds=20",
@@ -288,7 +292,7 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
     result = run(target, "--select", WRONG_CHECK, "--seeds", "5")
     assert result.exit_code == 1
     verdict, summary, *_ = result.output.splitlines()
-    assert verdict.startswith("red: POOL-4 No foreign frees: view.")
+    assert verdict.startswith("red: POOL-4 No foreign frees: ")
     assert verdict.endswith("must raise BlockNotHeldError")
     assert f"{target}: 1 failed" in summary
     assert "expected: BlockNotHeldError" in result.output
@@ -317,19 +321,20 @@ def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 WARNS = """
 import logging
-from kvview_reference.harness import pool
+from kvview_reference.harness import ReferencePool
 
-def noisy():
-    logging.getLogger(__name__).warning("of the author")
-    logging.getLogger("kvview.guard").warning("of kvview")
-    return pool()
+class Noisy(ReferencePool):
+    def make(self, num_blocks):
+        logging.getLogger(__name__).warning("of the author")
+        logging.getLogger("kvview.guard").warning("of kvview")
+        return super().make(num_blocks)
 """
 
 
 @pytest.mark.slow
 def test_a_green_check_prints_no_warnings_of_injected_faults(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(WARNS)
-    target = f"{tmp_path}/noisy.py:noisy"
+    target = f"{tmp_path}/noisy.py:Noisy"
     for more in ([], ["--verbose"]):
         args = [target, "--steps", "3", "--select", QUICK_CHECK, *more]
         command = [sys.executable, "-m", "kvview", "check", *args]

@@ -72,8 +72,9 @@ def on_the_right_one(mutant: Mutant, script: str) -> str | None:
     for base in getattr(factory, "__mro__", ())[1:]:
         if base.__module__ == harness.__name__:
             name = "offloading_arc" if is_arc else base.__name__
-            source = f"from {base.__module__} import {name} as factory"
-            return re.sub(r"from \S+ import \S+ as factory", source, script)
+            source = f"from {base.__module__} import {name} as"
+            script = re.sub(r"from \S+ import \S+ as(?= factory)", source, script)
+            return re.sub(rf"from \S+ import(?= {mutant.name}$)", source, script, flags=re.M)
     return None
 
 

@@ -10,10 +10,12 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from test_conformance import VLLMPool  # type: ignore[import-not-found]
+from test_conformance import TestVLLMPool as Suite  # type: ignore[import-not-found]
+from test_conformance import VLLMPool
 
 from kvview import SupportsGiveBack
-from kvview.testing import run_checks
+from kvview.testing.conformance import find_failures
+from kvview.testing.effort import Effort
 from kvview_vllm.pool.walks import ResumedWalk
 
 
@@ -152,6 +154,4 @@ def test_pool_13_the_search_finds_a_restart_without_an_effect(
 ) -> None:
     # Read at once after the restart, because other walks and later moves hide it.
     monkeypatch.setattr(ResumedWalk, "restart", lambda walk: walk.take(0) and None)
-    report = run_checks(VLLMPool, select=["POOL-13"], seeds=10)
-    laws = {result.failure.law for result in report.results if result.failure}
-    assert laws == {"POOL-13"}
+    assert {*find_failures(Suite, Effort(seeds=10, is_brief=True))} == {"POOL-13"}
