@@ -162,6 +162,10 @@ class TwoEngines:
 
     def close(self) -> None:
         """Release all resources of both engines."""
+        for engine in self.engines.values():
+            with suppress(Exception):
+                engine.shutdown()  # release threads and memory
+        self.engines.clear()
 
     def life(self, name: str) -> str:
         """Name of the current life of an engine."""
