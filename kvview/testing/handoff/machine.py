@@ -28,7 +28,8 @@ from kvview.testing.harness import Capability
 
 _NAME = st.sampled_from(NAMES)
 _WAYS = ("load", "load the rest", "hit", "abort in the queue", "abort the load")
-_OTHER = (None, "missing", [], "changed")  # values of a damaged entry
+_NUMBER, _FAMILY = st.integers(0, 2), st.integers(0, 7)
+_TO_ITSELF = st.sampled_from((False,) * 9 + (True,))
 
 
 @cache
@@ -102,21 +103,13 @@ class HandoffMachine(ContractMachine):
         if hasattr(self, "pair"):
             self.pair.close()
 
-    def offer(self, number: int) -> Kept:
-        """Return an offer."""
-        return self.run.model.kept[number]
-
-    def other(self, name: str) -> str:
-        """Return the other engine."""
-        return NAMES[name == "P"]
-
     # --- requests ---
 
     @operation(
         "HAND-2",
         name=st.sampled_from(("P", "P", "P", "P", "D")),
-        number=st.integers(0, 2),
-        family=st.integers(0, 7),
+        number=_NUMBER,
+        family=_FAMILY,
         num_tokens=_LENGTH,
         num_shared_blocks=st.integers(0, 1),
         num_outputs=st.sampled_from((None, None, None, None, None, 0, 1, 6)),
@@ -147,11 +140,11 @@ class HandoffMachine(ContractMachine):
 
     @operation(
         "HAND-7",
-        when=lambda machine: machine.run.new_offers(),
-        offer=of_state(lambda machine: st.sampled_from(machine.run.new_offers())),
-        number=st.integers(0, 2),
+        family=_FAMILY,
+        num_tokens=_LENGTH,
+        number=_NUMBER,
         num_outputs=st.integers(0, 2),
-        to_itself=st.sampled_from((False,) * 9 + (True,)),
+        to_itself=_TO_ITSELF,
         seconds_left=st.sampled_from((None,) * 8 + (1, 2, 3, 4)),
         faults=_FAULTS,
         pressed=st.sampled_from((0, 0, 0, 6, 18, 36)),
@@ -159,7 +152,8 @@ class HandoffMachine(ContractMachine):
     )
     def route(
         self,
-        offer: int,
+        family: int,
+        num_tokens: int,
         number: int,
         num_outputs: int,
         to_itself: bool,
@@ -171,7 +165,8 @@ class HandoffMachine(ContractMachine):
         """Deliver a handoff for the first time, with faults on the way.
 
         Args:
-            offer: Number of the offer.
+            family: Family of the prompt, if no handoff waits for its consumer.
+            num_tokens: Length of that prompt.
             number: Number of the request.
             num_outputs: Tokens that the request generates.
             to_itself: Whether the producer is the consumer, if engines serve themselves.
@@ -180,54 +175,66 @@ class HandoffMachine(ContractMachine):
             pressed: Seconds in which other requests overwrite the producer's free blocks.
             seconds: Seconds that pass afterwards.
         """
-        kept = self.offer(offer)
-        add = replace(kept.add, request_id=self.request_id(number), num_output_tokens=num_outputs)
+        run, request_id = self.run, self.request_id(number)
+        if not run.new_offers():
+            run.prefill("P", Add(request_id, family, num_tokens, num_shared_blocks=0))
+            run.tick(3)
+        if not (new := run.new_offers()):
+            return
+        kept = new[family % len(new)]
+        add = replace(kept.add, request_id=request_id, num_output_tokens=num_outputs)
         if seconds_left is not None:
-            self.run.tick(max(0, int(kept.until - self.run.network.now) - seconds_left))
-        self.run.network.faults += faults
+            run.tick(max(0, int(kept.until - run.network.now) - seconds_left))
+        run.network.faults += faults
         if pressed:
-            self.run.press(kept.engine, pressed)
-        serves_itself = to_itself and self.pair.serves_itself
-        name = kept.engine if serves_itself else self.other(kept.engine)
-        self.run.route(name, kept, add, "right")
-        self.run.tick(seconds)
+            run.press(kept.engine, pressed)
+        run.route(self.consumer_of(kept, to_itself), kept, add, "right")
+        run.tick(seconds)
+
+    def consumer_of(self, kept: Kept, to_itself: bool) -> str:
+        """Name the other engine, or the same one, if engines serve themselves."""
+        return NAMES[(kept.engine == "P") ^ (to_itself and self.pair.serves_itself)]
 
     @operation(
         "HAND-5",
         when=lambda machine: machine.run.old_offers(),
-        offer=of_state(lambda machine: st.sampled_from(machine.run.old_offers())),
-        to_itself=st.sampled_from((False,) * 9 + (True,)),
+        offer=of_state(lambda machine: st.integers(0, len(machine.run.old_offers()) - 1)),
+        to_itself=_TO_ITSELF,
+        seconds=st.integers(0, 3),
     )
-    def route_again(self, offer: int, to_itself: bool) -> None:
+    def route_again(self, offer: int, to_itself: bool, seconds: int) -> None:
         """Deliver a handoff again, even if it is in use, consumed, expired or of an old life."""
-        kept = self.offer(offer)
+        kept = self.run.old_offers()[offer]
         add = replace(kept.add, request_id=f"again{self.run.num_requests}", num_output_tokens=2)
-        serves_itself = to_itself and self.pair.serves_itself
-        name = kept.engine if serves_itself else self.other(kept.engine)
-        self.run.route(name, kept, add, "repeated")
+        self.run.route(self.consumer_of(kept, to_itself), kept, add, "repeated")
+        self.run.tick(seconds)
 
     @operation(
         "HAND-6",
         when=lambda machine: machine.run.model.kept,
         offer=of_state(lambda machine: st.integers(0, len(machine.run.model.kept) - 1)),
         num_tokens=_LENGTH,
-        entry=st.none() | st.integers(0, 6),
-        value=st.sampled_from(_OTHER),
+        entry=st.sampled_from((None, None, None, None, *range(7))),
+        value=st.sampled_from((None, "missing", [], "changed")),
+        seconds=st.integers(0, 3),
     )
-    def route_wrong(self, offer: int, num_tokens: int, entry: int | None, value: Any) -> None:
+    def route_wrong(
+        self, offer: int, num_tokens: int, entry: int | None, value: Any, seconds: int
+    ) -> None:
         """Deliver a handoff with another prompt, or with a wrong or missing entry."""
-        kept, number = self.offer(offer), self.run.num_requests
-        name, request_id = self.other(kept.engine), f"wrong{number}"
+        kept, number = self.run.model.kept[offer], self.run.num_requests
+        add = replace(kept.add, request_id=f"wrong{number}", num_output_tokens=1)
+        changes = {}
         if entry is None:
-            add = Add(request_id, 100 + number, num_tokens, 1, num_shared_blocks=0)
-            self.run.route(name, kept, add, "wrong")
-            return
-        entries = [*self.pair.entries(kept.params).items()]
-        key, right = entries[entry % len(entries)]
-        if value == "changed":
-            value = right + 1 if isinstance(right, int) else f"{right}x"
-        add = replace(kept.add, request_id=request_id, num_output_tokens=1)
-        self.run.route(name, kept, add, "wrong", **{key: value})
+            add = Add(add.request_id, 100 + number, num_tokens, 1, num_shared_blocks=0)
+        else:
+            entries = [*self.pair.entries(kept.params).items()]
+            key, right = entries[entry % len(entries)]
+            if value == "changed":
+                value = right + 1 if isinstance(right, int) else f"{right}x"
+            changes = {key: value}
+        self.run.route(self.consumer_of(kept, False), kept, add, "wrong", **changes)
+        self.run.tick(seconds)
 
     @operation(
         "HAND-3",
@@ -250,35 +257,47 @@ class HandoffMachine(ContractMachine):
         """Let some seconds pass, or a lease."""
         self.run.tick(seconds)
 
-    @operation("HAND-2", name=_NAME, share=st.sampled_from((0, 0.5, 1)))
-    def squeeze(self, name: str, share: float) -> None:
-        """Let another owner overwrite free blocks, and hold some of these blocks."""
+    @operation(
+        "HAND-2",
+        name=_NAME,
+        share=st.sampled_from((0, 0.5, 1)),
+        pressed=st.sampled_from((0, 0, 6, 18, 36)),
+        seconds=st.integers(0, 3),
+    )
+    def squeeze(self, name: str, share: float, pressed: int, seconds: int) -> None:
+        """Let another owner overwrite free blocks, and hold some of these blocks.
+
+        Args:
+            name: The engine.
+            share: Share of the blocks that the owner holds.
+            pressed: Seconds in which other requests overwrite all free blocks.
+            seconds: Seconds that pass afterwards.
+        """
         self.run.overwrite(name, int(share * self.run.engines[name].num_blocks))
+        if pressed:
+            self.run.press(name, pressed)
+        self.run.tick(seconds)
 
-    @operation("HAND-4", name=_NAME, seconds=st.integers(4, 48))
-    def press(self, name: str, seconds: int) -> None:
-        """Let other requests overwrite the free blocks of an engine for some time."""
-        self.run.press(name, seconds)
+    @operation(
+        "HAND-9",
+        faults=_FAULTS,
+        lost=st.sampled_from((0, 0, 0, 4, 16, 48)),
+        seconds=st.integers(0, 3),
+    )
+    def disturb(self, faults: list[Fault | None], lost: int, seconds: int) -> None:
+        """Plan faults for some of the next messages, or lose all messages for some seconds."""
+        network = self.run.network
+        network.faults += faults
+        network.cut_off_until = max(network.cut_off_until, network.now + lost)
+        self.run.tick(seconds)
 
-    @operation("HAND-7", faults=_FAULTS)
-    def disturb(self, faults: list[Fault | None]) -> None:
-        """Plan faults for some of the next messages."""
-        self.run.network.faults += faults
-
-    @operation("HAND-9", seconds=st.integers(1, 48))
-    def cut_off(self, seconds: int) -> None:
-        """Lose all messages for some time."""
-        self.run.network.cut_off_until = self.run.network.now + seconds
-
-    @operation("HAND-2", name=_NAME)
-    def reset(self, name: str) -> None:
-        """Reset the caches of an engine."""
-        self.run.act(name, "reset")
-
-    @operation("HAND-6", name=_NAME, in_order=st.booleans())
-    def restart(self, name: str, in_order: bool) -> None:
-        """Kill an engine, or shut it down in order, and start it again."""
-        if in_order:
+    @operation("HAND-6", name=_NAME, how=st.sampled_from(("reset", "kill", "shut down")))
+    def restart(self, name: str, how: str) -> None:
+        """Reset the caches of an engine, or start the engine again."""
+        if how == "reset":
+            self.run.act(name, "reset")
+            return
+        if how == "shut down":
             leaked = self.run.act(name, "shutdown")
             self.equal(dict(leaked), {}, f"{name} frees all blocks at shutdown", "HAND-3")
         self.run.restart(name)

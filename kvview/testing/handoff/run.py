@@ -215,11 +215,11 @@ class HandoffRun:
 
     # --- offers ---
 
-    def new_offers(self) -> Sequence[int]:
-        """Number the offers that no consumer has received: the live ones, or else all."""
-        new = [number for number, one in enumerate(self.model.kept) if not one.is_routed]
-        return [n for n in new if self.network.now < self.model.kept[n].until] or new
+    def new_offers(self) -> Sequence[Kept]:
+        """List the offers that no consumer has received: the live ones, or else all."""
+        new = [one for one in self.model.kept if not one.is_routed]
+        return [one for one in new if self.network.now < one.until] or new[-1:]
 
-    def old_offers(self) -> Sequence[int]:
-        """Number the offers that a consumer has received."""
-        return [number for number, one in enumerate(self.model.kept) if one.is_routed]
+    def old_offers(self) -> Sequence[Kept]:
+        """List the offers that a consumer has received."""
+        return [one for one in self.model.kept if one.is_routed]
