@@ -93,9 +93,14 @@ class HandoffMachine(ContractMachine):
             geometries[1] = doubled(geometries[1])
         elif consumer == "other split":
             splits[1] = next(other for other in SPLITS if other != split)
-        sizes = zip(NAMES, geometries, splits, num_blocks, max_running, strict=True)
-        scenarios = {name: scenario_of(*each, pin_budget) for name, *each in sizes}
-        self.pair = self.suite.make()
+        scenarios = {
+            name: scenario_of(
+                geometries[at], splits[at], num_blocks[at], max_running[at], pin_budget
+            )
+            for at, name in enumerate(NAMES)
+        }
+        suite: Any = self.suite
+        self.pair = suite.make()
         self.run = HandoffRun(self, self.pair, scenarios, lease, seed)
 
     @override

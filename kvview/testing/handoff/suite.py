@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ class HandoffConformance(Conformance):
     """Name of the engines."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the connector."""
+    replaced: ClassVar[Sequence[str]] = ()
+    """Parts of the connector that are not checked, because the engines replace them."""
 
     def make(self) -> TwoEngines:
         """Make two engines, which are not built yet."""
