@@ -29,6 +29,7 @@ from kvview.testing.harness import Capability
 _NAME = st.sampled_from(NAMES)
 _WAYS = ("load", "load the rest", "hit", "abort in the queue", "abort the load")
 _NUMBER, _FAMILY = st.integers(0, 2), st.integers(0, 7)
+_PRESSED = st.sampled_from((0, 0, 6, 18, 36))
 _TO_ITSELF = st.sampled_from((False,) * 9 + (True,))
 
 
@@ -65,6 +66,8 @@ class HandoffMachine(ContractMachine):
     }
     pair: TwoEngines
     run: HandoffRun
+    num_at_restart = num_at_hand_over = 0
+    """Numbers of requests at the last restart and the last handoff on an intact network."""
 
     @initialize(
         groups=st.sampled_from(("full", *GEOMETRIES)),
@@ -144,57 +147,90 @@ class HandoffMachine(ContractMachine):
         return f"r{self.run.num_requests if self.pair.names_are_unique else number}"
 
     @operation(
+        "HAND-7", family=_FAMILY, number=_NUMBER, to_itself=_TO_ITSELF, seconds=st.integers(0, 5)
+    )
+    def route(self, family: int, number: int, to_itself: bool, seconds: int) -> None:
+        """Deliver a handoff for the first time; it is that of a new prompt, if none waits."""
+        if kept := self.choose(family, number):
+            self.deliver(kept, number, to_itself, seconds)
+
+    @operation(
         "HAND-7",
         family=_FAMILY,
-        num_tokens=_LENGTH,
         number=_NUMBER,
-        num_outputs=st.integers(0, 2),
         to_itself=_TO_ITSELF,
-        seconds_left=st.sampled_from((None,) * 8 + (1, 2, 3, 4)),
         faults=_FAULTS,
-        pressed=st.sampled_from((0, 0, 0, 6, 18, 36)),
+        lost=st.sampled_from((0, 0, 0, 0, 4, 16, 48)),
+        pressed=_PRESSED,
         seconds=st.integers(0, 5),
     )
-    def route(
+    def route_disturbed(
         self,
         family: int,
-        num_tokens: int,
         number: int,
-        num_outputs: int,
         to_itself: bool,
-        seconds_left: int | None,
         faults: list[Fault | None],
+        lost: int,
         pressed: int,
         seconds: int,
     ) -> None:
-        """Deliver a handoff for the first time, with faults on the way.
+        """Deliver a handoff for the first time, with faults of the next messages.
 
         Args:
-            family: Family of the prompt, if no handoff waits for its consumer.
-            num_tokens: Length of that prompt.
+            family: Family of the prompt.
             number: Number of the request.
-            num_outputs: Tokens that the request generates.
             to_itself: Whether the producer is the consumer, if engines serve themselves.
-            seconds_left: Rest of the lease, which then ends during the read.
             faults: Faults of the next messages.
+            lost: Seconds in which all messages are lost.
             pressed: Seconds in which other requests overwrite the producer's free blocks.
             seconds: Seconds that pass afterwards.
         """
-        run, request_id = self.run, self.request_id(number)
-        if not run.new_offers():
-            run.prefill("P", Add(request_id, family, num_tokens, num_shared_blocks=0))
-            run.tick(3)
-        if not (new := run.new_offers()):
-            return
-        kept = new[family % len(new)]
-        add = replace(kept.add, request_id=request_id, num_output_tokens=num_outputs)
-        if seconds_left is not None:
-            run.tick(max(0, int(kept.until - run.network.now) - seconds_left))
-        run.network.faults += faults
-        if pressed:
-            run.press(kept.engine, pressed)
-        run.route(self.consumer_of(kept, to_itself), kept, add, "right")
-        run.tick(seconds)
+        if kept := self.choose(family, number):
+            network = self.run.network
+            network.faults += faults
+            network.cut_off_until = max(network.cut_off_until, network.now + lost)
+            self.run.press(kept.engine, pressed)
+            self.deliver(kept, number, to_itself, seconds)
+
+    @operation(
+        "HAND-4",
+        family=_FAMILY,
+        number=_NUMBER,
+        faults=_FAULTS,
+        seconds_left=st.integers(1, 4),
+        pressed=_PRESSED,
+    )
+    def route_late(
+        self,
+        family: int,
+        number: int,
+        faults: list[Fault | None],
+        seconds_left: int,
+        pressed: int,
+    ) -> None:
+        """Deliver a handoff for the first time, shortly before its lease ends."""
+        if kept := self.choose(family, number):
+            self.run.tick(max(0, int(kept.until - self.run.network.now) - seconds_left))
+            self.run.network.faults += faults
+            self.run.press(kept.engine, pressed)
+            self.deliver(kept, number, False, seconds_left + 2)
+
+    def choose(self, family: int, number: int) -> Kept | None:
+        """Choose an offer that no consumer has received, or compute a prompt for a new one."""
+        if not self.run.new_offers():
+            num_tokens = (1 + family % 3) * self.run.block_size + 1
+            request_id = self.request_id(number)
+            add = Add(request_id, family, num_tokens, num_shared_blocks=family % 2)
+            self.run.prefill("P", add)
+            self.run.tick(3)
+        new = self.run.new_offers()
+        return new[family % len(new)] if new else None
+
+    def deliver(self, kept: Kept, number: int, to_itself: bool, seconds: int) -> None:
+        """Deliver a handoff for the first time."""
+        add = replace(kept.add, request_id=self.request_id(number), num_output_tokens=number)
+        self.run.route(self.consumer_of(kept, to_itself), kept, add, "right")
+        self.run.tick(seconds)
 
     def consumer_of(self, kept: Kept, to_itself: bool) -> str:
         """Name the other engine, or the same one, if engines serve themselves."""
@@ -266,7 +302,7 @@ class HandoffMachine(ContractMachine):
         "HAND-2",
         name=_NAME,
         share=st.sampled_from((0, 0.5, 1)),
-        pressed=st.sampled_from((0, 0, 6, 18, 36)),
+        pressed=_PRESSED,
         seconds=st.integers(0, 3),
     )
     def squeeze(self, name: str, share: float, pressed: int, seconds: int) -> None:
@@ -279,26 +315,18 @@ class HandoffMachine(ContractMachine):
             seconds: Seconds that pass afterwards.
         """
         self.run.overwrite(name, int(share * self.run.engines[name].num_blocks))
-        if pressed:
-            self.run.press(name, pressed)
+        self.run.press(name, pressed)
         self.run.tick(seconds)
 
     @operation(
-        "HAND-9",
-        faults=_FAULTS,
-        lost=st.sampled_from((0, 0, 0, 4, 16, 48)),
-        seconds=st.integers(0, 3),
+        "HAND-6",
+        when=lambda machine: machine.run.num_requests >= machine.num_at_restart + 3,  # to lose
+        name=_NAME,
+        how=st.sampled_from(("reset", "kill", "shut down")),
     )
-    def disturb(self, faults: list[Fault | None], lost: int, seconds: int) -> None:
-        """Plan faults for some of the next messages, or lose all messages for some seconds."""
-        network = self.run.network
-        network.faults += faults
-        network.cut_off_until = max(network.cut_off_until, network.now + lost)
-        self.run.tick(seconds)
-
-    @operation("HAND-6", name=_NAME, how=st.sampled_from(("reset", "kill", "shut down")))
     def restart(self, name: str, how: str) -> None:
         """Reset the caches of an engine, or start the engine again."""
+        self.num_at_restart = self.run.num_requests
         if how == "reset":
             self.run.act(name, "reset")
             return
@@ -311,6 +339,7 @@ class HandoffMachine(ContractMachine):
 
     @operation(
         "HAND-10",
+        when=lambda machine: machine.run.num_requests >= machine.num_at_hand_over + 4,  # to settle
         has_unused=st.booleans(),
         num_blocks=st.integers(1, 3),
         way=st.sampled_from(_WAYS),
@@ -325,6 +354,7 @@ class HandoffMachine(ContractMachine):
         """
         run, size = self.run, self.run.block_size
         run.settle()
+        self.num_at_hand_over = run.num_requests
         if has_unused:
             self.offer_now(num_blocks)
         if (kept := self.offer_now(num_blocks)) is None or not run.model.are_alike:

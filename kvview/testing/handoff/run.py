@@ -121,7 +121,7 @@ class HandoffRun:
 
     def press(self, name: str, seconds: int) -> None:
         """Let other requests overwrite the free blocks of an engine for some time."""
-        self._pressed_until[name] = self.network.now + seconds
+        self._pressed_until[name] = max(self._pressed_until[name], self.network.now + seconds)
 
     def restart(self, name: str) -> None:
         """Start a new life of an engine."""
