@@ -29,6 +29,8 @@ from kvview.testing.harness import Capability
 _NAME = st.sampled_from(NAMES)
 _WAYS = ("load", "load the rest", "hit", "abort in the queue", "abort the load")
 _NUMBER, _FAMILY = st.integers(0, 2), st.integers(0, 7)
+_MANY = st.integers(0, 99)  # families of prompts that are mostly new, so that their KV is loaded
+_AGE = st.sampled_from((0, 0, 1, 2, 5, 20))  # number of later offers
 _PRESSED = st.sampled_from((0, 0, 6, 18, 36))
 _TO_ITSELF = st.sampled_from((False,) * 9 + (True,))
 
@@ -147,7 +149,7 @@ class HandoffMachine(ContractMachine):
         return f"r{self.run.num_requests if self.pair.names_are_unique else number}"
 
     @operation(
-        "HAND-7", family=_FAMILY, number=_NUMBER, to_itself=_TO_ITSELF, seconds=st.integers(0, 5)
+        "HAND-7", family=_MANY, number=_NUMBER, to_itself=_TO_ITSELF, seconds=st.integers(0, 5)
     )
     def route(self, family: int, number: int, to_itself: bool, seconds: int) -> None:
         """Deliver a handoff for the first time; it is that of a new prompt, if none waits."""
@@ -156,7 +158,7 @@ class HandoffMachine(ContractMachine):
 
     @operation(
         "HAND-7",
-        family=_FAMILY,
+        family=_MANY,
         number=_NUMBER,
         to_itself=_TO_ITSELF,
         faults=_FAULTS,
@@ -194,7 +196,7 @@ class HandoffMachine(ContractMachine):
 
     @operation(
         "HAND-4",
-        family=_FAMILY,
+        family=_MANY,
         number=_NUMBER,
         faults=_FAULTS,
         seconds_left=st.integers(1, 4),
@@ -239,13 +241,23 @@ class HandoffMachine(ContractMachine):
     @operation(
         "HAND-5",
         when=lambda machine: machine.run.old_offers(),
-        offer=of_state(lambda machine: st.integers(0, len(machine.run.old_offers()) - 1)),
+        age=_AGE,
         to_itself=_TO_ITSELF,
+        is_evicted=st.booleans(),
         seconds=st.integers(0, 3),
     )
-    def route_again(self, offer: int, to_itself: bool, seconds: int) -> None:
-        """Deliver a handoff again, even if it is in use, consumed, expired or of an old life."""
-        kept = self.run.old_offers()[offer]
+    def route_again(self, age: int, to_itself: bool, is_evicted: bool, seconds: int) -> None:
+        """Deliver a handoff again, even if it is in use, consumed, expired or of an old life.
+
+        Args:
+            age: Number of later handoffs.
+            to_itself: Whether the producer is the consumer, if engines serve themselves.
+            is_evicted: Whether other requests overwrite all free blocks of both engines before.
+            seconds: Seconds that pass afterwards.
+        """
+        old = self.run.old_offers()
+        self.evict(is_evicted)
+        kept = old[-1 - age % len(old)]
         add = replace(kept.add, request_id=f"again{self.run.num_requests}", num_output_tokens=2)
         self.run.route(self.consumer_of(kept, to_itself), kept, add, "repeated")
         self.run.tick(seconds)
@@ -253,20 +265,39 @@ class HandoffMachine(ContractMachine):
     @operation(
         "HAND-6",
         when=lambda machine: machine.run.model.kept,
-        offer=of_state(lambda machine: st.integers(0, len(machine.run.model.kept) - 1)),
-        num_tokens=_LENGTH,
+        age=_AGE,
+        longer=st.sampled_from((0, 4, 8, -4)),
         entry=st.sampled_from((None, None, None, None, *range(7))),
         value=st.sampled_from((None, "missing", [], "changed")),
+        is_evicted=st.booleans(),
         seconds=st.integers(0, 3),
     )
     def route_wrong(
-        self, offer: int, num_tokens: int, entry: int | None, value: Any, seconds: int
+        self,
+        age: int,
+        longer: int,
+        entry: int | None,
+        value: Any,
+        is_evicted: bool,
+        seconds: int,
     ) -> None:
-        """Deliver a handoff with another prompt, or with a wrong or missing entry."""
-        kept, number = self.run.model.kept[offer], self.run.num_requests
+        """Deliver a handoff with another prompt, or with a wrong or missing entry.
+
+        Args:
+            age: Number of later offers.
+            longer: Number of tokens by which the other prompt is longer.
+            entry: Number of the wrong entry; None for another prompt.
+            value: Value of the entry, or the way in which it is wrong.
+            is_evicted: Whether other requests overwrite all free blocks of both engines before.
+            seconds: Seconds that pass afterwards.
+        """
+        offers, number = self.run.model.kept, self.run.num_requests
+        self.evict(is_evicted)
+        kept = offers[-1 - age % len(offers)]
         add = replace(kept.add, request_id=f"wrong{number}", num_output_tokens=1)
         changes = {}
         if entry is None:
+            num_tokens = add.num_prompt_tokens + longer
             add = Add(add.request_id, 100 + number, num_tokens, 1, num_shared_blocks=0)
         else:
             entries = [*self.pair.entries(kept.params).items()]
@@ -276,6 +307,11 @@ class HandoffMachine(ContractMachine):
             changes = {key: value}
         self.run.route(self.consumer_of(kept, False), kept, add, "wrong", **changes)
         self.run.tick(seconds)
+
+    def evict(self, is_evicted: bool) -> None:
+        """Overwrite all free blocks of both engines."""
+        for name in NAMES if is_evicted else ():
+            self.run.overwrite(name, 0)
 
     @operation(
         "HAND-3",
@@ -301,7 +337,7 @@ class HandoffMachine(ContractMachine):
     @operation(
         "HAND-2",
         name=_NAME,
-        share=st.sampled_from((0, 0.5, 1)),
+        share=st.sampled_from((0, 0, 0.5, 1)),
         pressed=_PRESSED,
         seconds=st.integers(0, 3),
     )
