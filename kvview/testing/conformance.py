@@ -292,6 +292,8 @@ class Conformance:
     """The capabilities that the implementation lacks."""
     settings: ClassVar[settings | None] = None
     """The settings of Hypothesis; None for those of the profile, with ``num_calls`` calls."""
+    num_runs: ClassVar[int] = 100
+    """The number of runs of the machine in ``kvview check``, by default."""
     protocols: ClassVar[Mapping[str, type]] = {}
     """The protocols that the objects of :meth:`parts` fulfil, by the name of the object."""
 
@@ -379,7 +381,7 @@ def find_failures(suite: type[Conformance], effort: Effort) -> dict[str, LawBrok
     """
     options = settings(
         settings.get_profile("default"),
-        max_examples=runs_of(effort),
+        max_examples=runs_of(suite, effort),
         stateful_step_count=effort.steps or suite.machine.num_calls,
         database=None,
         derandomize=False,
@@ -401,9 +403,9 @@ def find_failures(suite: type[Conformance], effort: Effort) -> dict[str, LawBrok
     return {}
 
 
-def runs_of(effort: Effort) -> int:
-    """Return the number of runs of a machine, by default 100."""
-    return effort.seeds or 100
+def runs_of(suite: type[Conformance], effort: Effort) -> int:
+    """Return the number of runs of a suite's machine."""
+    return effort.seeds or suite.num_runs
 
 
 def _flaky(failure: LawBroken) -> LawBroken:

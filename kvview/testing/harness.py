@@ -267,23 +267,9 @@ class TransferHarness(Protocol):
         ...
 
 
-class HandoffHarness(Protocol):
-    """Two engines with a network between them, which a new harness has not started."""
-
-    @property
-    def engines(self) -> Mapping[str, Any]:
-        """The engines by name."""
-        ...
-
-    def start(self, scenarios: Any, network: Any, lease_seconds: float, /) -> None:
-        """Build both engines."""
-        ...
-
-
 SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "offloading": ("manager", OffloadingManager, ManagerHarness),
     "transfer": ("worker", TransferWorker, TransferHarness),
-    "handoff": ("engines", object, HandoffHarness),
 }
 """For each contract, the attribute that identifies its harness, and the two protocols."""
 

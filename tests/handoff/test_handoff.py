@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import settings
 
 from kvview import CacheGeometry, RequestInfo
 from kvview.cli.commands import cli
 from kvview.errors import HandoffError
 from kvview.handoff import Handoff, Offers, Peer, layout_of
+from kvview.testing.handoff import HandoffConformance
 from kvview_reference.engine.request import chain_hashes
+from kvview_reference.handoff.pull import PullConnector
 
 GEOMETRY = CacheGeometry.single(4)
 LAYOUT = layout_of(GEOMETRY, [64])
@@ -21,6 +24,11 @@ HASHES = chain_hashes(range(3))
 REQUEST = RequestInfo("r", 13, HASHES)
 ME = Peer("P", "life 1", "tcp://p:1")
 HANDOFF = Handoff("P", "life 1", "tcp://p:1", 0, 8, HASHES[1].hex(), LAYOUT)
+
+
+class TestPullConnector(HandoffConformance):
+    connector = PullConnector
+    settings = settings(max_examples=10)
 
 
 def test_parameters_survive_a_router_that_adds_entries() -> None:

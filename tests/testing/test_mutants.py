@@ -10,7 +10,7 @@ import pytest
 from kvview.targets import is_connector
 from kvview.testing import CHECKS, run_checks
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.handoff import PDFactory
+from kvview.testing.handoff import pd_factory
 from kvview_reference import harness
 from kvview_reference.handoff.pull import PullConnector
 from tests import mutants
@@ -28,7 +28,7 @@ RIGHT: list[Callable[[], Any]] = [
     harness.offloading_arc,
     harness.transfer,
     harness.Tier,
-    PDFactory(PullConnector),
+    pd_factory(PullConnector),
 ]
 
 

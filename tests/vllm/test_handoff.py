@@ -17,10 +17,10 @@ from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.targets import load_target
 from kvview.testing import run_checks
+from kvview.testing.conformance import find_failures
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.effort import Effort
-from kvview.testing.handoff import HandoffPlayer, PDFactory, pd_factory
-from kvview.testing.search import Plan, search
+from kvview.testing.handoff import HandoffConformance, pd_factory
 from kvview_reference.handoff.pull import PullConnector
 from kvview_vllm.releases import installed
 from tests.mutants.handoff import MUTANTS
@@ -49,26 +49,42 @@ needs_loads_between_steps = pytest.mark.skipif(
 )
 
 
+def _start(state: Any) -> None:
+    """Start two small engines of one rank."""
+    state.start(
+        groups="full",
+        split="none",
+        consumer="alike",
+        num_blocks=(20, 20),
+        max_running=(3, 3),
+        pin_budget=None,
+        lease=16,
+        seed=0,
+    )
+
+
 @needs_loads_between_steps
 def test_two_schedulers_hand_over() -> None:
-    result = search(HandoffPlayer, pd_factory(PullConnector, "vllm"), Effort(seeds=SEEDS + 5))
-    assert result.failures == {}
-    assert result.compared["HAND-10"] > SEEDS  # handoffs that must be used
+    suite = pd_factory(PullConnector, "vllm")
+    state: Any = suite.Machine()
+    _start(state)
+    state.hand_over(has_unused=True, num_blocks=2, way="load")  # fails unless the KV is loaded
+    state.teardown()
+    assert find_failures(suite, Effort(seeds=SEEDS)) == {}
 
 
 @needs_loads_between_steps
 @pytest.mark.parametrize("mutant", [one for one in MUTANTS if one.name in SEEN_EARLY], ids=_NAME)
 def test_a_wrong_connector_is_detected(mutant: Mutant) -> None:
-    assert isinstance(mutant.factory, PDFactory)
-    factory = PDFactory(mutant.factory.made_of, "vllm")
-    result = search(HandoffPlayer, factory, Effort(seeds=400, is_brief=True))
-    assert set(result.failures) == {mutant.law}
+    connector: Any = mutant.factory
+    suite = pd_factory(connector.connector, "vllm")
+    assert set(find_failures(suite, Effort(seeds=400, is_brief=True))) == {mutant.law}
 
 
 @needs_loads_between_steps
 def test_an_error_of_vllm_breaks_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
     # VSIM-1
-    factory = pd_factory(PullConnector, "vllm")
+    suite = pd_factory(PullConnector, "vllm")
 
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("a defect of vLLM")
@@ -76,7 +92,7 @@ def test_an_error_of_vllm_breaks_no_law(monkeypatch: pytest.MonkeyPatch) -> None
     pool: Any = pytest.importorskip("vllm.v1.core.block_pool")
     monkeypatch.setattr(pool.BlockPool, "cache_full_blocks", fail)
     with pytest.raises(InvariantBroken, match=r"ENGINE: .*KeyError"):
-        run_checks(factory, seeds=1)
+        run_checks(suite, seeds=1)
 
 
 def test_a_release_that_waits_for_loads_within_a_step_is_refused() -> None:
@@ -98,29 +114,38 @@ def test_a_connector_of_vllm_is_checked_in_real_engines() -> None:
 
 
 @pytest.fixture
-def nixl_factory() -> PDFactory:
+def nixl() -> type[HandoffConformance]:
     pytest.importorskip(f"{NIXL}.pull_worker", reason="NixlConnector has other modules")
     return pd_factory(load_target(f"{NIXL}:NixlConnector"), "vllm")
 
 
-def test_nixl_loads_right_kv_in_two_schedulers(nixl_factory: PDFactory) -> None:
+def test_nixl_loads_right_kv_in_two_schedulers(nixl: type[HandoffConformance]) -> None:
     # the positive control: without stale and foreign handoffs
-    player = HandoffPlayer(nixl_factory, Plan(0))
-    player.geometry = player.geometries["P"]
-    for number in range(3):
-        player.play([("prefill", number), ("pass_time", number)])
-        player.route_to("D", kept := player.model.kept[-1], kept.add, "right")
-        player.tick(12)
-    num_loaded = player.counters("D")[1]
-    player.end()
+    state: Any = nixl.Machine()
+    _start(state)
+    for family in range(3):
+        state.prefill(
+            "P",
+            number=0,
+            family=family,
+            num_tokens=12,
+            num_shared_blocks=0,
+            num_outputs=None,
+            seconds=3,
+        )
+        [kept] = state.run.new_offers()
+        state.run.route("D", kept, kept.add, "right")
+        state.run.tick(12)
+    num_loaded = state.run.counters("D")[1]
+    state.teardown()
     assert num_loaded > 0
 
 
-def test_nixl_breaks_the_laws_of_its_findings(nixl_factory: PDFactory) -> None:
-    result = search(HandoffPlayer, nixl_factory, Effort(seeds=30))
-    assert {"HAND-5", "HAND-6"} <= set(result.failures)
-    assert set(result.failures) <= NIXL_BREAKS
-    assert nixl_factory.replaced
+def test_nixl_breaks_the_laws_of_its_findings(nixl: type[HandoffConformance]) -> None:
+    failures = find_failures(nixl, Effort(seeds=30))
+    assert {"HAND-5", "HAND-6"} <= set(failures)
+    assert set(failures) <= NIXL_BREAKS
+    assert nixl.replaced
 
 
 @needs_loads_between_steps

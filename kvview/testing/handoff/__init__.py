@@ -1,6 +1,5 @@
-"""The checks of connectors for handoffs; an import of this package registers the checks."""
+"""The suite of connectors for handoffs; an import of this package registers its checks."""
 
-from kvview.testing.handoff.harness import PDFactory, pd_factory
-from kvview.testing.handoff.player import HandoffPlayer
+from kvview.testing.handoff.suite import HandoffConformance, pd_factory
 
-__all__ = ["HandoffPlayer", "PDFactory", "pd_factory"]
+__all__ = ["HandoffConformance", "pd_factory"]

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from typing_extensions import override
-
 from kvview import BlockIds, CacheGeometry, Connector, ConnectorConfig, StepPlan
-from kvview.connector.hook_errors import build_connector
-from kvview.errors import ConfigError
-from kvview.handoff import Handoff, HandoffScheduler, HandoffWorker, Peer, Wire
-from kvview.targets import is_engine_connector, require_connector
-from kvview.testing.connector.run.engine import SimulatedEngine, load_engines
+from kvview.handoff import Handoff, Peer, Wire
+from kvview.testing.connector.run.engine import SimulatedEngine
 from kvview.testing.connector.scenario.scenario import Add, Scenario
 from kvview.testing.handoff.network import FAULTS, Fault, Network
 from kvview.testing.harness import Capability
@@ -84,118 +78,6 @@ class BuildsOwnPDEngines(Protocol):
 
     def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
         """Make two engines with an unmodified connector."""
-
-
-@dataclass(frozen=True, eq=False)
-class PDFactory:
-    """Makes two engines with a connector.
-
-    Args:
-        made_of: The connector class.
-        engine: Name of the engines.
-        options: Options of the connector.
-    """
-
-    made_of: type
-    engine: str = "reference"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def __name__(self) -> str:
-        """Name of the connector class."""
-        return self.made_of.__name__
-
-    @property
-    def made_by(self) -> str:
-        """Return lines of a script that make the factory from ``factory``, the class."""
-        place = "from kvview.testing.handoff.harness import PDFactory"
-        return f"{place}\nfactory = PDFactory(factory, {self.engine!r}, {dict(self.options)!r})"
-
-    @property
-    def replaced(self) -> Sequence[str]:
-        """Parts of the connector that are not checked, because the engines replace them."""
-        return self().replaced
-
-    def __call__(self) -> TwoEngines:
-        """Return two engines that are not built yet."""
-        if is_engine_connector(self.made_of):
-            return _engines_of_own(self.engine).pair_of_own(self.made_of, self.options)
-        return TwoEngines(self.made_of, _load(self.engine), self.options)
-
-
-class _Idle(Connector):
-    """A connector that offers and accepts no KV."""
-
-    @override
-    def make_scheduler(self) -> HandoffScheduler:
-        return HandoffScheduler()
-
-    @override
-    def make_worker(self) -> HandoffWorker:
-        return HandoffWorker()
-
-
-@cache
-def _load(name: str) -> BuildsPDEngines:
-    """Load the factory of an engine, and try to build an engine, which may refuse handoffs."""
-    engines = load_engines(name)
-    if not isinstance(engines, BuildsPDEngines):
-        raise ConfigError(f"engine {name!r} cannot simulate handoffs; use reference or vllm")
-    scenario = engines.fit_for_handoffs(
-        Scenario(CacheGeometry.single(4), num_gpu_blocks=4, events=())
-    )
-    TwoEngines(_Idle, engines, {}).start({"P": scenario}, Network(0, 1), 1.0)
-    return engines
-
-
-def _engines_of_own(name: str) -> BuildsOwnPDEngines:
-    engines = load_engines(name)
-    if not isinstance(engines, BuildsOwnPDEngines):
-        raise ConfigError(f"engine {name!r} only runs kvview connectors; use --engine vllm")
-    return engines
-
-
-def pd_factory(
-    target: object, engine: str | None = None, options: Mapping[str, Any] | None = None
-) -> PDFactory:
-    """Make the factory of a connector class, for ``run_checks`` and ``parametrize_with_checks``.
-
-    Args:
-        target: The connector class.
-        engine: Name of the engines; None for the reference engine.
-        options: Options of the connector.
-
-    Raises:
-        ConfigError: The target is not a connector, refuses the options, or its halves have no
-            hooks for handoffs.
-        UnsupportedEngineError: The installed release of the engine cannot simulate handoffs.
-    """
-    given = dict(options or {})
-    if not is_engine_connector(target):
-        target = require_handoff_connector(target, given)
-    found = PDFactory(target, engine or "reference", given)  # type: ignore[arg-type]
-    found()
-    return found
-
-
-def require_handoff_connector(target: object, options: Mapping[str, Any]) -> type[Connector]:
-    """Refuse an object that is not a connector class with hooks for handoffs.
-
-    Raises:
-        ConfigError: As for :func:`pd_factory`.
-    """
-    name = getattr(target, "__qualname__", repr(target))
-    connector_class = require_connector(target, name)
-    config = ConnectorConfig(CacheGeometry.single(4), dict(options))
-    halves = build_connector(connector_class, config)
-    kinds = type(halves.make_scheduler()), type(halves.make_worker())
-    if not issubclass(kinds[0], HandoffScheduler) or not issubclass(kinds[1], HandoffWorker):
-        raise ConfigError(
-            f"{connector_class.__qualname__} makes a {kinds[0].__name__} and a "
-            f"{kinds[1].__name__}; a connector for handoffs makes a HandoffScheduler and a "
-            f"HandoffWorker"
-        )
-    return connector_class
 
 
 class TwoEngines:
@@ -280,6 +162,10 @@ class TwoEngines:
 
     def close(self) -> None:
         """Release all resources of both engines."""
+        for engine in self.engines.values():
+            with suppress(Exception):
+                engine.shutdown()  # release threads and memory
+        self.engines.clear()
 
     def life(self, name: str) -> str:
         """Name of the current life of an engine."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvview.targets import is_engine_connector
 from kvview.testing.connector.run.engine import load_factory_class
-from kvview.testing.handoff.harness import require_handoff_connector
+from kvview.testing.handoff.suite import require_handoff_connector
 
 
 @dataclass(frozen=True)
