@@ -14,7 +14,6 @@ from kvview.testing.harness import (
     Capability,
     ManagerHarness,
     PoolHarness,
-    TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.law_broken import LawBroken
@@ -25,13 +24,12 @@ from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.tier.suite import TierConformance
 from kvview.testing.transfer.compute import GatedComputeStream
-from kvview.testing.transfer.player import TransferPlayer
+from kvview.testing.transfer.suite import TransferConformance
 
 # These imports register the checks that a model cannot state.
 for _module in (
     "offloading.examples",
     "pool.examples",
-    "transfer.examples",
 ):
     import_module(f"{__name__}.{_module}")
 
@@ -52,8 +50,7 @@ __all__ = [
     "PoolPlayer",
     "Report",
     "TierConformance",
-    "TransferHarness",
-    "TransferPlayer",
+    "TransferConformance",
     "check",
     "checks_for",
     "inspect_factory",
