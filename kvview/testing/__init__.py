@@ -12,14 +12,13 @@ from kvview.testing.connector_checks import NotExercised
 from kvview.testing.effort import Effort
 from kvview.testing.harness import (
     Capability,
-    ManagerHarness,
     PoolHarness,
     TierHarness,
     TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.law_broken import LawBroken
-from kvview.testing.offloading.player import ManagerPlayer
+from kvview.testing.offloading.suite import OffloadingConformance
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.player import PoolPlayer
 from kvview.testing.report import CheckResult, Outcome, Report
@@ -31,7 +30,6 @@ from kvview.testing.transfer.player import TransferPlayer
 
 # These imports register the checks that a model cannot state.
 for _module in (
-    "offloading.examples",
     "pool.examples",
     "tier.examples",
     "transfer.examples",
@@ -47,9 +45,8 @@ __all__ = [
     "Effort",
     "GatedComputeStream",
     "LawBroken",
-    "ManagerHarness",
-    "ManagerPlayer",
     "NotExercised",
+    "OffloadingConformance",
     "Outcome",
     "PoolHarness",
     "PoolPlayer",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from kvview.offloading import OffloadingManager
 from kvview.pool import GPUBlockPoolView
 from kvview.tier import Namespace, TierStore
 from kvview.transfer import CanonicalKVCaches, TransferWorker
@@ -32,7 +31,6 @@ For connectors, the class itself is passed.
 """
 
 MIN_POOL_BLOCKS = 16
-MIN_CAPACITY = 8
 MIN_GPU_BLOCKS = 8
 MIN_CPU_BLOCKS = 8
 MIN_BLOCKS_PER_GROUP = 4
@@ -100,8 +98,8 @@ class Capability(StrEnum):
     """``reset() -> bool`` resets the cache, and returns False if the engine refused."""
     CLOSE = "close", "pool", "harness.close(0)"
     """``close() -> {block_id: count}``: the engine shuts down and closes the view."""
-    SIZED = "sized", "pool offloading", "harness.sized(1)"
-    """``sized(num_blocks)``: a new harness over a pool, or a manager, of another size."""
+    SIZED = "sized", "pool", "harness.sized(1)"
+    """``sized(num_blocks)``: a new harness over a pool of another size."""
     POOL_SIZE = "pool_size", "pool", "view.num_blocks", "view.null_block_id"
     """The view has ``num_blocks`` and ``null_block_id``."""
     FREE_COUNT = "free_count", "pool", "view.num_free_blocks(0)"
@@ -143,15 +141,15 @@ class Capability(StrEnum):
     """``take_events`` reports stored and removed keys."""
     PAGES = "pages", "offloading"
     """Specs name their pages with ``block_ids``."""
-    POLICIES = "policies", "offloading", "harness.with_policy(1)", "harness.policies"
+    POLICIES = "policies", "offloading", "suite.with_policy(1)", "suite.policies"
     """``with_policy(name)`` makes a manager with a policy; ``policies`` lists the known names."""
     LRU = "lru", "offloading"
     """The manager evicts the key that was used longest ago (OFF-10)."""
     ARC = "arc", "offloading"
     """The manager evicts keys by ARC (OFF-11)."""
-    STORE_THRESHOLD = "store_threshold", "offloading", "harness.with_threshold(1)"
-    """``with_threshold(num_offers)`` makes a harness whose manager stores a key after this number
-    of offers."""
+    STORE_THRESHOLD = "store_threshold", "offloading", "suite.with_threshold(2)"
+    """``with_threshold(capacity, num_offers)`` makes a manager that stores a key at this offer; at
+    the first, as ``make`` does, if the number is 1."""
 
     TIER_COUNTS = (
         "tier_counts",
@@ -254,25 +252,6 @@ class PoolHarness(Protocol):
         ...
 
 
-class ManagerHarness(Protocol):
-    """An offloading manager under test, which at first holds no key, and stores every offer."""
-
-    @property
-    def manager(self) -> OffloadingManager:
-        """The manager under test."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """Number of keys that fit, at least 8."""
-        ...
-
-    @property
-    def capabilities(self) -> Collection[str]:
-        """Optional features of this implementation."""
-        ...
-
-
 class TransferHarness(Protocol):
     """A transfer worker under test, and the KV caches that it reads and writes.
 
@@ -346,7 +325,6 @@ class HandoffHarness(Protocol):
 
 SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "pool": ("view", GPUBlockPoolView, PoolHarness),
-    "offloading": ("manager", OffloadingManager, ManagerHarness),
     "transfer": ("worker", TransferWorker, TransferHarness),
     "tier": ("store", TierStore, TierHarness),
     "handoff": ("engines", object, HandoffHarness),

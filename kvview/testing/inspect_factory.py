@@ -12,7 +12,6 @@ from kvview.targets import is_connector, is_engine_connector, require_connector
 from kvview.testing.conformance import Conformance
 from kvview.testing.harness import (
     MIN_BLOCKS_PER_GROUP,
-    MIN_CAPACITY,
     MIN_CPU_BLOCKS,
     MIN_GPU_BLOCKS,
     MIN_POOL_BLOCKS,
@@ -29,7 +28,6 @@ from kvview.testing.tier.store_harness import tier_factory
 
 _SMALLEST = {
     "num_blocks": MIN_POOL_BLOCKS,
-    "capacity": MIN_CAPACITY,
     "num_cpu_blocks": MIN_CPU_BLOCKS,
     "blocks_per_chunk": 1,
 }
