@@ -196,13 +196,15 @@ class ContractMachine(RuleBasedStateMachine):
 
     def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; an exception breaks the law of the rule."""
-        with self._limited(method, args):
-            try:
+        try:
+            with watchdog.calling():
                 return getattr(receiver, method)(*args, **kwargs)
-            except Exception as error:
-                raised = error
-        got = f"{type(raised).__name__}: {raised}"
-        raise self._failure(f"{_code(method, args)} must not raise", got, "no error") from raised
+        except watchdog.HookTimeout as error:
+            raise self._does_not_return(method, args, error) from error
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            what = f"{_code(method, args)} must not raise"
+            raise self._failure(what, got, "no error") from error
 
     def refused(
         self,
@@ -214,27 +216,25 @@ class ContractMachine(RuleBasedStateMachine):
         **kwargs: Any,
     ) -> Exception:
         """Call a method that must raise an error; returns the error."""
-        got = "no error"
-        with self._limited(method, args):
-            try:
-                got = f"no error, {_RESULT.repr(getattr(receiver, method)(*args, **kwargs))}"
-            except error as expected:
-                return expected
-            except Exception as other:
-                got = f"{type(other).__name__}: {other}"
+        try:
+            with watchdog.calling():
+                result = getattr(receiver, method)(*args, **kwargs)
+            got = f"no error, {_RESULT.repr(result)}"
+        except watchdog.HookTimeout as timeout:
+            raise self._does_not_return(method, args, timeout) from timeout
+        except error as expected:
+            return expected
+        except Exception as other:
+            got = f"{type(other).__name__}: {other}"
         what = f"{_code(method, args)} must raise {error.__name__}"
         raise self._failure(what, got, error.__name__, law)
 
-    @contextmanager
-    def _limited(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
-        with watchdog.calling():
-            try:
-                yield
-            except watchdog.HookTimeout as error:
-                line = where(error)
-                got = str(error) + (f": it is at {line}" if line else "")
-                what = f"{_code(method, args)} must return"
-                raise _DoesNotReturn(self._failure(what, got, "it returns")) from error
+    def _does_not_return(
+        self, method: str, args: tuple[Any, ...], error: watchdog.HookTimeout
+    ) -> _DoesNotReturn:
+        line = where(error)
+        got = str(error) + (f": it is at {line}" if line else "")
+        return _DoesNotReturn(self._failure(f"{_code(method, args)} must return", got, "it returns"))
 
     # --- comparison ---
 
@@ -270,7 +270,7 @@ class Conformance:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "machine" in vars(cls):
+        if "contract" in vars(cls):
             _register(cls)
         name = f"{cls.__name__}.Machine"
         names = {"suite_class": cls, "__module__": cls.__module__}
