@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -28,8 +28,9 @@ from kvview.testing.offloading.orders import AnyOrder, ARCOrder, LRUOrder
 
 _SIZES = (2, 1, 3, 5, 5, 8, 8, 8, 12, 12, 12, 20, 40, 300)
 _GROUPS = (0, 1, 258)
-_MOST_LOOKUPS = 150
+_MOST_LOOKUPS = 40
 _MOST_USES = 200
+_ALL = 160  # a first byte above this value draws all keys
 # Neighbouring keys share a block hash in several groups.
 KEYS = [make_offload_key(b"k%d" % at, group) for at in range(320) for group in _GROUPS]
 
@@ -37,17 +38,23 @@ Keys = Sequence[OffloadKey]
 KeyLists = st.SearchStrategy[list[OffloadKey]]
 
 
-def keys_of(among: Keys, most: int, fewest: int = 1) -> KeyLists:
-    """Return lists of some keys, with repetitions; bytes are drawn faster than a list."""
-    drawn = st.binary(min_size=fewest, max_size=max(most, fewest))
-    return drawn.map(lambda places: [among[at * len(among) >> 8] for at in places])
+def keys_at(places: bytes, among: Keys) -> list[OffloadKey]:
+    """Return the keys at some places, each of which is a part of 256 of the whole length."""
+    return [among[place * len(among) >> 8] for place in places]
 
 
-def long_lists_of_keys() -> KeyLists:
-    """Return lists of keys that are used one after another, from few or many different keys."""
-    return st.tuples(st.sampled_from((4, 7, 16, 40)), st.sampled_from((0, 0, 30, 100))).flatmap(
-        lambda drawn: keys_of(KEYS[: drawn[0]], _MOST_USES, drawn[1])
-    )
+def uses_of(drawn: bytes) -> list[OffloadKey]:
+    """Return keys that are used one after another, from few or from many different keys."""
+    most = (4, 7, 16, 40)[drawn[0] % 4] if drawn else 0
+    return keys_at(drawn[1:], KEYS[:most])
+
+
+# One string of bytes is drawn faster than a list of keys.
+USES: KeyLists = (
+    st.binary(max_size=_MOST_USES)
+    | st.binary(min_size=30, max_size=_MOST_USES)
+    | st.binary(min_size=100, max_size=_MOST_USES)
+).map(uses_of)
 
 
 class OffloadingMachine(ContractMachine):
@@ -76,7 +83,7 @@ class OffloadingMachine(ContractMachine):
         capacity=st.sampled_from(_SIZES),
         threshold=st.sampled_from((1, 1, 1, 1, 2, 3)),
         most=st.sampled_from((1, 3, 3, 6, 12, 42)),
-        used=long_lists_of_keys(),
+        used=USES,
     )
     def start(self, capacity: int, threshold: int, most: int, used: Keys) -> None:
         """Make a manager, and use some keys one after another.
@@ -117,22 +124,35 @@ class OffloadingMachine(ContractMachine):
     # --- the keys of calls ---
 
     def some(self, among: Collection[OffloadKey]) -> KeyLists:
-        """Return lists of different keys of a collection."""
+        """Return lists of different keys of a collection, sometimes of all."""
         found = sorted(among)
-        drawn = keys_of(found, min(self.most, len(found))).map(dict.fromkeys).map(list)
-        return drawn | st.just(found[: self.most])
+
+        def choose(drawn: bytes) -> list[OffloadKey]:
+            return found[: self.most] if drawn[0] > _ALL else self.different(keys_at(drawn, found))
+
+        return st.binary(min_size=1, max_size=min(self.most, len(found))).map(choose)
+
+    def different(self, keys: Keys) -> list[OffloadKey]:
+        """Return the keys without repetitions."""
+        return list(dict.fromkeys(keys))
 
     def repeated(self, among: Collection[OffloadKey]) -> KeyLists:
         """Return lists of keys of a collection, of which one may be named twice."""
-        return self.some(among) | keys_of(sorted(among), self.most)
+        found = sorted(among)
+        return st.binary(min_size=1, max_size=self.most).map(lambda drawn: keys_at(drawn, found))
 
     def any_keys(self) -> KeyLists:
         """Return lists of keys in one or two states."""
         model = self.model
         states = (self.keys, self.recent, model.stored, model.storing, model.late, self.evicted)
         pools = [sorted(keys) for keys in (*states, model.loads) if keys]
-        part = st.sampled_from(pools).flatmap(lambda pool: keys_of(pool, self.most))
-        return st.lists(part, min_size=1, max_size=2).map(lambda parts: [*chain(*parts)])
+
+        def choose(drawn: bytes) -> list[OffloadKey]:
+            one, other = (pools[place * len(pools) >> 8] for place in drawn[:2])
+            keys = zip_longest(keys_at(drawn[2::2], one), keys_at(drawn[3::2], other))
+            return [key for key in chain(*keys) if key]
+
+        return st.binary(min_size=3, max_size=2 + 2 * self.most).map(choose)
 
     def fresh(self, number: int) -> list[OffloadKey]:
         """Return keys that no call has named."""
@@ -258,15 +278,15 @@ class OffloadingMachine(ContractMachine):
         self.call(self.manager, "touch", tuple(keys), self.context)
         self.model.touch(keys)
 
-    @operation("OFF-3", keys=long_lists_of_keys())
+    @operation("OFF-3", keys=USES)
     def use_keys(self, keys: Keys) -> None:
         """Use new, held, and recently evicted keys, one after another."""
         self.use(keys)
 
     @operation(
         "OFF-1",
-        num_idle=of_state(lambda m: st.sampled_from((1, 0, 2, m.most))),
-        num_new=of_state(lambda m: st.sampled_from((1, 2, m.most))),
+        num_idle=st.sampled_from((1, 0, 2, 8)),
+        num_new=st.sampled_from((1, 2, 8)),
         is_loaded=st.booleans(),
     )
     def squeeze(self, num_idle: int, num_new: int, is_loaded: bool) -> None:
@@ -281,11 +301,17 @@ class OffloadingMachine(ContractMachine):
         if not is_stored:
             self.offer(keys)
 
-    @operation("OFF-5", success=st.booleans(), num_new=st.sampled_from((0, 1)))
-    def replace_all(self, success: bool, num_new: int) -> None:
-        """Complete all transfers, replace every key, and offer one more key."""
+    @operation(
+        "OFF-5",
+        success=st.booleans(),
+        num_kept=st.sampled_from((0, 1, 2)),
+        num_more=st.sampled_from((0, 1)),
+    )
+    def replace_keys(self, success: bool, num_kept: int, num_more: int) -> None:
+        """Complete all transfers, replace all keys except a few, and offer one more key."""
         self.end_all(success)
-        self.offer(self.wanted(self.model.capacity + num_new))
+        kept = sorted(self.model.stored)[:num_kept]
+        self.offer(kept + self.wanted(self.model.capacity - len(kept) + num_more))
         self.offer(self.wanted(1))
 
     def end_all(self, success: bool) -> None:
