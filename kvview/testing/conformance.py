@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from kvview.connector.hook_errors import where
+from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import CHECKS, Check
 from kvview.testing.effort import Effort, current_effort
@@ -296,6 +297,11 @@ class Conformance:
         """Return the capabilities that are checked."""
         return [one for one in capabilities_of(cls.contract) if one not in cls.lacks]
 
+    @classmethod
+    def import_lines(cls) -> str:
+        """Return the lines of a script that import the suite."""
+        return import_lines(cls)
+
     def test_calls(self) -> None:
         """Run the machine: random calls, each compared with the model.
 
@@ -384,7 +390,7 @@ def _script(suite: type[Conformance], failure: LawBroken) -> str:
     *calls, end = notes[starts[0] :]
     calls = [line for line in calls[:-1] if line != _COMPARE] + calls[-1:]
     told = f"{failure.law}: {failure.what}: got {failure.got}, expected {failure.expected}"
-    lines = [f"from {suite.__module__} import {suite.__qualname__}", "", *calls]
+    lines = [suite.import_lines(), "", *calls]
     return "\n".join([*lines, *(f"# {line}" for line in told.splitlines()), end, ""])
 
 
@@ -451,12 +457,20 @@ def _calling(name: str, doc: str | None) -> Callable[[Any], None]:
         try:
             getattr(suite(), name)()
         except LawBroken as failure:
-            made = f"from {suite.__module__} import {suite.__qualname__}"
-            failure.script = f"{made}\n\n{suite.__qualname__}().{name}()  # raises LawBroken\n"
+            call = f"{suite.__qualname__}().{name}()  # raises LawBroken"
+            failure.script = f"{suite.import_lines()}\n\n{call}\n"
             raise
 
     run.__name__, run.__doc__ = name, doc
     return run
+
+
+def import_lines(subject: type) -> str:
+    """Return the lines of a script that import a class, also one of a file."""
+    if target := target_of(subject):
+        load = "from kvview.testing import load_target"
+        return f"{load}\n\n{subject.__qualname__} = load_target({target!r})"
+    return f"from {subject.__module__} import {subject.__qualname__}"
 
 
 def _code(method: str, args: tuple[Any, ...]) -> str:

@@ -16,11 +16,7 @@ BASE = Base("CPUOffloadingManager", (Path(manager.__file__),))
 def make_suite(wrong: Any, variant: Variant) -> Any:
     """Make the suite of the wrong manager."""
     right = ReferenceARCManager if variant.notes.get("policy") == "arc" else ReferenceManager
-
-    class Wrong(right):  # type: ignore[misc,valid-type]
-        Manager = wrong
-
-    return Wrong
+    return type(variant.name, (right,), {"Manager": wrong})
 
 
 MUTANTS = inject(globals(), BASE, make_suite)

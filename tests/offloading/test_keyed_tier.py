@@ -31,21 +31,13 @@ class KeyedTransfer(ReferenceTransfer):
         return KeySpec([b"page %d" % page for page in pages])
 
 
-class KeyedManagerHarness(ReferenceManager):
+class TestKeyedManager(ReferenceManager):
     Manager = KeyedManager
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        return super().capabilities - {Capability.PAGES}
+    lacks = {"arc", "pages"}
 
 
 @parametrize_with_checks(KeyedTransfer, seeds=5)
 def test_worker(check: BoundCheck) -> None:
-    check()
-
-
-@parametrize_with_checks(KeyedManagerHarness, seeds=20)
-def test_manager(check: BoundCheck) -> None:
     check()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, ClassVar
@@ -38,6 +38,14 @@ Keys = Sequence[OffloadKey]
 KeyLists = st.SearchStrategy[list[OffloadKey]]
 
 
+@st.composite
+def keys_by(
+    draw: st.DrawFn, choose: Callable[[bytes], list[OffloadKey]], fewest: int, most: int
+) -> list[OffloadKey]:
+    """Draw bytes, which is faster than to draw a list, and let a function choose keys by them."""
+    return choose(draw(st.binary(min_size=fewest, max_size=most)))
+
+
 def keys_at(places: bytes, among: Keys) -> list[OffloadKey]:
     """Return the keys at some places, each of which is a part of 256 of the whole length."""
     return [among[place * len(among) >> 8] for place in places]
@@ -49,12 +57,7 @@ def uses_of(drawn: bytes) -> list[OffloadKey]:
     return keys_at(drawn[1:], KEYS[:most])
 
 
-# One string of bytes is drawn faster than a list of keys.
-USES: KeyLists = (
-    st.binary(max_size=_MOST_USES)
-    | st.binary(min_size=30, max_size=_MOST_USES)
-    | st.binary(min_size=100, max_size=_MOST_USES)
-).map(uses_of)
+USES = st.one_of(*(keys_by(uses_of, fewest, _MOST_USES) for fewest in (0, 30, 100)))
 
 
 class OffloadingMachine(ContractMachine):
@@ -130,7 +133,7 @@ class OffloadingMachine(ContractMachine):
         def choose(drawn: bytes) -> list[OffloadKey]:
             return found[: self.most] if drawn[0] > _ALL else self.different(keys_at(drawn, found))
 
-        return st.binary(min_size=1, max_size=min(self.most, len(found))).map(choose)
+        return keys_by(choose, 1, min(self.most, len(found)))
 
     def different(self, keys: Keys) -> list[OffloadKey]:
         """Return the keys without repetitions."""
@@ -139,7 +142,7 @@ class OffloadingMachine(ContractMachine):
     def repeated(self, among: Collection[OffloadKey]) -> KeyLists:
         """Return lists of keys of a collection, of which one may be named twice."""
         found = sorted(among)
-        return st.binary(min_size=1, max_size=self.most).map(lambda drawn: keys_at(drawn, found))
+        return keys_by(lambda drawn: keys_at(drawn, found), 1, self.most)
 
     def any_keys(self) -> KeyLists:
         """Return lists of keys in one or two states."""
@@ -152,7 +155,7 @@ class OffloadingMachine(ContractMachine):
             keys = zip_longest(keys_at(drawn[2::2], one), keys_at(drawn[3::2], other))
             return [key for key in chain(*keys) if key]
 
-        return st.binary(min_size=3, max_size=2 + 2 * self.most).map(choose)
+        return keys_by(choose, 3, 2 + 2 * self.most)
 
     def fresh(self, number: int) -> list[OffloadKey]:
         """Return keys that no call has named."""
