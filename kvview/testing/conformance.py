@@ -235,7 +235,9 @@ class ContractMachine(RuleBasedStateMachine):
     ) -> _DoesNotReturn:
         line = where(error)
         got = str(error) + (f": it is at {line}" if line else "")
-        return _DoesNotReturn(self._failure(f"{_code(method, args)} must return", got, "it returns"))
+        return _DoesNotReturn(
+            self._failure(f"{_code(method, args)} must return", got, "it returns")
+        )
 
     # --- comparison ---
 

@@ -57,7 +57,7 @@ def limit(seconds: float) -> Iterator[None]:
         _seconds.reset(token)
 
 
-class calling:  # noqa: N801  # a context manager, and faster than a generator
+class calling:  # a context manager, and faster than a generator
     """Watch the hook that the ``with`` block calls."""
 
     def __enter__(self) -> None:

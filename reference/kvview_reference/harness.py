@@ -130,7 +130,7 @@ class ReferencePool:
 class ReferenceManager(OffloadingConformance):
     """The offloading manager of a CPU tier, with the LRU policy."""
 
-    lacks: ClassVar[Collection[str]] = {"arc"}
+    lacks: ClassVar[Collection[str]] = ("arc",)
     policies = ("lru", "arc")
     policy = "lru"
     Manager: type[CPUOffloadingManager] = CPUOffloadingManager
@@ -151,14 +151,14 @@ class ReferenceManager(OffloadingConformance):
 class ReferenceARCManager(ReferenceManager):
     """The offloading manager of a CPU tier, with the ARC policy."""
 
-    lacks = {"lru"}
+    lacks = ("lru",)
     policy = "arc"
 
 
 class PolicyManager(ReferenceManager):
     """The offloading manager with a user's policy, which need not be LRU or ARC."""
 
-    lacks = {"lru", "arc", "policies", "tier_counts", "leading_hits"}
+    lacks = ("lru", "arc", "policies", "tier_counts", "leading_hits")
 
 
 class ReferenceTransfer:

@@ -68,7 +68,7 @@ def of_one_size(num_blocks: int, *args: Any, **options: Any) -> ByteBudgetManage
 class TestByteBudget(TestDroppedKeys):
     """A budget of equal pages, whose pages are numbered beyond the number of pages that fit."""
 
-    lacks = {"arc", "pages", "tier_counts"}
+    lacks = ("arc", "pages", "tier_counts")
     Manager: Any = staticmethod(of_one_size)
 
 

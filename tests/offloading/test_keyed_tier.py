@@ -33,7 +33,7 @@ class KeyedTransfer(ReferenceTransfer):
 
 class TestKeyedManager(ReferenceManager):
     Manager = KeyedManager
-    lacks = {"arc", "pages"}
+    lacks = ("arc", "pages")
 
 
 @parametrize_with_checks(KeyedTransfer, seeds=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,13 +56,13 @@ def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path)
 def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path: Path) -> None:
     assert right in source
     (tmp_path / "wrong.py").write_text(source.replace(right, wrong))
-    policy = load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut")
-    assert find_failures(as_factory(policy), Effort(seeds=20, is_brief=True))
+    suite: Any = as_factory(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
+    assert find_failures(suite, Effort(seeds=20, is_brief=True))
 
 
 def test_a_script_makes_the_suite_of_the_policy_again(source: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(source.replace("self.order.pop(key, None)", "pass"))
-    policy = load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut")
-    (failure, *_) = find_failures(as_factory(policy), Effort(seeds=20)).values()
+    suite: Any = as_factory(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
+    (failure, *_) = find_failures(suite, Effort(seeds=20)).values()
     with pytest.raises(LawBroken):
         exec(failure.script, {"__name__": "script"})

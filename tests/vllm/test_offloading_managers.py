@@ -9,9 +9,10 @@ import pytest
 from offloading_tiers import (  # type: ignore[import-not-found]
     SEAM,
     TRANSFERS_ARE_USES,
+    ARCOfConnector,
     BareARCTier,
     BareTier,
-    ConnectorPlayer,
+    OfConnector,
     make_keyed_manager,
     make_manager,
 )
@@ -23,8 +24,8 @@ from kvview import (
     UnsupportedEngineError,
     make_offload_key,
 )
-from kvview.testing import Effort, ManagerPlayer
-from kvview.testing.search import search
+from kvview.testing import Effort
+from kvview.testing.conformance import find_failures
 from kvview_vllm.offloading import TranslatedManager
 from kvview_vllm.releases import NEWEST_TESTED
 
@@ -74,12 +75,11 @@ def keys(*numbers: int) -> list[Any]:
 
 @pytest.mark.parametrize("policy", BareTier.policies)
 def test_a_bare_manager_breaks_the_known_laws_only(policy: str) -> None:  # VOFF-1
-    tier = BareTier if policy == "lru" else BareARCTier
-    broken = broken_laws(policy)
-    of_connector = search(ConnectorPlayer, tier, Effort()).failures
+    is_lru, broken = policy == "lru", broken_laws(policy)
+    of_connector = find_failures(OfConnector if is_lru else ARCOfConnector, Effort())
     assert of_connector.keys() <= broken, of_connector
     assert bool(of_connector) is bool(broken)
-    of_any_caller = search(ManagerPlayer, tier, Effort()).failures
+    of_any_caller = find_failures(BareTier if is_lru else BareARCTier, Effort())
     assert of_any_caller.keys() & {"OFF-2", "OFF-9"}
     assert of_any_caller.keys() <= broken | ANY_CALLER, of_any_caller
 

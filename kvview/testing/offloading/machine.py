@@ -331,18 +331,16 @@ class OffloadingMachine(ContractMachine):
     )
     def be_refused(self, method: str, keys: Keys, success: bool) -> None:
         """Load keys of which some are not ready, or complete transfers that are not in flight."""
-        error, law, more = TransferNotInFlightError, "OFF-9", {}
-        if method == "prepare_load":
-            error, law = KeyNotLoadableError, "OFF-2"
-            is_right = self.model.stored.issuperset(keys)
-        elif method == "complete_load":
-            is_right = self.model.is_loading(keys)
-        else:
-            more = {"success": success}
-            is_right = self.model.is_storing(keys)
+        model = self.model
+        is_right, error, law = {
+            "prepare_load": (model.stored.issuperset(keys), KeyNotLoadableError, "OFF-2"),
+            "complete_load": (model.is_loading(keys), TransferNotInFlightError, "OFF-9"),
+            "complete_store": (model.is_storing(keys), TransferNotInFlightError, "OFF-9"),
+        }[method]
+        more = {"success": success} if method == "complete_store" else {}
         if not is_right:
             self.refused(error, self.manager, method, list(keys), self.context, law=law, **more)
-            self.model.why |= dict.fromkeys(keys, law)
+            model.why |= dict.fromkeys(keys, law)
 
     @operation(
         "OFF-9",

@@ -24,7 +24,7 @@ def as_factory(found: Factory) -> Factory:
     return _suite_of(found, engines.suite_of_policy(found))
 
 
-def _suite_of(policy: type, suite: Any) -> Any:
+def _suite_of(policy: type, suite: type) -> type:
     """Return the suite, whose scripts make it again."""
     name = f"{policy.__name__}Suite"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -37,6 +37,8 @@ class OffloadingConformance(Conformance):
     contract = "offloading"
     machine = OffloadingMachine
     protocols: ClassVar[Mapping[str, type]] = {"manager": OffloadingManager}
+    policies: Sequence[str]
+    """The names of the known policies, for the capability ``"policies"``."""
 
     def make(self, capacity: int) -> OffloadingManager:
         """Make a manager that holds no key, and stores every offer.
@@ -87,9 +89,7 @@ class OffloadingConformance(Conformance):
             machine.refused(ValueError, self, "with_policy", name)
         error = machine.refused(ValueError, self, "with_policy", "no-such-policy")
         for name in self.policies:
-            machine.true(
-                name in str(error), f"the message lists {name!r}", str(error), repr(name)
-            )
+            machine.true(name in str(error), f"the message lists {name!r}", str(error), repr(name))
             machine.call(self, "with_policy", name)
 
     @example("OFF-8")
