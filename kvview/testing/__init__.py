@@ -16,7 +16,7 @@ from kvview.testing.harness import (
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.law_broken import LawBroken
-from kvview.testing.offloading.player import ManagerPlayer
+from kvview.testing.offloading.suite import OffloadingConformance
 from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
 from kvview.testing.pool.suite import PoolConformance
 from kvview.testing.report import CheckResult, Outcome, Report
@@ -38,9 +38,8 @@ __all__ = [
     "Effort",
     "GatedComputeStream",
     "LawBroken",
-    "ManagerHarness",
-    "ManagerPlayer",
     "NotExercised",
+    "OffloadingConformance",
     "Outcome",
     "PoolConformance",
     "Report",

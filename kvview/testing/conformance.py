@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 )
 
 from kvview.connector.hook_errors import where
+from kvview.targets import target_of
 from kvview.testing import watchdog
 from kvview.testing.checks import CHECKS, Check
 from kvview.testing.effort import Effort, current_effort
@@ -223,13 +224,15 @@ class ContractMachine(RuleBasedStateMachine):
 
     def call(self, receiver: object, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method; an exception breaks the law of the rule."""
-        with self._limited(method, args):
-            try:
+        try:
+            with watchdog.calling():
                 return getattr(receiver, method)(*args, **kwargs)
-            except Exception as error:
-                raised = error
-        got = f"{type(raised).__name__}: {raised}"
-        raise self._failure(f"{_code(method, args)} must not raise", got, "no error") from raised
+        except watchdog.HookTimeout as error:
+            raise self._does_not_return(method, args, error) from error
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            what = f"{_code(method, args)} must not raise"
+            raise self._failure(what, got, "no error") from error
 
     def refused(
         self,
@@ -241,27 +244,27 @@ class ContractMachine(RuleBasedStateMachine):
         **kwargs: Any,
     ) -> Exception:
         """Call a method that must raise an error; returns the error."""
-        got = "no error"
-        with self._limited(method, args):
-            try:
-                got = f"no error, {_RESULT.repr(getattr(receiver, method)(*args, **kwargs))}"
-            except error as expected:
-                return expected
-            except Exception as other:
-                got = f"{type(other).__name__}: {other}"
+        try:
+            with watchdog.calling():
+                result = getattr(receiver, method)(*args, **kwargs)
+            got = f"no error, {_RESULT.repr(result)}"
+        except watchdog.HookTimeout as timeout:
+            raise self._does_not_return(method, args, timeout) from timeout
+        except error as expected:
+            return expected
+        except Exception as other:
+            got = f"{type(other).__name__}: {other}"
         what = f"{_code(method, args)} must raise {error.__name__}"
         raise self._failure(what, got, error.__name__, law)
 
-    @contextmanager
-    def _limited(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
-        with watchdog.calling():
-            try:
-                yield
-            except watchdog.HookTimeout as error:
-                line = where(error)
-                got = str(error) + (f": it is at {line}" if line else "")
-                what = f"{_code(method, args)} must return"
-                raise _DoesNotReturn(self._failure(what, got, "it returns")) from error
+    def _does_not_return(
+        self, method: str, args: tuple[Any, ...], error: watchdog.HookTimeout
+    ) -> _DoesNotReturn:
+        line = where(error)
+        got = str(error) + (f": it is at {line}" if line else "")
+        return _DoesNotReturn(
+            self._failure(f"{_code(method, args)} must return", got, "it returns")
+        )
 
     # --- comparison ---
 
@@ -299,7 +302,7 @@ class Conformance:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "machine" in vars(cls):
+        if "contract" in vars(cls):
             _register(cls)
         name = f"{cls.__name__}.Machine"
         names = {"suite_class": cls, "found": [], "__module__": cls.__module__}
@@ -328,7 +331,7 @@ class Conformance:
     @classmethod
     def source(cls) -> str:
         """Return the lines of a script that import or make the suite."""
-        return f"from {cls.__module__} import {cls.__qualname__}"
+        return import_lines(cls)
 
     def test_calls(self) -> None:
         """Run the machine: random calls, each compared with the model.
@@ -509,13 +512,20 @@ def _calling(name: str, doc: str | None) -> Callable[[Any], None]:
         try:
             getattr(suite(), name)()
         except LawBroken as failure:
-            failure.script = (
-                f"{suite.source()}\n\n{suite.__qualname__}().{name}()  # raises LawBroken\n"
-            )
+            call = f"{suite.__qualname__}().{name}()  # raises LawBroken"
+            failure.script = f"{suite.source()}\n\n{call}\n"
             raise
 
     run.__name__, run.__doc__ = name, doc
     return run
+
+
+def import_lines(subject: type) -> str:
+    """Return the lines of a script that import a class, also one of a file."""
+    if target := target_of(subject):
+        load = "from kvview.testing import load_target"
+        return f"{load}\n\n{subject.__qualname__} = load_target({target!r})"
+    return f"from {subject.__module__} import {subject.__qualname__}"
 
 
 def _code(method: str, args: tuple[Any, ...]) -> str:

@@ -137,15 +137,15 @@ class Capability(StrEnum):
     """``take_events`` reports stored and removed keys."""
     PAGES = "pages", "offloading"
     """Specs name their pages with ``block_ids``."""
-    POLICIES = "policies", "offloading", "harness.with_policy(1)", "harness.policies"
+    POLICIES = "policies", "offloading", "suite.with_policy(1)", "suite.policies"
     """``with_policy(name)`` makes a manager with a policy; ``policies`` lists the known names."""
     LRU = "lru", "offloading"
     """The manager evicts the key that was used longest ago (OFF-10)."""
     ARC = "arc", "offloading"
     """The manager evicts keys by ARC (OFF-11)."""
-    STORE_THRESHOLD = "store_threshold", "offloading", "harness.with_threshold(1)"
-    """``with_threshold(num_offers)`` makes a harness whose manager stores a key after this number
-    of offers."""
+    STORE_THRESHOLD = "store_threshold", "offloading", "suite.with_threshold(2)"
+    """``with_threshold(capacity, num_offers)`` makes a manager that stores a key at this offer; at
+    the first, as ``make`` does, if the number is 1."""
 
     TIER_COUNTS = (
         "tier_counts",

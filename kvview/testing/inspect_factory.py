@@ -11,7 +11,6 @@ from kvview.errors import ConfigError, line_of
 from kvview.targets import is_connector, is_engine_connector, require_connector
 from kvview.testing.conformance import Conformance
 from kvview.testing.harness import (
-    MIN_CAPACITY,
     SUBJECTS,
     Capability,
     Contract,
@@ -22,9 +21,7 @@ from kvview.testing.harness import (
     required_by,
 )
 
-_SMALLEST = {
-    "capacity": MIN_CAPACITY,
-}
+_SMALLEST = {}
 
 
 def inspect_factory(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,16 +16,19 @@ from kvview import (
     OffloadingManager,
     TransferWorker,
 )
-from kvview.testing import Capability, PoolConformance, TierConformance, TransferConformance
+from kvview.testing import (
+    Capability,
+    OffloadingConformance,
+    PoolConformance,
+    TierConformance,
+    TransferConformance,
+)
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
 from kvview_reference.tier import FileStore
 
 if TYPE_CHECKING:
-    from kvview.testing import (
-        ManagerHarness,
-    )
     from kvview_reference.transfer import CPUGPUTransferWorker
 
 _BLOCK_SIZE = 16
@@ -104,60 +107,38 @@ class ReferencePool(PoolConformance):
         return self.engine_class(num_blocks, enable_events=True)
 
 
-class ReferenceManager:
-    """The offloading manager of a CPU tier.
+class ReferenceManager(OffloadingConformance):
+    """The offloading manager of a CPU tier, with the LRU policy."""
 
-    Args:
-        cache_policy: Name of the policy.
-        capacity: Keys that fit.
-        store_threshold: Number of offers that a key needs before it is stored.
-    """
-
-    Manager: type[CPUOffloadingManager] = CPUOffloadingManager
+    lacks: ClassVar[Collection[str]] = ("arc",)
     policies = ("lru", "arc")
+    policy = "lru"
+    Manager: type[CPUOffloadingManager] = CPUOffloadingManager
 
-    def __init__(
-        self, cache_policy: str = "lru", capacity: int = 12, store_threshold: int = 1
-    ) -> None:
-        self.cache_policy = cache_policy
-        self.capacity = capacity
-        self.store_threshold = store_threshold
-        self.manager: OffloadingManager = self.with_policy(cache_policy)
+    @override
+    def make(self, capacity: int) -> OffloadingManager:
+        return self.with_threshold(capacity, 1)
 
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """The capabilities of a manager, and of its policy."""
-        has = {Capability.EVENTS, Capability.PAGES, Capability.RESETS, Capability.POLICIES}
-        has |= {Capability.STORE_THRESHOLD, Capability.TIER_COUNTS, Capability.LEADING_HITS}
-        has.add(Capability.SIZED)
-        return frozenset(has | {Capability[self.cache_policy.upper()]})
+    def with_threshold(self, capacity: int, num_offers: int) -> OffloadingManager:
+        """Make a manager that stores a key at a later offer."""
+        return self.Manager(capacity, self.policy, enable_events=True, store_threshold=num_offers)
 
     def with_policy(self, name: str) -> OffloadingManager:
-        """A new manager with another policy."""
-        threshold = self.store_threshold
-        return self.Manager(self.capacity, name, enable_events=True, store_threshold=threshold)
+        """Make a manager with another policy."""
+        return self.Manager(8, name)
 
-    def sized(self, capacity: int) -> ReferenceManager:
-        """A new harness whose manager holds this number of keys."""
-        return type(self)(self.cache_policy, capacity, self.store_threshold)
 
-    def with_threshold(self, num_offers: int) -> ReferenceManager:
-        """A new harness whose manager stores a key after this number of offers."""
-        return type(self)(self.cache_policy, self.capacity, num_offers)
+class ReferenceARCManager(ReferenceManager):
+    """The offloading manager of a CPU tier, with the ARC policy."""
+
+    lacks = ("lru",)
+    policy = "arc"
 
 
 class PolicyManager(ReferenceManager):
     """The offloading manager with a user's policy, which need not be LRU or ARC."""
 
-    capabilities = frozenset(
-        {
-            Capability.EVENTS,
-            Capability.PAGES,
-            Capability.RESETS,
-            Capability.SIZED,
-            Capability.STORE_THRESHOLD,
-        }
-    )
+    lacks = ("lru", "arc", "policies", "tier_counts", "leading_hits")
 
 
 class ReferenceTransfer(TransferConformance):
@@ -216,24 +197,8 @@ class ReferenceTransfer(TransferConformance):
         copier.submit = submit_one
 
 
-def offloading_lru() -> ReferenceManager:
-    """The CPU tier with the LRU policy."""
-    return ReferenceManager("lru")
-
-
-def offloading_arc() -> ReferenceManager:
-    """The CPU tier with the ARC policy."""
-    return ReferenceManager("arc")
-
-
 class Tier(TierConformance):
     """The tier of files."""
 
     store = FileStore
     options: ClassVar[Mapping[str, str]] = {"root": "{tmp}"}
-
-
-if TYPE_CHECKING:
-
-    def _fit() -> ManagerHarness:
-        return offloading_lru()

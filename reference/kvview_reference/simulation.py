@@ -38,7 +38,7 @@ from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.handoff.engine import PDEngine
 
 if TYPE_CHECKING:
-    from kvview.testing import ManagerHarness
+    from kvview.testing import OffloadingConformance
     from kvview.testing.connector.run.compute_stream import StepStream
     from kvview.testing.connector.run.engine import EngineFactory, SimulatedEngine
     from kvview.testing.handoff.harness import EngineLife, PDHarness
@@ -79,14 +79,14 @@ class ReferenceEngines:
         """Build an engine that passes KV to other engines."""
         return ReferencePDHarness(scenario, connector, life)
 
-    def manager_of_policy(self, policy: type[CachePolicy]) -> ManagerHarness:
-        """Make a manager with a cache policy, for the checks of managers."""
+    def suite_of_policy(self, policy: type[CachePolicy]) -> type[OffloadingConformance]:
+        """Make the suite of a manager with a cache policy."""
         from kvview_reference.harness import PolicyManager
         from kvview_reference.offloading.policies import register_policy
 
         name = f"{policy.__module__}:{policy.__qualname__}"
         register_policy(name, policy, replace=True)
-        return PolicyManager(name)
+        return type("OfPolicy", (PolicyManager,), {"policy": name})
 
 
 class _SideBySide(Connector):

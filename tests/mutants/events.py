@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .edits import inject
-from .offloading import BASE, make_harness
+from .offloading import BASE, make_suite
 
-MUTANTS = inject(globals(), BASE, make_harness)
+MUTANTS = inject(globals(), BASE, make_suite)

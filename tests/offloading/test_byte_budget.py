@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview import OffloadKey, make_offload_key
-from kvview.testing import BoundCheck, Capability, Effort, parametrize_with_checks
-from kvview.testing.offloading.player import ManagerPlayer
-from kvview.testing.search import operation, search
-from kvview_reference.harness import ReferenceManager, offloading_lru
+from kvview.testing.conformance import of_state, operation
+from kvview.testing.offloading.machine import OffloadingMachine
+from kvview_reference.harness import ReferenceManager
 from kvview_reference.offloading import ByteBudgetManager
 
 KEYS = [make_offload_key(bytes([number]), 0) for number in range(9)]
@@ -24,33 +22,13 @@ BUDGET = 3 * LARGEST
 # --- the laws of managers ---
 
 
-def of_one_size(num_blocks: int, *args: Any, **options: Any) -> ByteBudgetManager:
-    """A budget of as many pages as a manager of equal pages has."""
-    return ByteBudgetManager(num_blocks, lambda keys: [1] * len(keys), 1, *args, **options)
-
-
-class ByteBudgetHarness(ReferenceManager):
-    """Whose pages are numbered beyond the number of pages that fit."""
-
-    Manager: Any = staticmethod(of_one_size)
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        return super().capabilities - {Capability.PAGES, Capability.TIER_COUNTS}
-
-
-@parametrize_with_checks(ByteBudgetHarness, seeds=20)
-def test_a_budget_of_equal_pages_satisfies_every_law(check: BoundCheck) -> None:
-    check()
-
-
-class DropsKeys(ManagerPlayer):
+class DropsKeysMachine(OffloadingMachine):
     """Also evicts keys, and discards keys of which some are being loaded."""
 
-    @operation("OFF-8", weight=3)
-    def discard(self) -> None:
-        keys, model = self.mixed(self.some(self.model.stored), self.any_keys()), self.model
-        got = self.call(self.subject, "discard", keys)
+    @operation("OFF-8", keys=of_state(lambda m: m.any_keys()))
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        model = self.model
+        got = self.call(self.manager, "discard", keys)
         gone = [key for key in dict.fromkeys(keys) if key in model.stored]
         self.equal(got, gone, "discard returns the keys that were held")
         for key in gone:
@@ -59,10 +37,10 @@ class DropsKeys(ManagerPlayer):
                 model.late_loads[key] = model.loads.pop(key)
         self.drop(gone)
 
-    @operation("OFF-1", weight=3)
-    def evict(self) -> None:
-        number, may_go = self.rng.randint(0, self.most), self.model.may_go(())
-        got = self.call(self.subject, "evict", number)
+    @operation("OFF-1", number=st.integers(0, 12))
+    def evict(self, number: int) -> None:
+        may_go = self.model.may_go(())
+        got = self.call(self.manager, "evict", number)
         self.equal(len(got), min(number, len(may_go)), "evict frees as many keys as it can")
         self.true(may_go.issuperset(got), "no key in flight is evicted", got, f"some of {may_go}")
         self.judge(self.model.order.replace([], got, may_go), got)
@@ -76,12 +54,22 @@ class DropsKeys(ManagerPlayer):
                 self.model.pages.pop(key, None)
 
 
-@pytest.mark.parametrize("factory", [offloading_lru, ByteBudgetHarness])
-def test_dropped_keys_are_no_longer_held_and_their_loads_continue(
-    factory: Callable[[], Any],
-) -> None:
-    result = search(DropsKeys, factory, Effort(seeds=30))
-    assert not result.failures, next(iter(result.failures.values()))
+class TestDroppedKeys(ReferenceManager):
+    """Dropped keys are no longer held, and their loads continue."""
+
+    machine = DropsKeysMachine
+
+
+def of_one_size(num_blocks: int, *args: Any, **options: Any) -> ByteBudgetManager:
+    """A budget of as many pages as a manager of equal pages has."""
+    return ByteBudgetManager(num_blocks, lambda keys: [1] * len(keys), 1, *args, **options)
+
+
+class TestByteBudget(TestDroppedKeys):
+    """A budget of equal pages, whose pages are numbered beyond the number of pages that fit."""
+
+    lacks = ("arc", "pages", "tier_counts")
+    Manager: Any = staticmethod(of_one_size)
 
 
 # --- pages that differ in size ---

@@ -24,8 +24,8 @@ CONNECTORS = [fault for fault in mutants.MUTANTS if is_connector(fault.factory)]
 MUTANTS = [fault for fault in mutants.MUTANTS if fault not in CONNECTORS]
 RIGHT: list[Callable[[], Any]] = [
     harness.ReferencePool,
-    harness.offloading_lru,
-    harness.offloading_arc,
+    harness.ReferenceManager,
+    harness.ReferenceARCManager,
     harness.ReferenceTransfer,
     harness.Tier,
     pd_factory(PullConnector),

@@ -153,8 +153,8 @@ def test_a_failing_run_is_shrunk_to_a_few_lines() -> None:
 
 def test_an_exception_of_the_target_is_a_failure_with_its_call() -> None:
     class Asserts(ReferenceManager):
-        def with_policy(self, name: str) -> Any:
-            manager: Any = super().with_policy(name)
+        def with_threshold(self, capacity: int, num_offers: int) -> Any:
+            manager: Any = super().with_threshold(capacity, num_offers)
 
             def prepare_store(*args: Any) -> None:
                 raise AssertionError("no page")

@@ -68,13 +68,11 @@ def script_of(mutant: Mutant) -> str:
 def on_the_right_one(mutant: Mutant, script: str) -> str | None:
     """The script with what the mutant was made from, where that is a reference harness."""
     factory: Any = mutant.factory
-    is_arc = mutant.law == "OFF-11"
     for base in getattr(factory, "__mro__", ())[1:]:
         if base.__module__ == harness.__name__:
-            name = "offloading_arc" if is_arc else base.__name__
-            source = f"from {base.__module__} import {name} as"
-            script = re.sub(r"from \S+ import \S+ as(?= factory)", source, script)
-            return re.sub(rf"from \S+ import(?= {mutant.name}$)", source, script, flags=re.M)
+            source = rf"from {base.__module__} import {base.__name__} as \g<1>"
+            wrong = rf"from {factory.__module__} import (?:\w+ as )?(\w+)"
+            return re.sub(wrong, source, script)
     return None
 
 

@@ -1,15 +1,16 @@
-"""The offloading managers of the vLLM release that can be imported, as harnesses of the kit."""
+"""The offloading managers of the vLLM release that can be imported, as suites of the kit."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from kvview import ConfigError, OffloadKey
-from kvview.testing import Capability, ManagerPlayer
+from kvview.testing import OffloadingConformance
+from kvview.testing.offloading.machine import KeyLists, OffloadingMachine
 from kvview_vllm.offloading import TranslatedManager, make_cpu_manager
 from kvview_vllm.releases import probe_offloading
 
@@ -34,37 +35,31 @@ def known_policies() -> tuple[str, ...]:
     return POLICIES
 
 
+_ABSENT = {"store_threshold", "tier_counts", "leading_hits"}
+_ABSENT |= set() if SEAM.cache_reset else {"resets"}
 _policy = getattr(make_manager(), "_policy", None)
 TRANSFERS_ARE_USES = "Load job completion" in str(type(_policy).__doc__)
 """Whether LRU counts the end of a transfer as a use, as its docstring states in 0.24 to 0.30."""
 
 
-class BareTier:
-    """The bare manager, translated to kvview's calls."""
+class BareTier(OffloadingConformance):
+    """The bare LRU manager, translated to kvview's calls."""
 
+    lacks: ClassVar[Collection[str]] = _ABSENT | {"arc"}
     policy = "lru"
     policies = known_policies()
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self.capacity = capacity
-        self.manager: Any = self.make_tier()
-
-    def make_tier(self) -> Any:
-        return TranslatedManager(make_manager(self.policy, self.capacity))
-
-    def sized(self, capacity: int) -> Any:
-        return type(self)(capacity)
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        has = {Capability.EVENTS, Capability.PAGES, Capability.POLICIES, Capability.SIZED}
-        has.add(Capability[self.policy.upper()])
-        if SEAM.cache_reset:
-            has.add(Capability.RESETS)
-        return frozenset(has)
+    @override
+    def make(self, capacity: int) -> Any:
+        return TranslatedManager(make_manager(self.policy, capacity))
 
     def with_policy(self, name: str) -> Any:
         return make_manager(name)
+
+
+class BareARCTier(BareTier):
+    lacks = _ABSENT | {"lru"}
+    policy = "arc"
 
 
 class KeysSpec:
@@ -100,26 +95,26 @@ def make_keyed_manager(capacity: int = CAPACITY) -> Any:
     return manager
 
 
-class BareARCTier(BareTier):
-    policy = "arc"
-
-
-class ConnectorPlayer(ManagerPlayer):
+class ConnectorMachine(OffloadingMachine):
     """Makes the calls of vLLM's OffloadingConnector alone.
 
     It names a key once, completes the transfers that it started, and never resets.
     """
 
-    be_refused = finish_twice_in_one_call = reset = use_keys_alone = None  # type: ignore[assignment]
+    be_refused = finish_twice_in_one_call = reset = None  # type: ignore[assignment]
 
     @override
-    def any_keys(self) -> list[OffloadKey]:
-        return list(dict.fromkeys(super().any_keys()))
+    def any_keys(self) -> KeyLists:
+        return super().any_keys().map(self.different)
 
     @override
-    def some(self, among: Iterable[OffloadKey], *, repeat: bool = False) -> list[OffloadKey]:
-        return list(dict.fromkeys(super().some(among)))
+    def repeated(self, among: Collection[OffloadKey]) -> KeyLists:
+        return self.some(among)
 
-    @override
-    def mixed(self, some: list[OffloadKey], others: list[OffloadKey]) -> list[OffloadKey]:
-        return list(dict.fromkeys(super().mixed(some, others)))
+
+class OfConnector(BareTier):
+    machine = ConnectorMachine
+
+
+class ARCOfConnector(BareARCTier):
+    machine = ConnectorMachine

@@ -58,11 +58,8 @@ class LRUOrder(AnyOrder):
         """Evict the least recently used keys, and use the new keys."""
         ages = [self.last_use[key] for key in victims]
         expected = oldest(self.last_use, may_go)[: len(victims)]
-        yield (
-            "OFF-10",
-            "the keys whose last use is longest ago are evicted, oldest first",
-            ages == expected,
-        )
+        what = "the keys whose last use is longest ago are evicted, oldest first"
+        yield "OFF-10", what, ages == expected
         for key in victims:
             del self.last_use[key]
         self.now += 1
@@ -114,14 +111,7 @@ class ARCOrder(AnyOrder):
         may_go: Collection[OffloadKey],
     ) -> Iterator[Promise]:
         """Evict as published or, if not exact, the least recently used keys of each list."""
-        for name, uses in (("once", self.t1), ("again", self.t2)):
-            ages = [uses[key] for key in victims if key in uses]
-            is_kept = ages == oldest(uses, may_go)[: len(ages)]
-            yield (
-                "OFF-11",
-                f"of the keys used {name}, the key used longest ago is evicted first",
-                is_kept,
-            )
+        yield from self._in_order_of_use(victims, may_go)
         is_full = len(self.t1) + len(self.t2) == self.c
         if (len(new) > 1 and (victims or self.b1 or self.b2)) or (victims and not is_full):
             self.is_exact = False
@@ -133,12 +123,27 @@ class ARCOrder(AnyOrder):
             self.is_exact = set(published).issubset(may_go)
             is_kept = not self.is_exact or set(victims).issubset(published)
             yield "OFF-11", f"the published algorithm evicts one of {published}", is_kept
+        self._evict(victims, has_ghost=has_ghost)
+        self._enter(new, enters)
+
+    def _in_order_of_use(
+        self, victims: Sequence[OffloadKey], may_go: Collection[OffloadKey]
+    ) -> Iterator[Promise]:
+        for name, uses in (("once", self.t1), ("again", self.t2)):
+            ages = [uses[key] for key in victims if key in uses]
+            is_kept = ages == oldest(uses, may_go)[: len(ages)]
+            what = f"of the keys used {name}, the key used longest ago is evicted first"
+            yield "OFF-11", what, is_kept
+
+    def _evict(self, victims: Sequence[OffloadKey], *, has_ghost: bool) -> None:
         for key in victims:
             for uses, ghosts in ((self.t1, self.b1), (self.t2, self.b2)):
                 if uses.pop(key, None) and has_ghost:
                     ghosts.append(key)
         self.open -= set(victims)
         self.evicted |= set(victims)
+
+    def _enter(self, new: Sequence[OffloadKey], enters: dict[OffloadKey, int]) -> None:
         self.b1, self.b2 = ([key for key in b if key not in new] for b in (self.b1, self.b2))
         self.now += 1
         for key in new:
