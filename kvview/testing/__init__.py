@@ -1,42 +1,40 @@
 """The conformance kit: the laws of every contract as checks, and the commands that run them.
 
-A check is a plain function that takes a factory. Two runners run the same list of checks:
-:func:`run_checks` (and ``kvview check``), and :func:`parametrize_with_checks` for pytest.
+An implementer of a pool, a manager, a worker or a store derives one small class from the suite of
+the contract, such as :class:`PoolConformance`; pytest and ``kvview check`` run this class. A class
+of connectors is checked as it is, by ``kvview check``, :func:`run_checks` or
+:func:`parametrize_with_checks`.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from kvview.targets import load_target
-from kvview.testing.checks import CHECKS, Check, check, checks_for
-from kvview.testing.connector_checks import NotExercised
-from kvview.testing.effort import Effort
-from kvview.testing.harness import (
-    Capability,
-    ManagerHarness,
-)
-from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.law_broken import LawBroken
-from kvview.testing.offloading.suite import OffloadingConformance
-from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
-from kvview.testing.pool.suite import PoolConformance
-from kvview.testing.report import CheckResult, Outcome, Report
-from kvview.testing.runner import read_expected_failures, run_checks
-from kvview.testing.tier.suite import TierConformance
-from kvview.testing.transfer.compute import GatedComputeStream
-from kvview.testing.transfer.suite import TransferConformance
-
-# These imports register the checks that a model cannot state.
-for _module in ("offloading.examples",):
-    import_module(f"{__name__}.{_module}")
+if TYPE_CHECKING:
+    from kvview.targets import load_target
+    from kvview.testing.checks import Check, all_checks
+    from kvview.testing.connector_checks import NotExercised
+    from kvview.testing.effort import Effort
+    from kvview.testing.handoff.suite import HandoffConformance
+    from kvview.testing.offloading.suite import OffloadingConformance
+    from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
+    from kvview.testing.pool.suite import PoolConformance
+    from kvview.testing.results.law_broken import LawBroken
+    from kvview.testing.results.report import CheckResult, Outcome, Report
+    from kvview.testing.runner import read_expected_failures, run_checks
+    from kvview.testing.suites.capability import Capability
+    from kvview.testing.suites.inspect_target import inspect_target
+    from kvview.testing.tier.suite import TierConformance
+    from kvview.testing.transfer.compute import GatedComputeStream
+    from kvview.testing.transfer.suite import TransferConformance
 
 __all__ = [
-    "CHECKS",
     "BoundCheck",
     "Capability",
     "Check",
     "CheckResult",
     "Effort",
     "GatedComputeStream",
+    "HandoffConformance",
     "LawBroken",
     "NotExercised",
     "OffloadingConformance",
@@ -45,11 +43,38 @@ __all__ = [
     "Report",
     "TierConformance",
     "TransferConformance",
-    "check",
-    "checks_for",
-    "inspect_factory",
+    "all_checks",
+    "inspect_target",
     "load_target",
     "parametrize_with_checks",
     "read_expected_failures",
     "run_checks",
 ]
+
+# Loaded on first use, because an engine imports rooms of this package, but no Hypothesis.
+_MODULES = {
+    "kvview.targets": ("load_target",),
+    "kvview.testing.checks": ("Check", "all_checks"),
+    "kvview.testing.connector_checks": ("NotExercised",),
+    "kvview.testing.effort": ("Effort",),
+    "kvview.testing.handoff.suite": ("HandoffConformance",),
+    "kvview.testing.offloading.suite": ("OffloadingConformance",),
+    "kvview.testing.parametrize": ("BoundCheck", "parametrize_with_checks"),
+    "kvview.testing.pool.suite": ("PoolConformance",),
+    "kvview.testing.results.law_broken": ("LawBroken",),
+    "kvview.testing.results.report": ("CheckResult", "Outcome", "Report"),
+    "kvview.testing.runner": ("read_expected_failures", "run_checks"),
+    "kvview.testing.suites.capability": ("Capability",),
+    "kvview.testing.suites.inspect_target": ("inspect_target",),
+    "kvview.testing.tier.suite": ("TierConformance",),
+    "kvview.testing.transfer.compute": ("GatedComputeStream",),
+    "kvview.testing.transfer.suite": ("TransferConformance",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of this package from its module."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)

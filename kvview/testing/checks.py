@@ -1,18 +1,17 @@
 """The registry: every check of every contract, in one list.
 
-A check is a plain function that takes a factory. The check makes a harness, calls its methods, and
-raises :class:`~kvview.testing.LawBroken` if a law does not hold. A test may call a check directly.
-A runner finds each check in this list, with its law and the capabilities that it requires.
+A check is a function that takes a target, and raises :class:`~kvview.testing.LawBroken` if its law
+does not hold. A runner finds each check in this list, with its law and the capabilities that it
+requires.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from importlib import import_module
 
-from kvview.testing.harness import Capability, Contract, Factory
+from kvview.testing.suites.capability import Capability, Contract, Factory
 
 EXCEPTIONS = "exceptions"
 """Name used instead of a law if a hook or thread raised, or a hook returned a wrong value."""
@@ -47,38 +46,21 @@ class Check:
 
 
 CHECKS: list[Check] = []
-"""All checks, in no special order."""
+"""The checks that were registered so far; see :func:`all_checks`."""
 
-_running: ContextVar[CheckFunction | None] = ContextVar("kvview_check", default=None)
-
-
-def running_check() -> CheckFunction | None:
-    """Return the check that is running, for a script that repeats it; None outside of checks."""
-    return _running.get()
+_SUITES = ("pool", "offloading", "transfer", "tier", "handoff")
 
 
-def check(
-    law: str, *requires: Capability, contract: Contract
-) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a function as a check of a law."""
-
-    def register(function: CheckFunction) -> CheckFunction:
-        @wraps(function)
-        def run(factory: Factory) -> None:
-            token = _running.set(run)
-            try:
-                function(factory)
-            finally:
-                _running.reset(token)
-
-        CHECKS.append(Check(function.__name__, law, contract, requires, run))
-        return run
-
-    return register
+def all_checks() -> Sequence[Check]:
+    """Return the checks of all contracts, in no special order."""
+    import_module("kvview.testing.connector_checks")  # each module registers its checks
+    for contract in _SUITES:
+        import_module(f"kvview.testing.{contract}.suite")
+    return CHECKS
 
 
 def checks_for(contract: Contract) -> Sequence[Check]:
-    """Return the checks of one contract, sorted by law, with the long searches last."""
+    """Return the checks of one contract, sorted by law; its suite has registered them."""
     return sorted((check for check in CHECKS if check.contract == contract), key=_place)
 
 

@@ -36,8 +36,8 @@ from kvview.cli.result_file import (
 )
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, line_of
+from kvview.testing.calls.watchdog import HOOK_SECONDS
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.watchdog import HOOK_SECONDS
 
 if TYPE_CHECKING:
     from kvview.testing import Report
@@ -126,8 +126,8 @@ SEEDS_OF_A_RELEASE = 100
 )
 @json_option(
     {
-        "report": "kvview.testing.schema:ReportModel",
-        "upgrade": "kvview.testing.schema:UpgradeModel",
+        "report": "kvview.testing.results.schema:ReportModel",
+        "upgrade": "kvview.testing.results.schema:UpgradeModel",
     }
 )
 @RESULT_OPTION
@@ -165,7 +165,7 @@ def check(
         _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
-    from kvview.testing.terminal import show_report
+    from kvview.testing.results.terminal import show_report
 
     path = expected_failures_file
     given = read_options(options)
@@ -251,7 +251,7 @@ def _profile(report: Report, name: str) -> Profile:
 def _check_in_releases(
     console: Console, target: str, engine: str, names: tuple[str, ...]
 ) -> tuple[int, dict[str, Any]]:
-    from kvview.testing.terminal import line_of_release, print_line
+    from kvview.testing.results.terminal import line_of_release, print_line
     from kvview.testing.upgrade import ReleaseResult, Verdict, check_releases, load_releases
 
     styles = {Verdict.GREEN: "green", Verdict.FAILED: "bold red", Verdict.BUG: "bold red"}

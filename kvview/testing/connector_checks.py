@@ -14,8 +14,8 @@ from kvview.errors import ConfigError
 from kvview.laws import laws as all_laws
 from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, CheckFunction
 from kvview.testing.effort import Effort, current_effort
-from kvview.testing.harness import Factory
-from kvview.testing.law_broken import LawBroken
+from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.suites.capability import Factory
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorFailure, ConnectorRuns

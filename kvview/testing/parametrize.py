@@ -1,4 +1,4 @@
-"""The checks as parametrised pytest tests."""
+"""The checks of a connector as parametrised pytest tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 from kvview.testing.checks import Check
 from kvview.testing.connector_checks import NotJudged
 from kvview.testing.effort import Effort, Settings, use_effort
-from kvview.testing.harness import Factory
-from kvview.testing.law_broken import LawBroken
+from kvview.testing.results.law_broken import LawBroken
 from kvview.testing.runner import as_target, goes_on_after, plan_checks
+from kvview.testing.suites.capability import Factory
 
 if TYPE_CHECKING:
     import pytest
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """A check with its factory, which a test calls.
+    """A check with its target, which a test calls.
 
     Args:
         check: The check.
-        factory: Makes the harness.
+        factory: The target.
         effort: The settings of the run.
     """
 
@@ -53,17 +53,14 @@ def parametrize_with_checks(
 ) -> pytest.MarkDecorator:
     """Make one test for every check; the decorated function receives ``check``.
 
-    Example:
-        >>> @parametrize_with_checks(make_pool, {"check_x": "upstream #1"})
-        ... def test_pool(check):
-        ...     check()
+    Examples:
         >>> @parametrize_with_checks(MyConnector, {"coverage: loads": "it only stores"})
         ... def test_connector(check):
         ...     check()
 
     Args:
-        factory: A callable that makes a new harness, or a connector class. The checks of a
-            connector class share one set of simulated runs.
+        factory: A connector class, or any other target of ``kvview check``. The checks share one
+            set of runs.
         expected_failures: Expected failures, as for :func:`~kvview.testing.run_checks`; the marks
             are strict.
         select: Names of checks or laws, ``*`` allowed; empty for all.

@@ -18,18 +18,18 @@ from kvview.testing.checks import EXCEPTIONS, Check, checks_for
 from kvview.testing.connector_checks import (
     COVERAGE,
     LAWS,
+    NUM_SEEDS,
     NotExercised,
     NotJudged,
     checks_in,
     with_expected_gaps,
 )
 from kvview.testing.effort import Effort, Settings, use_effort
-from kvview.testing.harness import Contract, Factory
-from kvview.testing.inspect_factory import inspect_factory
-from kvview.testing.law_broken import LawBroken
-from kvview.testing.offloading.policy import as_factory
-from kvview.testing.report import CheckResult, Outcome, Report
-from kvview.testing.search import runs_of
+from kvview.testing.offloading.policy import is_cache_policy, suite_of_policy
+from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.results.report import CheckResult, Outcome, Report
+from kvview.testing.suites.capability import Contract, Factory
+from kvview.testing.suites.inspect_target import inspect_target
 from kvview.testing.tier.suite import TierConformance, suite_of
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
@@ -69,14 +69,14 @@ def plan_checks(
     Raises:
         ConfigError: The target is not usable, or a name matches no check.
     """
-    contract, capabilities = inspect_factory(factory, effort.options)
+    contract, capabilities = inspect_target(factory)
     names = [] if contract == "connector" else effort.for_connectors()
     if contract == "tier":
         names = [name for name in names if name != "options"]
     if names:
         raise ConfigError(
-            f"{names[0]} only applies to connectors, but this target is a {contract} harness; "
-            "drop the option"
+            f"{names[0]} only applies to connectors, but this target is a suite of the contract "
+            f"{contract}; drop the option"
         )
     expected = dict(expected_failures or {})
     checks = checks_for(contract)
@@ -96,7 +96,7 @@ def plan_checks(
         if select and not any(_matches(pattern, check) for pattern in select):
             continue
         missing = [name for name in check.requires if name not in capabilities]
-        skip = f"the harness does not declare {', '.join(missing)}" if missing else ""
+        skip = f"the implementation lacks {', '.join(missing)}" if missing else ""
         if missing and isinstance(factory, type) and issubclass(factory, TierConformance):
             skip = factory.reason_without(missing)
         planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
@@ -104,10 +104,10 @@ def plan_checks(
 
 
 def as_target(found: Factory, effort: Effort) -> Factory:
-    """Return a factory or suite of a target, which may be a class of stores or policies."""
+    """Return a target itself, or the suite of a class of stores or cache policies."""
     if isinstance(found, type) and is_tier_store(found):
         return suite_of(found, effort.options)
-    return as_factory(found)
+    return suite_of_policy(found) if is_cache_policy(found) else found
 
 
 def run_checks(
@@ -121,22 +121,22 @@ def run_checks(
     on_step: Callable[[str], None] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
-    """Run every check of the contract of a factory's harness.
+    """Run every check of the contract of a target.
 
-    1. No check runs unless the harness and all names are usable.
-    2. A check whose capabilities are not declared is skipped, with the reason.
+    1. No check runs unless the target and all names are usable.
+    2. A check whose capabilities the implementation lacks is skipped, with the reason.
     3. Ctrl-C ends the run; the results so far are returned.
     4. The checks of a connector share one set of simulated runs. The first failure ends the runs,
        unless it is expected. Laws that need all seeds then have no result.
 
     Args:
-        factory: Makes a new harness. The factory may also be a connector class, or a class of cache
-            policies, which is tested in the reference's manager.
+        factory: A connector class, a suite of an implementation, or a class of stores or cache
+            policies, whose suite the kit makes.
         expected_failures: Checks that may fail, as ``{name of a check: reason}``; such a check is
             reported if it passes. An item that a connector does not exercise has the name
             ``coverage: NAME``; ``*`` is allowed.
         select: Names of checks or laws, ``*`` allowed; empty for all.
-        target: Name of the factory in the report.
+        target: Name of the target in the report.
         on_result: Called with each result.
         on_seed: Called with three numbers: seeds so far, all seeds, and failures so far.
         on_step: Called with the progress of real inference.
@@ -174,7 +174,7 @@ def run_checks(
         name,
         contract,
         effort.seed,
-        runs_of(contract, effort),
+        effort.seeds or int(getattr(factory, "num_runs", NUM_SEEDS)),
         results,
         len(planned),
         is_interrupted,

@@ -154,7 +154,7 @@ class UpgradeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON, by :class:`~kvview.testing.schema.UpgradeModel`."""
-        from kvview.testing.schema import UpgradeModel
+        from kvview.testing.results.schema import UpgradeModel
 
         return UpgradeModel.model_validate(self).model_dump(mode="json")
 

@@ -15,7 +15,7 @@ from docs.make_commands import PAGE, files, targets
 from docs.parts import ROOT
 from kvview.cli.commands import cli
 from kvview.events.recording import Message, Recording
-from kvview.testing.schema import UpgradeModel
+from kvview.testing.results.schema import UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
 

@@ -30,7 +30,7 @@ from kvview import (
     UnknownBlockError,
     WrongThreadError,
 )
-from kvview.testing.cost import cost_of, growth_of
+from kvview.testing.suites.cost import cost_of, growth_of
 from kvview_reference.harness import ReferencePool
 from kvview_reference.pool import BlockPool, BlockPoolView
 from tests.guard.machine import GuardMachine

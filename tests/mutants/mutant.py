@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvview.testing.effort import Effort
-from kvview.testing.harness import Factory
-from kvview.testing.law_broken import LawBroken
+from kvview.testing.results.law_broken import LawBroken
 from kvview.testing.runner import PlannedCheck, plan_checks, run_planned
+from kvview.testing.suites.capability import Factory
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview import OffloadKey, make_offload_key
-from kvview.testing.conformance import of_state, operation
 from kvview.testing.offloading.machine import OffloadingMachine
+from kvview.testing.suites.conformance import of_state, operation
 from kvview_reference.harness import ReferenceManager
 from kvview_reference.offloading import ByteBudgetManager
 

@@ -11,8 +11,8 @@ import pytest
 from kvview import LookupResult, make_offload_key
 from kvview.targets import load_target
 from kvview.testing import Effort, LawBroken, Outcome, run_checks
-from kvview.testing.conformance import find_failures
-from kvview.testing.offloading.policy import as_factory
+from kvview.testing.offloading.policy import suite_of_policy
+from kvview.testing.suites.conformance import find_failures
 from kvview_reference.offloading import CPUOffloadingManager
 
 PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
@@ -56,13 +56,13 @@ def test_the_policy_of_the_page_satisfies_every_law(source: str, tmp_path: Path)
 def test_wrong_policies_are_caught(right: str, wrong: str, source: str, tmp_path: Path) -> None:
     assert right in source
     (tmp_path / "wrong.py").write_text(source.replace(right, wrong))
-    suite: Any = as_factory(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
+    suite: Any = suite_of_policy(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
     assert find_failures(suite, Effort(seeds=20, is_brief=True))
 
 
 def test_a_script_makes_the_suite_of_the_policy_again(source: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(source.replace("self.order.pop(key, None)", "pass"))
-    suite: Any = as_factory(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
+    suite: Any = suite_of_policy(load_target(f"{tmp_path / 'wrong.py'}:FirstInFirstOut"))
     (failure, *_) = find_failures(suite, Effort(seeds=20)).values()
     with pytest.raises(LawBroken):
         exec(failure.script, {"__name__": "script"})

@@ -21,7 +21,7 @@ from kvview import (
     UnknownBlockError,
     make_offload_key,
 )
-from kvview.testing.cost import cost_of
+from kvview.testing.suites.cost import cost_of
 from kvview_reference import free_queue
 from kvview_reference import pool as pool_module
 from kvview_reference.pool import BlockPool

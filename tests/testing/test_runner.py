@@ -18,20 +18,19 @@ from click.testing import CliRunner, Result
 from kvview import BlockNotHeldError, ConfigError
 from kvview.cli.commands import cli
 from kvview.testing import (
-    CHECKS,
     BoundCheck,
     CheckResult,
     LawBroken,
     Outcome,
     PoolConformance,
+    all_checks,
     checks_for,
-    inspect_factory,
+    inspect_target,
     parametrize_with_checks,
     read_expected_failures,
     run_checks,
 )
-from kvview.testing.harness import capabilities_of
-from kvview.testing.repetition import cut_repetitions
+from kvview.testing.suites.capability import capabilities_of
 from kvview_reference.harness import (
     ReferenceEnginePool,
     ReferenceManager,
@@ -91,9 +90,9 @@ QUICK_CHECK = "test_pool_1_growth_of_holds"  # without a machine, whose runs tak
 
 
 def test_checks_are_named_for_their_law_and_documented() -> None:
-    names = [check.name for check in CHECKS]
+    names = [check.name for check in all_checks()]
     assert len(names) == len(set(names))
-    for check in CHECKS:
+    for check in all_checks():
         prefix = check.law.lower().replace("-", "_").replace("*", "any")
         assert re.match(rf"(check|test)_(\w+_)?{prefix}(_|$)", check.name), check
         assert check.summary.endswith("."), check.name
@@ -227,7 +226,7 @@ def test_bad_target_is_one_message_before_any_check(factory: Any, message: str) 
 
 def test_every_fault_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        inspect_factory(_suite("evict", view=_OldView()))
+        inspect_target(_suite("evict", view=_OldView()))
     message = str(caught.value)
     for part in ("lacks free_blocks()", "touch_blocks()", "lacks evict()", "lacks = {'evict'}"):
         assert part in message
@@ -343,19 +342,3 @@ def test_a_green_check_prints_no_warnings_of_injected_faults(tmp_path: Path) -> 
         assert more or "Traceback" not in done.stderr
         assert ("of kvview" in done.stderr) == bool(more)
         assert "of the author" in done.stderr
-
-
-def test_a_list_of_calls_shows_the_first_and_the_last_of_many_like_rounds() -> None:
-    rounds = [
-        (f"store.put({n}, [b'key {n}'], pages)", f"store.poll()  # -> [({n}, [True])]")
-        for n in range(9)
-    ]
-    calls = ["h = factory()", *(call for pair in rounds for call in pair), "store.get(9, [], [])"]
-    assert [*cut_repetitions(calls)] == [
-        "h = factory()",
-        *rounds[0],
-        "# ... and these 2 calls 7 more times, with other arguments ...",
-        *rounds[-1],
-        "store.get(9, [], [])",
-    ]
-    assert [*cut_repetitions(calls[:7])] == calls[:7], "few rounds are shown in full"

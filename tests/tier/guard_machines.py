@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from typing_extensions import override
 
-from kvview.testing.conformance import Promises
+from kvview.testing.suites.conformance import Promises
 from kvview.testing.tier.faulty_store import FAULTS, FaultyStore
 from kvview.testing.tier.model import TierModel, bytes_of
 from kvview.tier import GuardedTier, Namespace

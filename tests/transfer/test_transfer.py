@@ -31,7 +31,7 @@ from kvview import (
     TransferWorker,
 )
 from kvview.testing import Capability
-from kvview.testing.harness import capabilities_of
+from kvview.testing.suites.capability import capabilities_of
 from kvview_reference.harness import ReferenceTransfer
 from kvview_reference.transfer import CPUGPUTransferWorker, host_copy
 from kvview_reference.transfer.cuda import (

@@ -17,10 +17,10 @@ from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.targets import load_target
 from kvview.testing import run_checks
-from kvview.testing.conformance import find_failures
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffConformance, pd_factory
+from kvview.testing.suites.conformance import find_failures
 from kvview_reference.handoff.pull import PullConnector
 from kvview_vllm.releases import installed
 from tests.mutants.handoff import MUTANTS

@@ -25,7 +25,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing import Effort
-from kvview.testing.conformance import find_failures
+from kvview.testing.suites.conformance import find_failures
 from kvview_vllm.offloading import TranslatedManager
 from kvview_vllm.releases import NEWEST_TESTED
 

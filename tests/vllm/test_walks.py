@@ -14,8 +14,8 @@ from test_conformance import TestVLLMPool as Suite  # type: ignore[import-not-fo
 from test_conformance import VLLMPool
 
 from kvview import SupportsGiveBack
-from kvview.testing.conformance import find_failures
 from kvview.testing.effort import Effort
+from kvview.testing.suites.conformance import find_failures
 from kvview_vllm.pool.walks import ResumedWalk
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview import ConfigError
 from kvview.targets import name_target
-from kvview.testing import watchdog
+from kvview.testing.calls import watchdog
 from kvview.testing.connector.exercised.coverage import Gap, notes_on
 from kvview.testing.connector.result import ConnectorFailure
 from kvview.testing.token_runs import TokenRuns

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.errors import line_of, split_law
-from kvview.testing import watchdog
+from kvview.testing.calls import watchdog
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.server import Server

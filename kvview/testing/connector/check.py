@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvview.testing import watchdog
+from kvview.testing.calls import watchdog
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import (
@@ -84,7 +84,7 @@ def check_connector(
         engines: Builds the engines; reference engines by default.
         steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
-            (:mod:`~kvview.testing.watchdog`).
+            (:mod:`~kvview.testing.calls.watchdog`).
         processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
             The default is one process per core, but 0 for a single seed or if a fork is not safe.
 

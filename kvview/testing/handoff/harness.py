@@ -13,7 +13,7 @@ from kvview.handoff import Handoff, Peer, Wire
 from kvview.testing.connector.run.engine import SimulatedEngine
 from kvview.testing.connector.scenario.scenario import Add, Scenario
 from kvview.testing.handoff.network import FAULTS, Fault, Network
-from kvview.testing.harness import Capability
+from kvview.testing.suites.capability import Capability
 
 
 class PDHarness(SimulatedEngine, Protocol):

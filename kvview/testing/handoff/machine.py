@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from typing_extensions import override
 
-from kvview.testing.conformance import ContractMachine, Label, observable, of_state, operation
 from kvview.testing.connector.judge.invariants import (
     InvariantBroken,
     check_conservation,
@@ -24,7 +23,14 @@ from kvview.testing.handoff.model import Kept
 from kvview.testing.handoff.network import Fault
 from kvview.testing.handoff.run import NAMES, HandoffRun
 from kvview.testing.handoff.sizes import GEOMETRIES, SPLITS, doubled, scenario_of
-from kvview.testing.harness import Capability
+from kvview.testing.suites.capability import Capability
+from kvview.testing.suites.conformance import (
+    ContractMachine,
+    Label,
+    observable,
+    of_state,
+    operation,
+)
 
 _NAME = st.sampled_from(NAMES)
 _WAYS = ("load", "load the rest", "hit", "abort in the queue", "abort the load")

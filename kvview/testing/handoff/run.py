@@ -9,13 +9,13 @@ from typing import Any
 from kvview import FullAttention
 from kvview.errors import ConfigError, HandoffError, split_law
 from kvview.handoff import Handoff
-from kvview.testing.conformance import ContractMachine
 from kvview.testing.connector.scenario.scenario import Add, Scenario
 from kvview.testing.handoff.harness import PDHarness, TwoEngines
 from kvview.testing.handoff.model import BROKEN, GRACE, Decode, HandoffModel, Kept, Kind
 from kvview.testing.handoff.network import Network
-from kvview.testing.harness import Capability
-from kvview.testing.law_broken import LawBroken
+from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.suites.capability import Capability
+from kvview.testing.suites.conformance import ContractMachine
 
 NAMES = ("P", "D")
 _LONGEST_RUN = 1_500  # maximum of seconds until two engines without new requests are idle

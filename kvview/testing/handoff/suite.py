@@ -13,13 +13,13 @@ from kvview.connector.hook_errors import build_connector
 from kvview.errors import ConfigError
 from kvview.handoff import HandoffScheduler, HandoffWorker
 from kvview.targets import is_engine_connector, name_target, require_connector
-from kvview.testing.conformance import Conformance
 from kvview.testing.connector.run.engine import load_engines
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.handoff.harness import BuildsOwnPDEngines, BuildsPDEngines, TwoEngines
 from kvview.testing.handoff.machine import HandoffMachine
 from kvview.testing.handoff.network import Network
-from kvview.testing.harness import Contract, capabilities_of
+from kvview.testing.suites.capability import Contract, capabilities_of
+from kvview.testing.suites.conformance import Conformance
 
 
 class HandoffConformance(Conformance):

@@ -14,17 +14,17 @@ from hypothesis.stateful import initialize
 from kvview.errors import KeyNotLoadableError, TransferNotInFlightError
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.offloading import OffloadingManager, PrepareStoreOutput, ReqContext, SupportsMedia
-from kvview.testing.conformance import (
+from kvview.testing.offloading.model import ManagerModel
+from kvview.testing.offloading.orders import AnyOrder, ARCOrder, LRUOrder
+from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import (
     ContractMachine,
     Label,
     observable,
     of_state,
     operation,
 )
-from kvview.testing.harness import Capability as C
-from kvview.testing.law_broken import LawBroken
-from kvview.testing.offloading.model import ManagerModel
-from kvview.testing.offloading.orders import AnyOrder, ARCOrder, LRUOrder
 
 _SIZES = (2, 1, 3, 5, 5, 8, 8, 8, 12, 12, 12, 20, 40, 300)
 _GROUPS = (0, 1, 258)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from kvview.errors import ConfigError
-from kvview.testing.conformance import import_lines
 from kvview.testing.connector.run.engine import load_engines
-from kvview.testing.harness import Factory
+from kvview.testing.suites.conformance import import_lines
 
 _METHODS = ("admit", "touch", "release", "remove")
 
 
-def as_factory(found: Factory) -> Factory:
-    """Return a target; for a cache policy, the suite of a manager with that policy."""
-    if not isinstance(found, type):
-        return found
-    if not all(callable(getattr(found, name, None)) for name in _METHODS):
-        return found
+def is_cache_policy(target: object) -> bool:
+    """Return whether a target is a class of cache policies."""
+    has_methods = (callable(getattr(target, name, None)) for name in _METHODS)
+    return isinstance(target, type) and all(has_methods)
+
+
+def suite_of_policy(found: Any) -> Any:
+    """Make the suite of a manager with a policy.
+
+    Raises:
+        ConfigError: No installed engine has such a manager.
+    """
     engines: Any = load_engines()
     if not hasattr(engines, "suite_of_policy"):
         raise ConfigError(f"engine {engines.name!r} has no manager that takes a cache policy")
@@ -29,8 +34,8 @@ def _suite_of(policy: type, suite: type) -> type:
     name = f"{policy.__name__}Suite"
 
     def lines(cls: type) -> str:
-        imported = f"{import_lines(policy)}\nfrom {__name__} import as_factory"
-        return f"{imported}\n\n{name} = as_factory({policy.__qualname__})"
+        imported = f"{import_lines(policy)}\nfrom {__name__} import suite_of_policy"
+        return f"{imported}\n\n{name} = suite_of_policy({policy.__qualname__})"
 
     members = {"source": classmethod(lines), "__module__": policy.__module__}
     return type(name, (suite,), members)

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from kvview.errors import ConfigError
 from kvview.offloading import OffloadingManager, ReqContext
-from kvview.testing.conformance import Conformance, example
-from kvview.testing.cost import growth_of
-from kvview.testing.harness import Capability as C
 from kvview.testing.offloading.machine import KEYS, OffloadingMachine
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import Conformance, example
+from kvview.testing.suites.cost import growth_of
 
 _CAPACITY = 8
 _TOLERATED_GROWTH = 32_768  # bytes

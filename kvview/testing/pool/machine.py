@@ -20,11 +20,11 @@ from kvview.errors import (
 from kvview.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
 from kvview.events.fold import FoldedEvents
 from kvview.keys import OffloadKey, make_offload_key
-from kvview.testing.conformance import ContractMachine, Label, observable, operation
-from kvview.testing.harness import Capability as C
 from kvview.testing.pool.draws import NUMBER, any_one, from_state, some, some_of_one, wrong_ids
 from kvview.testing.pool.model import PoolModel, key_sets
 from kvview.testing.pool.walks import OneShotWalk, ResumedWalk
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import ContractMachine, Label, observable, operation
 
 _SIZES = (16, 20, 24, 40, 64, 300, 700)
 _WALK_MOVES = ("read", "hold", "touch", "read 40")

@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from kvview.keys import OffloadKey
-from kvview.testing.search import Promises
+from kvview.testing.suites.conformance import Promises
 
 Walk = list[tuple[int, int]]
 """The blocks that are ahead of a walk, each with the time at which it became free."""

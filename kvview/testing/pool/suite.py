@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Protocol
 from typing_extensions import override
 
 from kvview.pool import GPUBlockPoolView
-from kvview.testing.conformance import Conformance, example
-from kvview.testing.cost import Cost, cost_of, cost_of_first, growth_of
-from kvview.testing.harness import Capability as C
-from kvview.testing.harness import Contract
 from kvview.testing.pool.machine import PoolMachine
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.capability import Contract
+from kvview.testing.suites.conformance import Conformance, example
+from kvview.testing.suites.cost import Cost, cost_of, cost_of_first, growth_of
 
 _TOLERATED_GROWTH = 32_768  # bytes
 _WALK = "iter_free_block_ids_with_hash"

@@ -7,8 +7,8 @@ from math import inf
 from typing import Any
 
 from kvview.keys import OffloadKey
-from kvview.testing.conformance import ContractMachine
 from kvview.testing.pool.model import PoolModel, key_sets
+from kvview.testing.suites.conformance import ContractMachine
 
 
 class OneShotWalk:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from kvview.errors import KVViewError, TierJobError
-from kvview.testing.conformance import Label, observable, of_state, operation
-from kvview.testing.harness import Capability as C
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import Label, observable, of_state, operation
 from kvview.testing.tier.io_watch import slow_renames
 from kvview.testing.tier.model import OVERHEAD, bytes_of
 from kvview.testing.tier.store_calls import TierCalls, finished, sized

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from kvview.testing.conformance import Promises
+from kvview.testing.suites.conformance import Promises
 
 OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from kvview.testing.conformance import ContractMachine, observable
-from kvview.testing.harness import Capability as C
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import ContractMachine, observable
 from kvview.testing.tier.io_watch import watching_io
 from kvview.testing.tier.model import TierModel, bytes_of
 from kvview.testing.tier.opened_store import OpenedStore

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from kvview.errors import ConfigError, KVViewError, one_line
-from kvview.testing.conformance import Conformance, example
 from kvview.testing.effort import current_effort
-from kvview.testing.harness import Capability as C
 from kvview.testing.placeholders import FOLDER
+from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import Conformance, example
 from kvview.testing.tier.io_watch import files_of_at_most, open_files
 from kvview.testing.tier.machine import TierMachine
 from kvview.testing.tier.model import bytes_of

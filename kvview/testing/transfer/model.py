@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvview.testing.conformance import Promises
+from kvview.testing.suites.conformance import Promises
 from kvview.transfer import TransferResult
 
 _PIECE = 1 << 14

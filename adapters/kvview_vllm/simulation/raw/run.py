@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from kvview.testing import watchdog
+from kvview.testing.calls import watchdog
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size

@@ -31,7 +31,7 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.connector.hook_errors import where
-from kvview.testing import watchdog
+from kvview.testing.calls import watchdog
 from kvview.testing.connector.exercised import branches as code_coverage
 from kvview.testing.connector.half.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.judge.invariants import InvariantBroken

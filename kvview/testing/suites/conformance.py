@@ -32,11 +32,11 @@ from hypothesis.stateful import (
 
 from kvview.connector.hook_errors import where
 from kvview.targets import target_of
-from kvview.testing import watchdog
+from kvview.testing.calls import watchdog
 from kvview.testing.checks import CHECKS, Check
 from kvview.testing.effort import Effort, current_effort
-from kvview.testing.harness import Capability, Contract, capabilities_of
-from kvview.testing.law_broken import LawBroken, broken
+from kvview.testing.results.law_broken import LawBroken, broken
+from kvview.testing.suites.capability import Capability, Contract, capabilities_of
 
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.
 _CALL_SECONDS = 10.0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvview.laws import titled
 from kvview.testing.checks import Check
-from kvview.testing.harness import Contract
-from kvview.testing.law_broken import LawBroken
+from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.suites.capability import Contract
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorRuns
@@ -169,7 +169,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON, as :class:`~kvview.testing.schema.ReportModel` defines it."""
-        from kvview.testing.schema import ReportModel
+        from kvview.testing.results.schema import ReportModel
 
         return ReportModel.model_validate(self).model_dump(mode="json")
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvview.laws import titled
 from kvview.testing.connector_checks import COVERAGE, NotExercised
-from kvview.testing.report import CheckResult, Outcome, Report
+from kvview.testing.results.report import CheckResult, Outcome, Report
 from kvview.urls import law_url
 
 if TYPE_CHECKING:

@@ -1,34 +1,21 @@
-"""The harnesses that implementers write, one small class for each contract.
+"""The capabilities of implementations, and the methods that each of them requires.
 
-A harness contains the object under test, and makes the calls that an engine would make. A factory,
-which takes no arguments, makes a new harness for every check. Each optional method belongs to a
-capability. If a harness does not declare a capability, the methods of the capability are not
-called, and the checks that need these methods are skipped and listed.
+A suite checks all capabilities of its contract, except those that its ``lacks`` names.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol
-
-from kvview.offloading import OffloadingManager
+from typing import Any, Literal
 
 Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
-"""The contract of a harness.
-
-A connector class is its own harness, and a class of stores is checked by a suite.
-"""
+"""The contract of a target."""
 
 Factory = Callable[..., Any]
-"""Makes a new harness in its first state; every check makes at least one.
-
-For connectors, the class itself is passed.
-"""
-
-MIN_CAPACITY = 8
+"""A target that is checked: a class of connectors, or a suite."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +23,7 @@ class Need:
     """One method or attribute that a contract or a capability requires.
 
     Args:
-        on: ``"harness"``, or the attribute of the harness that must have the method.
+        on: Name of the object that must have the method, among the ``parts`` of the suite.
         name: Name of the method or attribute.
         num_args: Positional arguments that the method must take; None for an attribute.
         keywords: Optional arguments that the method must accept by name.
@@ -59,10 +46,10 @@ def needs_of(*texts: str) -> tuple[Need, ...]:
 
 
 class Capability(StrEnum):
-    """A feature of an implementation beyond the core, which a harness must declare.
+    """A feature of an implementation beyond the core, which a suite checks unless it lacks it.
 
     Attributes:
-        value: Name by which a harness declares the capability.
+        value: Name of the capability, for ``lacks``.
         contracts: The contracts that have the capability.
         needs: The methods and attributes that the capability requires.
     """
@@ -205,42 +192,9 @@ class Capability(StrEnum):
     """The store has ``touch(keys)``."""
 
 
-class ManagerHarness(Protocol):
-    """An offloading manager under test, which at first holds no key, and stores every offer."""
-
-    @property
-    def manager(self) -> OffloadingManager:
-        """The manager under test."""
-        ...
-
-    @property
-    def capacity(self) -> int:
-        """Number of keys that fit, at least 8."""
-        ...
-
-    @property
-    def capabilities(self) -> Collection[str]:
-        """Optional features of this implementation."""
-        ...
-
-        ...
-
-
-SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
-    "offloading": ("manager", OffloadingManager, ManagerHarness),
-}
-"""For each contract, the attribute that identifies its harness, and the two protocols."""
-
-
 def capabilities_of(contract: Contract) -> list[Capability]:
     """Return the capabilities that a harness of a contract may declare."""
     return [one for one in Capability if contract in one.contracts]
-
-
-def required_by(contract: Contract) -> list[Need]:
-    """Return the methods and attributes that every harness of a contract has."""
-    subject, of_subject, of_harness = SUBJECTS[contract]
-    return [*members(subject, of_subject), *members("harness", of_harness)]
 
 
 def members(on: str, protocol: type) -> Iterator[Need]:

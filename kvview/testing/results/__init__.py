@@ -1,0 +1,1 @@
+"""The results of a check: failures, reports, their JSON and their text."""

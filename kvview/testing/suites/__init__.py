@@ -1,0 +1,1 @@
+"""The base of the suites from which implementers derive one class for each contract."""
