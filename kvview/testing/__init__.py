@@ -13,7 +13,6 @@ from kvview.testing.effort import Effort
 from kvview.testing.harness import (
     Capability,
     ManagerHarness,
-    TransferHarness,
 )
 from kvview.testing.inspect_factory import inspect_factory
 from kvview.testing.law_broken import LawBroken
@@ -24,13 +23,10 @@ from kvview.testing.report import CheckResult, Outcome, Report
 from kvview.testing.runner import read_expected_failures, run_checks
 from kvview.testing.tier.suite import TierConformance
 from kvview.testing.transfer.compute import GatedComputeStream
-from kvview.testing.transfer.player import TransferPlayer
+from kvview.testing.transfer.suite import TransferConformance
 
 # These imports register the checks that a model cannot state.
-for _module in (
-    "offloading.examples",
-    "transfer.examples",
-):
+for _module in ("offloading.examples",):
     import_module(f"{__name__}.{_module}")
 
 __all__ = [
@@ -49,8 +45,7 @@ __all__ = [
     "PoolConformance",
     "Report",
     "TierConformance",
-    "TransferHarness",
-    "TransferPlayer",
+    "TransferConformance",
     "check",
     "checks_for",
     "inspect_factory",

@@ -15,7 +15,6 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from kvview.offloading import OffloadingManager
-from kvview.transfer import CanonicalKVCaches, TransferWorker
 
 Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
 """The contract of a harness.
@@ -30,9 +29,6 @@ For connectors, the class itself is passed.
 """
 
 MIN_CAPACITY = 8
-MIN_GPU_BLOCKS = 8
-MIN_CPU_BLOCKS = 8
-MIN_BLOCKS_PER_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -165,23 +161,19 @@ class Capability(StrEnum):
     key that is not a hit."""
 
     # transfer
-    FAIL = "fail", "transfer", "harness.fail_next(0)"
+    FAIL = "fail", "transfer", "suite.fail_next(0)"
     """``fail_next()``: the copy of the job that is submitted next fails."""
-    PAUSE = "pause", "transfer", "harness.pause(0)", "harness.resume(0)"
+    PAUSE = "pause", "transfer", "suite.pause(0)", "suite.resume(0)"
     """``pause()`` and ``resume()``: copies that are submitted between them start at ``resume``."""
-    FAIL_BLOCK = "fail_block", "transfer", "harness.fail_block(1)"
+    FAIL_BLOCK = "fail_block", "transfer", "suite.fail_block(1)"
     """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block fails.
     Blocks are counted in the order of the job; copies of other blocks may succeed."""
-    WORKERS = "workers", "transfer", "harness.with_caches(2)"
-    """``with_caches(kv_caches, num_cpu_blocks)`` makes a worker over other KV caches; the checks
-    shut the worker down."""
-    COMPUTE = "compute", "transfer", "harness.hold_compute(0)", "harness.release_compute(0)"
-    """``hold_compute()`` and ``release_compute()``: work that enters the worker's compute stream
-    between both calls ends at ``release_compute`` (:class:`~kvview.testing.GatedComputeStream`)."""
-    COMPUTE_FAILS = "compute_fails", "transfer", "harness.fail_compute(1)"
-    """``fail_compute(when)``: at the next submitted job the compute stream raises, when the worker
-    records an event (``"mark"``) or waits for the event (``"wait"``)."""
-    TIER_SPEC = "tier_spec", "transfer", "harness.tier_spec(1)"
+    COMPUTE = "compute", "transfer"
+    """The worker waits for the compute stream of its KV caches, which is then a
+    :class:`~kvview.testing.GatedComputeStream`."""
+    COMPUTE_FAILS = "compute_fails", "transfer"
+    """The compute stream may raise, when the worker records an event or waits for the event."""
+    TIER_SPEC = "tier_spec", "transfer", "suite.tier_spec(1)"
     """``tier_spec(pages)`` makes a spec that names pages of the tier, by keys, offsets, files or in
     any other way. Without this capability the checks use :class:`~kvview.CPULoadStoreSpec`, and the
     worker must refuse a page that does not exist."""
@@ -232,44 +224,8 @@ class ManagerHarness(Protocol):
         ...
 
 
-class TransferHarness(Protocol):
-    """A transfer worker under test, and the KV caches that it reads and writes.
-
-    1. ``kv_caches`` holds torch tensors. The checks fill and compare the whole storages of the
-       tensors, including the bytes between and after the rows.
-    2. More groups, tensors, paddings and gaps make the checks more thorough. With pages so large
-    that a job moves more than 1 MiB, the checks also cover large jobs.
-    """
-
-    @property
-    def worker(self) -> TransferWorker:
-        """The worker under test."""
-        ...
-
-    @property
-    def kv_caches(self) -> CanonicalKVCaches[Any]:
-        """The KV caches, with at least 8 blocks per tensor, and 4 for each group."""
-        ...
-
-    @property
-    def num_cpu_blocks(self) -> int:
-        """Number of pages of the tier that the checks may use, at least 8 and 4 for each group."""
-        ...
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Number of GPU blocks in one host block."""
-        ...
-
-    @property
-    def capabilities(self) -> Collection[str]:
-        """Optional features of this implementation."""
-        ...
-
-
 SUBJECTS: Mapping[Contract, tuple[str, type, type]] = {
     "offloading": ("manager", OffloadingManager, ManagerHarness),
-    "transfer": ("worker", TransferWorker, TransferHarness),
 }
 """For each contract, the attribute that identifies its harness, and the two protocols."""
 

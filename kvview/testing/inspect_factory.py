@@ -11,10 +11,7 @@ from kvview.errors import ConfigError, line_of
 from kvview.targets import is_connector, is_engine_connector, require_connector
 from kvview.testing.conformance import Conformance
 from kvview.testing.harness import (
-    MIN_BLOCKS_PER_GROUP,
     MIN_CAPACITY,
-    MIN_CPU_BLOCKS,
-    MIN_GPU_BLOCKS,
     SUBJECTS,
     Capability,
     Contract,
@@ -27,8 +24,6 @@ from kvview.testing.harness import (
 
 _SMALLEST = {
     "capacity": MIN_CAPACITY,
-    "num_cpu_blocks": MIN_CPU_BLOCKS,
-    "blocks_per_chunk": 1,
 }
 
 
@@ -74,8 +69,6 @@ def inspect_factory(
         problems += _problems_with(need, owner)
     if not problems:
         problems += _too_small(harness, contract)
-    if contract == "transfer":
-        harness.worker.shutdown()
     if problems:
         raise ConfigError(
             f"factory {name} makes a {type(harness).__name__}, which is not a {contract} harness: "
@@ -183,13 +176,4 @@ def _too_small(harness: object, contract: Contract) -> list[str]:
             size = getattr(harness, name)
             if type(size) is not int or size < smallest:
                 problems.append(f"{name} must be an int of at least {smallest}, got {size!r}")
-    if contract == "transfer" and not problems:
-        caches = getattr(harness, "kv_caches", None)
-        tensors = getattr(caches, "tensors", ())
-        num_groups = len(getattr(caches, "group_data_refs", ()))
-        fewest = max(MIN_GPU_BLOCKS, MIN_BLOCKS_PER_GROUP * num_groups)
-        if not tensors or min(cache.tensor.shape[0] for cache in tensors) < fewest:
-            problems.append(f"kv_caches needs tensors of at least {fewest} blocks")
-        if getattr(harness, "num_cpu_blocks", 0) < fewest:
-            problems.append(f"num_cpu_blocks must be at least {fewest} for {num_groups} groups")
     return problems

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from kvview import (
-    CanonicalKVCacheRef,
     CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     GPUBlockPoolView,
     GPUEvent,
     OffloadingManager,
+    TransferWorker,
 )
-from kvview.testing import Capability, GatedComputeStream, PoolConformance, TierConformance
+from kvview.testing import (
+    Capability,
+    PoolConformance,
+    TierConformance,
+    TransferConformance,
+)
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.offloading import CPUOffloadingManager
 from kvview_reference.pool import BlockPool
@@ -26,7 +30,6 @@ from kvview_reference.tier import FileStore
 if TYPE_CHECKING:
     from kvview.testing import (
         ManagerHarness,
-        TransferHarness,
     )
     from kvview_reference.transfer import CPUGPUTransferWorker
 
@@ -162,89 +165,35 @@ class PolicyManager(ReferenceManager):
     )
 
 
-class ReferenceTransfer:
-    """The CPU<->GPU worker over CPU tensors with padding, gaps and a shared tensor.
+class ReferenceTransfer(TransferConformance):
+    """The tests of the CPU<->GPU worker over CPU tensors.
 
-    The worker has the default settings, so it copies small jobs immediately, jobs of the last group
-    on one thread, and jobs of eight blocks on several threads.
+    The worker has the default settings, so it copies small jobs immediately, and large jobs on
+    several threads.
     """
 
-    capabilities = frozenset(
-        {
-            Capability.FAIL,
-            Capability.PAUSE,
-            Capability.FAIL_BLOCK,
-            Capability.COMPUTE,
-            Capability.COMPUTE_FAILS,
-            Capability.WORKERS,
-            Capability.HOST_BYTES,
-        }
-    )
-    num_cpu_blocks = 24
-    blocks_per_chunk = 3
-    num_blocks = 72  # 18 blocks of the first group are 36 copies, too many to make one by one
+    lacks = frozenset({Capability.TIER_SPEC})
+    worker: CPUGPUTransferWorker
+    _gate = threading.Event()
 
-    def __init__(self) -> None:
-        import torch
-
-        self._compute = GatedComputeStream()
-        rows = ((64, 0), (48, 16), (20, 5), (150_000, 0))  # bytes of a page, bytes to the next
-        tensors = []
-        for page, gap in rows:
-            storage = torch.zeros(32 + self.num_blocks * (page + gap) + 32, dtype=torch.int8)
-            tensors.append(storage.as_strided((self.num_blocks, page), (page + gap, 1), 32))
-        self.kv_caches: CanonicalKVCaches[Any] = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
-            [
-                [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 40)],
-                [CanonicalKVCacheRef(1, 48)],
-                [CanonicalKVCacheRef(2, 20)],
-                [CanonicalKVCacheRef(3, 149_000)],
-            ],
-            self._compute,
-        )
-        self.worker = self.make_worker()
-        self.num_cpu_blocks = self.worker.num_cpu_blocks
-        self.blocks_per_chunk = self.worker.blocks_per_chunk
-        self._gate: threading.Event | None = None
-
-    def make_worker(self) -> CPUGPUTransferWorker:
-        """The worker under test."""
+    @override
+    def make(
+        self, kv_caches: CanonicalKVCaches[Any], num_cpu_blocks: int, blocks_per_chunk: int
+    ) -> TransferWorker:
         from kvview_reference.transfer import CPUGPUTransferWorker
 
-        return CPUGPUTransferWorker(
-            self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
-        )
-
-    def with_caches(
-        self, kv_caches: CanonicalKVCaches[Any], num_cpu_blocks: int
-    ) -> CPUGPUTransferWorker:
-        """Another worker, over other KV caches."""
-        return type(self.worker)(kv_caches, num_cpu_blocks)
+        return CPUGPUTransferWorker(kv_caches, num_cpu_blocks, blocks_per_chunk=blocks_per_chunk)
 
     def pause(self) -> None:
-        # All copies go through one queue, so a waiting copy delays all later ones.
         """Keep copies from starting."""
+        # All copies go through one queue, so a waiting copy delays all later ones.
         self._gate = threading.Event()
         copier: Any = self.worker._copier
         copier._last = copier._lane.submit(self._gate.wait)
 
     def resume(self) -> None:
         """Let copies start again."""
-        assert self._gate is not None, "resume follows pause"
         self._gate.set()
-
-    def hold_compute(self) -> None:
-        """Keep the compute stream busy."""
-        self._compute.hold()
-
-    def release_compute(self) -> None:
-        """Let the work of the compute stream end."""
-        self._compute.release()
-
-    def fail_compute(self, when: str) -> None:
-        """Make the compute stream raise an exception at the next job."""
-        self._compute.fail(when)
 
     def fail_next(self) -> None:
         """Make the next copy fail."""
@@ -282,11 +231,6 @@ def offloading_arc() -> ReferenceManager:
     return ReferenceManager("arc")
 
 
-def transfer() -> ReferenceTransfer:
-    """The CPU<->GPU worker, on CPU tensors."""
-    return ReferenceTransfer()
-
-
 class Tier(TierConformance):
     """The tier of files."""
 
@@ -296,5 +240,5 @@ class Tier(TierConformance):
 
 if TYPE_CHECKING:
 
-    def _fit() -> tuple[ManagerHarness, TransferHarness]:
-        return offloading_lru(), transfer()
+    def _fit() -> ManagerHarness:
+        return offloading_lru()

@@ -12,12 +12,12 @@ from hypothesis.stateful import initialize
 from typing_extensions import override
 
 from kvview.testing.conformance import ContractMachine, Label, observable, of_state, operation
-from kvview.testing.connector.run.engine import all_ref_counts
 from kvview.testing.connector.judge.invariants import (
     InvariantBroken,
     check_conservation,
     check_free_list,
 )
+from kvview.testing.connector.run.engine import all_ref_counts
 from kvview.testing.connector.scenario.scenario import Add
 from kvview.testing.handoff.harness import TwoEngines
 from kvview.testing.handoff.model import Kept

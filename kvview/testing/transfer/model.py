@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvview.testing.search import Promises
+from kvview.testing.conformance import Promises
 from kvview.transfer import TransferResult
 
 _PIECE = 1 << 14
@@ -268,7 +268,7 @@ class TransferModel:
         yield "XFER-5", "a report has the int that was submitted", type(result.job_id) is int
         job = self.jobs.get(result.job_id)
         yield "XFER-5", "only a job in flight is reported, and only once", job is not None
-        assert job is not None, "the search ends at the first broken promise"
+        assert job is not None, "the run ends at the first broken promise"
         law = self.held_by or "XFER-5"
         yield law, "a job does not end before delayed copies or compute", not job.is_held
         yield "XFER-4", "a job without an injected fault succeeds", result.success
