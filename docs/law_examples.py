@@ -25,6 +25,7 @@ _FAULTS = ROOT / "tests/mutants"
 _NO_BASE = Base("", ())  # of texts that are only read
 _MODULES = {
     "FileStore": "kvview_reference.tier",
+    "GatedComputeStream": "kvview.testing",
     "Namespace": "kvview.tier",
     "Path": "pathlib",
     "ThreadPoolExecutor": "concurrent.futures",
@@ -33,11 +34,13 @@ _MODULES = {
     "copy": "copy",
     "current_thread": "threading",
     "getLogger": "logging",
+    "int8": "torch",
     "mkdtemp": "tempfile",
     "raises": "pytest",
     "replace": "dataclasses",
     "sleep": "time",
     "suppress": "contextlib",
+    "zeros": "torch",
     **dict.fromkeys(kvview.__all__, "kvview"),
 }
 """The module of each name that a script may use."""

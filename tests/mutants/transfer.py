@@ -13,16 +13,13 @@ from .edits import Base, Variant, inject
 BASE = Base("CPUGPUTransferWorker", (Path(worker.__file__),))
 
 
-def make_harness(wrong: Any, variant: Variant) -> Any:
-    """Make a harness of the wrong worker."""
+def make_suite(wrong: Any, variant: Variant) -> Any:
+    """Make the suite of the wrong worker."""
 
-    class Wrong(ReferenceTransfer):
-        def make_worker(self) -> Any:
-            return wrong(
-                self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
-            )
+    def make(self: Any, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
+        return wrong(kv_caches, num_cpu_blocks, blocks_per_chunk=blocks_per_chunk)
 
-    return Wrong
+    return type(variant.name, (ReferenceTransfer,), {"make": make, "__module__": __name__})
 
 
-MUTANTS = inject(globals(), BASE, make_harness)
+MUTANTS = inject(globals(), BASE, make_suite)

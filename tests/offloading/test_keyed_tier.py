@@ -6,26 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 pytest.importorskip("torch")
 
 from kvview import LoadStoreSpec
-from kvview.testing import BoundCheck, Capability, parametrize_with_checks, run_checks
+from kvview.testing import BoundCheck, Capability, parametrize_with_checks
 from kvview_reference.harness import ReferenceManager, ReferenceTransfer
 from tests.offloading.keyed_tier import KeyedManager, KeyedWorker, KeySpec
 
 
-class KeyedTransfer(ReferenceTransfer):
-    """The worker by key, over the tensors of the reference's harness."""
+class TestKeyedTransfer(ReferenceTransfer):
+    """The worker by key."""
 
-    capabilities = ReferenceTransfer.capabilities - {Capability.HOST_BYTES, Capability.WORKERS} | {
-        Capability.TIER_SPEC
-    }
+    lacks = frozenset({Capability.HOST_BYTES})
+    settings = settings(max_examples=5)
 
-    def make_worker(self) -> Any:
-        return KeyedWorker(
-            self.kv_caches, self.num_cpu_blocks, blocks_per_chunk=self.blocks_per_chunk
-        )
+    def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> KeyedWorker:
+        return KeyedWorker(kv_caches, num_cpu_blocks, blocks_per_chunk=blocks_per_chunk)
 
     def tier_spec(self, pages: Sequence[int]) -> LoadStoreSpec:
         return KeySpec([b"page %d" % page for page in pages])
@@ -39,21 +37,6 @@ class KeyedManagerHarness(ReferenceManager):
         return super().capabilities - {Capability.PAGES}
 
 
-@parametrize_with_checks(KeyedTransfer, seeds=5)
-def test_worker(check: BoundCheck) -> None:
-    check()
-
-
 @parametrize_with_checks(KeyedManagerHarness, seeds=20)
 def test_manager(check: BoundCheck) -> None:
     check()
-
-
-def test_a_script_names_pages_as_the_harness_does() -> None:
-    class Wrong(KeyedTransfer):
-        def tier_spec(self, pages: Sequence[int]) -> LoadStoreSpec:
-            return KeySpec([b"one page for all" for _ in pages])
-
-    (result,) = run_checks(Wrong, select=["XFER-1"]).failures
-    assert result.failure is not None
-    assert "h.tier_spec([" in result.failure.script

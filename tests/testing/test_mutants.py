@@ -26,7 +26,7 @@ RIGHT: list[Callable[[], Any]] = [
     harness.ReferencePool,
     harness.offloading_lru,
     harness.offloading_arc,
-    harness.transfer,
+    harness.ReferenceTransfer,
     harness.Tier,
     pd_factory(PullConnector),
 ]

@@ -32,7 +32,6 @@ from kvview.testing import (
 )
 from kvview.testing.harness import capabilities_of
 from kvview.testing.repetition import cut_repetitions
-from kvview.testing.transfer.examples import check_xfer_5_race_of_wait_and_report
 from kvview_reference.harness import (
     ReferenceEnginePool,
     ReferenceManager,
@@ -305,16 +304,17 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
 class NeverComesBack(ReferenceTransfer):
     """Waits for a report that never comes."""
 
-    def make_worker(self) -> Any:
-        worker: Any = super().make_worker()
+    def make(self, *sizes: Any) -> Any:
+        worker: Any = super().make(*sizes)
         worker.wait = lambda job_ids: threading.Event().wait()
         return worker
 
 
 def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvview.testing.search._CALL_SECONDS", 0.2)
-    with pytest.raises(LawBroken, match=r"worker.wait\(\[\d+\]\) must return") as broken:
-        check_xfer_5_race_of_wait_and_report(NeverComesBack)
+    monkeypatch.setattr("kvview.testing.conformance._CALL_SECONDS", 0.2)
+    suite: Any = NeverComesBack()
+    with pytest.raises(LawBroken, match=r"wait\(\[\d+\]\) must return") as broken:
+        suite.test_xfer_5_race_of_wait_and_report()
     assert "did not return: it waited for" in broken.value.got
     assert "test_runner.py:" in broken.value.got
 

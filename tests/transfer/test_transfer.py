@@ -6,10 +6,10 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from hypothesis import settings
 
 import kvview_reference.transfer.worker as transfer_module
 from kvview import (
@@ -29,8 +30,8 @@ from kvview import (
     TransferSpecError,
     TransferWorker,
 )
-from kvview.testing import Capability, Effort, TransferPlayer
-from kvview.testing.search import search
+from kvview.testing import Capability
+from kvview.testing.harness import capabilities_of
 from kvview_reference.harness import ReferenceTransfer
 from kvview_reference.transfer import CPUGPUTransferWorker, host_copy
 from kvview_reference.transfer.cuda import (
@@ -199,50 +200,36 @@ def finish(worker: TransferWorker, job_ids: Sequence[int]) -> list[TransferResul
 
 
 class Engine(ReferenceTransfer):
-    """The harness of the reference, with one of the ways to copy."""
+    """A worker with two threads."""
 
-    num_threads = 2
-    inline_bytes = 0
+    settings = settings(max_examples=6)
+    options: ClassVar[dict[str, Any]] = {"num_threads": 2, "inline_bytes": 0}
 
-    def make_worker(self) -> CPUGPUTransferWorker:
-        return self.with_caches(self.kv_caches, self.num_cpu_blocks, self.blocks_per_chunk)
-
-    def with_caches(self, kv_caches: Any, num_cpu_blocks: int, k: int = 1) -> CPUGPUTransferWorker:
-        return CPUGPUTransferWorker(
-            kv_caches,
-            num_cpu_blocks,
-            blocks_per_chunk=k,
-            num_threads=self.num_threads,
-            inline_bytes=self.inline_bytes,
-        )
+    def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
+        sizes = num_cpu_blocks, blocks_per_chunk
+        return CPUGPUTransferWorker(kv_caches, sizes[0], blocks_per_chunk=sizes[1], **self.options)
 
 
-class Inline(Engine):
-    """Everything is copied on the caller's thread."""
-
-    inline_bytes = 1 << 40
+class TestThreads(Engine):
+    """A separate thread copies every job."""
 
 
-class Streams(Engine):
-    """A simulated device: copies on streams."""
+class TestInline(Engine):
+    """The caller's thread copies every job."""
 
-    capabilities = frozenset({Capability.WORKERS, Capability.HOST_BYTES})
+    options: ClassVar[dict[str, Any]] = {"inline_bytes": 1 << 40}
 
-    def with_caches(self, kv_caches: Any, num_cpu_blocks: int, k: int = 1) -> CPUGPUTransferWorker:
-        worker = super().with_caches(replace(kv_caches, compute_stream=None), num_cpu_blocks, k)
+
+class TestStreams(Engine):
+    """Copies on the streams of a simulated device."""
+
+    lacks = frozenset(capabilities_of("transfer")) - {Capability.HOST_BYTES}
+
+    def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
+        worker = super().make(kv_caches, num_cpu_blocks, blocks_per_chunk)
         num_blocks = max(cache.tensor.shape[0] for cache in kv_caches.tensors)
         worker._copier = StreamCopier(SimulatedDriver(), worker._host, num_blocks)
         return worker
-
-
-def play(factory: Callable[[], Any]) -> None:
-    result = search(TransferPlayer, factory, Effort(seeds=4))
-    assert not result.failures, next(iter(result.failures.values()))
-
-
-@pytest.mark.parametrize("factory", [Engine, Inline, Streams])
-def test_every_engine_satisfies_the_contract(factory: Callable[[], Any]) -> None:
-    play(factory)
 
 
 @pytest.mark.parametrize("small_copy_bytes", [0, 1 << 20], ids=["copied", "gathered"])
@@ -251,30 +238,23 @@ def test_threads_that_share_each_job_satisfy_the_contract(
     monkeypatch: pytest.MonkeyPatch, small_copy_bytes: int
 ) -> None:
     share_everything(monkeypatch, small_copy_bytes)
-    play(Engine)
+    Engine().test_calls()
 
 
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("missing", [[], ["_kernel"], ["_kernel", "_batch"]])
 def test_a_gpu_satisfies_the_contract(missing: list[str]) -> None:
     class OnCUDA(Engine):
-        capabilities = frozenset({Capability.HOST_BYTES})
+        lacks = TestStreams.lacks
+        device = "cuda"
 
-        def make_worker(self) -> CPUGPUTransferWorker:
-            tensors = []
-            for cache in self.kv_caches.tensors:
-                flat = torch.empty(0, dtype=torch.int8).set_(cache.tensor.untyped_storage())
-                layout = cache.tensor.shape, cache.tensor.stride(), cache.tensor.storage_offset()
-                tensors.append(replace(cache, tensor=flat.cuda().as_strided(*layout)))
-            self.kv_caches = replace(self.kv_caches, tensors=tensors, compute_stream=None)
-            worker = super().make_worker()
-            driver = worker._copier._driver  # type: ignore[attr-defined]
-            assert driver._kernel is not None, "pages of tests are small"
+        def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
+            worker = super().make(kv_caches, num_cpu_blocks, blocks_per_chunk)
             for way in missing:
-                setattr(driver, way, None)
+                setattr(worker._copier._driver, way, None)
             return worker
 
-    play(OnCUDA)
+    OnCUDA().test_calls()
 
 
 def share_everything(monkeypatch: pytest.MonkeyPatch, small_copy_bytes: int) -> None:

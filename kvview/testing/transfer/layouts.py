@@ -40,7 +40,7 @@ def layouts(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
         parts = 2 if page % 2 == 0 and draw(st.booleans()) else 1
         for at in range(start, start + page, page // parts):
             tensors.append((storage, at, page + gap, page // parts, number))
-    groups = []
+    groups: list[list[tuple[int, int]]] = []
     for _ in range(draw(st.integers(1, 4))):
         used = draw(st.lists(st.integers(0, len(tensors) - 1), min_size=not groups, max_size=4))
         pages = [tensors[number][3] for number in used]
