@@ -45,7 +45,8 @@ def _groups(draw: Draw, model: TransferModel) -> list[int]:
 
 
 def _number(draw: Draw, *limits: int) -> int:
-    return int(draw(st.integers(1, min(draw(st.sampled_from(_MOST)), *limits))))
+    most = min(draw(st.sampled_from(_MOST)), *limits)
+    return int(draw(st.integers(1, most) | st.just(most)))
 
 
 @st.composite
@@ -60,7 +61,7 @@ def stores(draw: Draw, model: TransferModel) -> Jobs:
             break
         number = _number(draw, model.num_blocks(group), room)
         blocks = _order(draw, range(model.num_blocks(group)))[:number]
-        if number > 1 and draw(st.booleans()):
+        if number > 1 and draw(st.sampled_from((False, False, False, True))):
             blocks = blocks[: number // 2] * 2
         num_chunks = -(-(index % model.k + len(blocks)) // model.k)
         parts[group] = blocks, free[:num_chunks], index

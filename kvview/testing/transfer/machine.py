@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -37,6 +37,13 @@ _FIRST_ID = 10
 _OTHER_ID = 10**9  # never in flight
 _UNKNOWN_IDS = (_OTHER_ID, -(10**6), 77777)
 _NOT_IDS = (-1, "1", None, [1], 1 << 70)
+_FAULTS = {
+    "copy": (C.FAIL,),
+    "block": (C.FAIL_BLOCK,),
+    "mark": (C.COMPUTE, C.COMPUTE_FAILS),
+    "wait": (C.COMPUTE, C.COMPUTE_FAILS),
+}
+"""The ways to let a job fail, with the capabilities that they need."""
 _LATE_S = 3.0  # seconds: more than a call takes that does not wait
 
 _NEW_ID = of_state(lambda self: new_ids(self.submitted))
@@ -58,6 +65,16 @@ def _is_not_held(machine: TransferMachine) -> bool:
     return not machine.model.held_by
 
 
+def _faults(machine: TransferMachine) -> st.SearchStrategy[tuple[str, bool, Jobs]]:
+    """Draw a way to fail, and a job."""
+    ways = []
+    for how in machine.faults:
+        model, is_store = machine.model, st.just(True)
+        job = st.tuples(is_store, stores(model)) if how == "block" else jobs(model)
+        ways.append(st.tuples(st.just(how), job).map(lambda drawn: (drawn[0], *drawn[1])))
+    return st.one_of(ways)
+
+
 class TransferMachine(ContractMachine):
     """Submits jobs to one worker, lets compute and copies wait and fail, and shuts it down."""
 
@@ -75,11 +92,12 @@ class TransferMachine(ContractMachine):
     def __init__(self) -> None:
         super().__init__()
         self._suite: Any = self.suite
+        self.faults = [how for how, needs in _FAULTS.items() if self.can(*needs)]
         self.worker: Any = None
 
     @initialize(
         layout=layouts(),
-        num_cpu_blocks=st.sampled_from((12, 40, 4)),
+        num_cpu_blocks=st.sampled_from((12, 48, 4)),
         blocks_per_chunk=st.sampled_from((1, 3)),
     )
     def start(self, layout: Layout, num_cpu_blocks: int = 12, blocks_per_chunk: int = 1) -> None:
@@ -135,6 +153,16 @@ class TransferMachine(ContractMachine):
     def load(self, job_id: int | None, parts: Jobs) -> None:
         """Load blocks of some groups."""
         self.submit(False, _parts(parts), job_id)
+
+    @operation("XFER-3", parts=_STORE, shift=st.integers(0, 69))
+    def store_and_load(self, parts: Jobs, shift: int) -> None:
+        """Store blocks, and load their pages into other blocks, without a wait."""
+        stored = _parts(parts)
+        is_accepted = self.submit(True, stored) is not None
+        for group, part in stored.items() if is_accepted else ():
+            size = self.model.num_blocks(group)
+            into = [(block + shift) % size for block in part.blocks]
+            self.submit(False, {group: replace(part, blocks=into)})
 
     @operation("XFER-1", job=of_state(lambda self: jobs_that_name_twice(self.model)))
     def name_twice(self, job: tuple[bool, Jobs]) -> None:
@@ -266,43 +294,30 @@ class TransferMachine(ContractMachine):
 
     # --- failures and refusals ---
 
-    @operation("XFER-4", C.FAIL, job=_JOB)
-    def fail_copy(self, job: tuple[bool, Jobs]) -> None:
-        """Let the copy of a job fail."""
-        self._fails(*job, lambda lost: self.call(self.suite, "fail_next"))
-
-    @operation("XFER-4", C.FAIL_BLOCK, parts=_STORE, at=st.integers(0, 39))
-    def fail_one(self, parts: Jobs, at: int) -> None:
-        """Let the copy of one GPU block of a store fail."""
-
-        def fail(lost: list[int]) -> None:
-            lost[:] = [lost[at % len(lost)]]
-            self.call(self.suite, "fail_block", *lost)
-
-        self._fails(True, parts, fail)
-
     @operation(
-        "XFER-4", C.COMPUTE, C.COMPUTE_FAILS, job=_JOB, step=st.sampled_from(("mark", "wait"))
+        "XFER-4",
+        when=lambda self: self.faults,
+        fault=of_state(lambda self: _faults(self)),
+        at=st.integers(0, 39),
     )
-    def fail_stream(self, job: tuple[bool, Jobs], step: str) -> None:
-        """Let compute fail, after which no block may be moved, because its bytes are unknown."""
-        self._fails(*job, lambda lost: self._stream.fail(step))
+    def fail_job(self, fault: tuple[str, bool, Jobs], at: int) -> None:
+        """Let the copy of a job fail, or of one GPU block of a store, or the compute before a job.
 
-    def _fails(self, is_store: bool, parts: Jobs, fail: Callable[[list[int]], object]) -> None:
-        """Submit a job that fails.
-
-        Args:
-            is_store: Whether the job moves bytes to the tier.
-            parts: The blocks and pages of the job.
-            fail: Injects the failure; receives the indices of the blocks that have bytes, and
-                leaves the indices of the blocks that cannot be moved.
+        After compute has failed no block may be moved, because its bytes are unknown.
         """
+        how, is_store, parts = fault
         self.finish_all()
         owners = [group for group, (blocks, *_) in sorted(parts.items()) for _ in blocks]
-        lost = [at for at, group in enumerate(owners) if self.model.groups[group]]
-        if not lost:
+        lost = [number for number, group in enumerate(owners) if self.model.groups[group]]
+        if not lost:  # because a job without bytes cannot fail
             return
-        fail(lost)
+        if how == "block":
+            lost = [lost[at % len(lost)]]
+            self.call(self.suite, "fail_block", *lost)
+        elif how == "copy":
+            self.call(self.suite, "fail_next")
+        else:
+            self._stream.fail(how)
         job_id = self.submit(is_store, _parts(parts))
         assert job_id is not None, "the job was drawn to be accepted"
         self.call(self.worker, "wait", [job_id])
