@@ -510,7 +510,7 @@ class TransferMachine(ContractMachine):
 
     def _pass_a_moment(self) -> None:
         """Give the worker's threads some time, and more time to repeat a failure."""
-        time.sleep(0.05 if self.found else 0.001)
+        time.sleep(0.01 if self.found else 0.001)
 
     def finish_all(self) -> None:
         """Wait for every job, and check that each job is reported."""
