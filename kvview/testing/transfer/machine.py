@@ -19,7 +19,8 @@ from kvview.testing import watchdog
 from kvview.testing.conformance import ContractMachine, Label, observable, of_state, operation
 from kvview.testing.harness import Capability as C
 from kvview.testing.transfer.compute import GatedComputeStream
-from kvview.testing.transfer.jobs import (
+from kvview.testing.transfer.drawn_caches import Layout, layouts, make_caches, pages_of, tensors_of
+from kvview.testing.transfer.drawn_jobs import (
     Jobs,
     bursts,
     jobs,
@@ -29,7 +30,6 @@ from kvview.testing.transfer.jobs import (
     new_ids,
     stores,
 )
-from kvview.testing.transfer.layouts import Layout, layouts, make_caches, pages_of, tensors_of
 from kvview.testing.transfer.model import KERNELS, Part, Parts, Row, Slot, TransferModel
 from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 

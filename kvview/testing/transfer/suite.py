@@ -14,7 +14,7 @@ from kvview.errors import ConfigError
 from kvview.testing.conformance import Conformance, example
 from kvview.testing.harness import Capability as C
 from kvview.testing.harness import Contract
-from kvview.testing.transfer.layouts import Layout, make_caches, wrong_caches
+from kvview.testing.transfer.drawn_caches import Layout, make_caches, wrong_caches
 from kvview.testing.transfer.machine import TransferMachine
 from kvview.testing.transfer.model import Part
 from kvview.testing.yield_points import new_threads_yield_often
