@@ -15,17 +15,12 @@ from hypothesis.stateful import initialize
 from typing_extensions import override
 
 from kvview.errors import TransferSpecError
-from kvview.testing.calls import watchdog
+from kvview.testing import watchdog
+from kvview.testing.suites.conformance import ContractMachine, Label, observable, of_state, operation
 from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.conformance import (
-    ContractMachine,
-    Label,
-    observable,
-    of_state,
-    operation,
-)
 from kvview.testing.transfer.compute import GatedComputeStream
-from kvview.testing.transfer.jobs import (
+from kvview.testing.transfer.drawn_caches import Layout, layouts, make_caches, pages_of, tensors_of
+from kvview.testing.transfer.drawn_jobs import (
     Jobs,
     bursts,
     jobs,
@@ -35,7 +30,6 @@ from kvview.testing.transfer.jobs import (
     new_ids,
     stores,
 )
-from kvview.testing.transfer.layouts import Layout, layouts, make_caches, pages_of, tensors_of
 from kvview.testing.transfer.model import KERNELS, Part, Parts, Row, Slot, TransferModel
 from kvview.transfer import CPULoadStoreSpec, GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
