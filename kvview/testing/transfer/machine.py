@@ -15,9 +15,15 @@ from hypothesis.stateful import initialize
 from typing_extensions import override
 
 from kvview.errors import TransferSpecError
-from kvview.testing import watchdog
-from kvview.testing.suites.conformance import ContractMachine, Label, observable, of_state, operation
+from kvview.testing.calls import watchdog
 from kvview.testing.suites.capability import Capability as C
+from kvview.testing.suites.conformance import (
+    ContractMachine,
+    Label,
+    observable,
+    of_state,
+    operation,
+)
 from kvview.testing.transfer.compute import GatedComputeStream
 from kvview.testing.transfer.drawn_caches import Layout, layouts, make_caches, pages_of, tensors_of
 from kvview.testing.transfer.drawn_jobs import (
