@@ -297,6 +297,7 @@ class PoolMachine(ContractMachine):
             for at in self.open_views():
                 self._free(at, "free_blocks", list(self.model.held[at].elements()))
             self._release(list(self.model.engine.elements()))
+            self.begin_operation("POOL-9")
         else:
             self.blame("POOL-9")
         is_done = self.model.reset()
