@@ -297,6 +297,7 @@ class PoolMachine(ContractMachine):
             for at in self.open_views():
                 self._free(at, "free_blocks", list(self.model.held[at].elements()))
             self._release(list(self.model.engine.elements()))
+            self.begin_operation("POOL-9")
         else:
             self.blame("POOL-9")
         is_done = self.model.reset()
@@ -462,11 +463,26 @@ class PoolMachine(ContractMachine):
         }
         return [(method, args) for method, (need, args) in calls.items() if self.can(need)]
 
-    @operation("POOL-10", C.CLOSE, when=lambda self: 0 not in self.model.closed)
-    def close(self) -> None:
-        """Close the first view, after which every call is refused, and its walks end."""
+    @operation(
+        "POOL-10",
+        C.CLOSE,
+        when=lambda self: 0 not in self.model.closed,
+        has_walk=st.booleans(),
+        has_notices=st.booleans(),
+    )
+    def close(self, has_walk: bool, has_notices: bool) -> None:
+        """Close the first view, after which every call is refused, and its walks end.
+
+        Args:
+            has_walk: Whether a walk is open that has read blocks ahead.
+            has_notices: Whether notices are pending.
+        """
         if self.open_views() == [0] and self.can(C.VIEWS):
             self.open_view()
+        if has_walk and self.can(C.CACHE):
+            self.walk(len(self.walks), 0, True, ["read"])
+        if has_notices and self.can(C.REUSE_NOTICE):
+            self._free(0, _NOTICE, list(self.model.held[0].elements()))
         self.blame("POOL-10")
         what, held = "close reports the holds, once", dict(self.model.held_through(0))
         self.equal(dict(self.call(self.pool, "close")), held, what)

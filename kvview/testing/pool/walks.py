@@ -88,9 +88,9 @@ class ResumedWalk:
         self.walk = walk
         self._model = model
         self._passed = -inf
-        # The free blocks at the last call, with the times at which they joined the queue.
+        # The blocks that were free at a call, with the last times at which they joined the queue.
         self._last: dict[int, int] = {}
-        # The blocks that other owners took and released since then, which the walk may yield.
+        # The blocks that other owners took and released since then; the walk may yield them.
         self._choices: dict[int, int] = {}
 
     def take(self, machine: ContractMachine, number: int) -> None:
@@ -109,7 +109,7 @@ class ResumedWalk:
         for block, *_ in got:
             machine.true(model.is_free(block), "a taken block is free", block, "a free block")
         self._passed = max([self._passed, *(model.place[block] for block, *_ in got)])
-        self._last = dict(joined)
+        self._last |= joined
 
     def restart(self, machine: ContractMachine) -> None:
         """Continue at the head of the queue."""
