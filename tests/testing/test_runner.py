@@ -310,7 +310,7 @@ class NeverComesBack(ReferenceTransfer):
 
 
 def test_a_call_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvview.testing.conformance._CALL_SECONDS", 0.2)
+    monkeypatch.setattr("kvview.testing.suites.conformance._CALL_SECONDS", 0.2)
     suite: Any = NeverComesBack()
     with pytest.raises(LawBroken, match=r"wait\(\[\d+\]\) must return") as broken:
         suite.test_xfer_5_race_of_wait_and_report()
