@@ -27,9 +27,9 @@ MOST = 200
 
 sys.path.insert(0, str(ROOT))
 from kvview import Connector  # noqa: E402
-from kvview.testing.calls import watchdog  # noqa: E402
 from kvview.testing.connector import generate_scenario, load_engines, simulate  # noqa: E402
 from kvview.testing.connector.processes import Died, Processes, Task, default_processes  # noqa: E402
+from kvview.testing.supervision import watchdog  # noqa: E402
 from tests.mutants.connector import load_wrong  # noqa: E402
 
 

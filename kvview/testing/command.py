@@ -36,8 +36,8 @@ from kvview.cli.result_file import (
 )
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, line_of
-from kvview.testing.calls.watchdog import HOOK_SECONDS
 from kvview.testing.checks import EXCEPTIONS
+from kvview.testing.supervision.watchdog import HOOK_SECONDS
 
 if TYPE_CHECKING:
     from kvview.testing import Report

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from kvview.errors import ConfigError
-from kvview.testing.calls.watchdog import HOOK_SECONDS
+from kvview.testing.supervision.watchdog import HOOK_SECONDS
 
 _FOR_CONNECTORS = ("engine", "options", "hook_seconds", "inference", "keep_going")
 

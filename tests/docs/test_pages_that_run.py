@@ -78,7 +78,7 @@ def missing(shown: str, printed: str) -> str:
     [
         pytest.param("first-connector.md", 3, marks=pytest.mark.slow),
         pytest.param("first-hooks.md", 6, marks=pytest.mark.slow),
-        pytest.param("kit.md", 3, marks=pytest.mark.slow),
+        pytest.param("kit.md", 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_commands_of_the_page_run(page: str, wanted: int, tmp_path: Path) -> None:

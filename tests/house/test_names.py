@@ -14,17 +14,18 @@ SAME_CLASS_NAME = {
 """Class names with two meanings, and why they are allowed."""
 
 SAME_MODULE_NAME = {
+    "check": "the check of a connector: in simulated runs, and with real tokens",
     "command": "a command of the command line, in the package that it runs",
     "engine": "the engine of a floor",
-    "examples": "checks of a contract that its model cannot state, in its room of the kit",
-    "harness": "the object that a factory makes for the checks: declared by the kit, implemented",
+    "harness": "the engines of a handoff for the kit, and the reference's suites",
+    "machine": "the state machine of a contract",
     "model": "the executable model of a contract, and a model whose KV is sized",
-    "moves": "operations of one contract, which its player plays",
-    "player": "plays one contract on an implementation and on its model",
     "queries": "the optional queries of a view, and of the view that guards it",
     "request": "a request, as the connector and as the engine see it",
     "run": "one run: of a scenario, and of a trace",
+    "scenario": "the scenarios of seeds, and their data",
     "simulation": "an engine under `kvview check`",
+    "suite": "the suite of a contract, from which implementers derive their class",
     "view": "the view of the pool, and the view that guards it",
     "walks": "walks over a pool's free queue: done, and checked",
     "worker": "the half next to the bytes: of transfers, and of vLLM's connector",

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.errors import line_of, split_law
-from kvview.testing.calls import watchdog
 from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.supervision import watchdog
 from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD, SeededTraffic, Served

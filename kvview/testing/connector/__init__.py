@@ -7,10 +7,10 @@ The rooms are in the order of a run. Each seed is a scenario
 (:mod:`~kvview.testing.connector.scenario`), which a simulated engine plays
 (:mod:`~kvview.testing.connector.run`), with both halves of the connector in harnesses that delay,
 lose and fail transfers (:mod:`~kvview.testing.connector.half`). After each event, models and
-invariants judge the run (:mod:`~kvview.testing.connector.judge`). A failing run is repeated and
-shrunk to a script (:mod:`~kvview.testing.connector.confirm`), and code that never ran is named
-(:mod:`~kvview.testing.connector.exercised`). :mod:`~kvview.testing.connector.seed` runs one seed,
-and :mod:`~kvview.testing.connector.check` runs all seeds.
+invariants are compared with the engine (:mod:`~kvview.testing.connector.judge`). A failing run is
+repeated and shrunk to a script (:mod:`~kvview.testing.connector.confirm`), and code that never ran
+is named (:mod:`~kvview.testing.connector.exercised`). :mod:`~kvview.testing.connector.seed` runs
+one seed, and :mod:`~kvview.testing.connector.check` runs all seeds.
 :func:`kvview.testing.run_checks` reports law by law.
 """
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvview.testing.calls import watchdog
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import (
@@ -34,6 +33,7 @@ from kvview.testing.connector.scenario.scenario import Scenario, to_script
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.connector.seed import SeedResult, SeedRunner
 from kvview.testing.placeholders import in_size
+from kvview.testing.supervision import watchdog
 
 # Maximum of seeds with a hook that does not return, because each takes the whole time limit.
 _MAX_TIMEOUTS = 2
@@ -84,7 +84,7 @@ def check_connector(
         engines: Builds the engines; reference engines by default.
         steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
-            (:mod:`~kvview.testing.calls.watchdog`).
+            (:mod:`~kvview.testing.supervision.watchdog`).
         processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
             The default is one process per core, but 0 for a single seed or if a fork is not safe.
 
@@ -144,7 +144,7 @@ class _Check:
         engines: Builds the engines.
         runner: Runs one seed.
         processes: The processes that have a copy of the runner.
-        goes_on: Whether the check goes on after a broken law.
+        goes_on: Whether the check continues after a broken law.
         ends_at_first: Whether the first failure is shrunk before it is confirmed.
         max_shrink_runs: Maximum number of runs to shrink one failure.
     """

@@ -92,13 +92,8 @@ class Processes:
         self._subject = subject
         self._all: list[_Process] = []
         self._ended: list[_Process] = []  # received SIGTERM
+        self._number = number
         self._folder = tempfile.TemporaryDirectory(prefix="kvview-", ignore_cleanup_errors=True)
-        try:
-            for _ in range(number):
-                self._all.append(self._start())
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -112,6 +107,8 @@ class Processes:
         Raises:
             Exception: The first exception that a task raised.
         """
+        while len(self._all) < self._number:  # at the first call
+            self._all.append(self._start())
         if not self._all:
             yield from (task(self._subject) for task in tasks)
             return

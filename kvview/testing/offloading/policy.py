@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvview.errors import ConfigError
-from kvview.testing.connector.run.engine import load_engines
 from kvview.testing.suites.conformance import import_lines
 
 _METHODS = ("admit", "touch", "release", "remove")
@@ -23,6 +22,8 @@ def suite_of_policy(found: Any) -> Any:
     Raises:
         ConfigError: No installed engine has such a manager.
     """
+    from kvview.testing.connector.run.engine import load_engines  # imports torch
+
     engines: Any = load_engines()
     if not hasattr(engines, "suite_of_policy"):
         raise ConfigError(f"engine {engines.name!r} has no manager that takes a cache policy")

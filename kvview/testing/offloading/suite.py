@@ -56,7 +56,7 @@ class OffloadingConformance(Conformance):
         yield {"suite": self, "manager": self.make(_CAPACITY)}
 
     @example("OFF-5")
-    def test_growth_of_keys_that_are_gone(self, machine: OffloadingMachine) -> None:
+    def test_off_5_growth_of_keys_that_are_gone(self, machine: OffloadingMachine) -> None:
         """Growth: evicted keys, failed stores and ended loads keep no memory allocated."""
         machine.start(capacity=2, threshold=1, most=1, used=[])
         manager: Any = machine.manager
@@ -83,7 +83,7 @@ class OffloadingConformance(Conformance):
         )
 
     @example("OFF-7", C.POLICIES)
-    def test_names_of_policies(self, machine: OffloadingMachine) -> None:
+    def test_off_7_names_of_policies(self, machine: OffloadingMachine) -> None:
         """An unknown policy is refused with a list of the known ones."""
         for name in ("builtins:object", "builtins:bytearray"):
             machine.refused(ValueError, self, "with_policy", name)
@@ -93,7 +93,7 @@ class OffloadingConformance(Conformance):
             machine.call(self, "with_policy", name)
 
     @example("OFF-8")
-    def test_shutdown_during_transfers(self, machine: OffloadingMachine) -> None:
+    def test_off_8_shutdown_during_transfers(self, machine: OffloadingMachine) -> None:
         """A manager can be shut down twice, also while its keys are stored and loaded."""
         machine.start(capacity=4, threshold=1, most=1, used=KEYS[:3])
         machine.begin_load(KEYS[:2])
@@ -102,7 +102,7 @@ class OffloadingConformance(Conformance):
         machine.call(machine.manager, "shutdown")
 
     @example("OFF-12", C.STORE_THRESHOLD)
-    def test_impossible_thresholds(self, machine: OffloadingMachine) -> None:
+    def test_off_12_impossible_thresholds(self, machine: OffloadingMachine) -> None:
         """A threshold below 1 is refused."""
         for threshold in (0, -1):
             machine.refused(ConfigError, self, "with_threshold", _CAPACITY, threshold)

@@ -116,8 +116,6 @@ class Capability(StrEnum):
     """
 
     # offloading
-    SIZED = "sized", "offloading", "harness.sized(1)"
-    """``sized(capacity)``: a new harness over a manager of another size."""
     RESETS = "resets", "offloading"
     """``OffloadingManager.reset`` forgets all keys."""
     EVENTS = "events", "offloading"

@@ -32,18 +32,18 @@ from hypothesis.stateful import (
 
 from kvview.connector.hook_errors import where
 from kvview.targets import target_of
-from kvview.testing.calls import watchdog
 from kvview.testing.checks import CHECKS, Check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.results.law_broken import LawBroken, broken
 from kvview.testing.suites.capability import Capability, Contract, capabilities_of
+from kvview.testing.supervision import watchdog
 
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.
 _CALL_SECONDS = 10.0
 _SHRINK_SECONDS = 30.0  # seconds from the first failure, after which no smaller run is tried
 _COMPARE = "state.compare()"
 # Hypothesis derives five of six runs from an earlier run, and makes the first ones short, unless a
-# backend draws the values. Runs that are all drawn anew find faults in half of the time.
+# backend draws the values. Independent runs find faults in half of the time.
 _BACKEND = "kvview"
 AVAILABLE_PROVIDERS[_BACKEND] = type("Independent", (HypothesisProvider,), {})
 _RESULT = reprlib.Repr()  # the class takes no arguments before Python 3.12

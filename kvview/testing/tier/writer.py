@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from kvview.errors import KVViewError, printable
 from kvview.targets import load_target
-from kvview.testing.calls import watchdog
+from kvview.testing.supervision import watchdog
 from kvview.testing.tier.model import bytes_of
 from kvview.tier import Namespace
 

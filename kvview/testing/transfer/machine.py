@@ -15,7 +15,6 @@ from hypothesis.stateful import initialize
 from typing_extensions import override
 
 from kvview.errors import TransferSpecError
-from kvview.testing.calls import watchdog
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import (
     ContractMachine,
@@ -24,6 +23,7 @@ from kvview.testing.suites.conformance import (
     of_state,
     operation,
 )
+from kvview.testing.supervision import watchdog
 from kvview.testing.transfer.compute import GatedComputeStream
 from kvview.testing.transfer.drawn_caches import Layout, layouts, make_caches, pages_of, tensors_of
 from kvview.testing.transfer.drawn_jobs import (

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from kvview.testing.calls import watchdog
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
+from kvview.testing.supervision import watchdog
 from kvview_vllm.releases import engine_version
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES

@@ -18,8 +18,8 @@ from typing import Any
 
 from kvview import ConfigError
 from kvview.errors import line_of
-from kvview.testing.calls.source_lines import with_source
 from kvview.testing.connector.result import SimulationResult
+from kvview.testing.supervision.source_lines import with_source
 
 _CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)
 _IN_NORMAL_USE = (LookupError, AttributeError)

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from kvview import CanonicalKVCaches, WorkerConnector
-from kvview.testing.calls.yield_points import num_yields, stop_yielding, yielding_often
 from kvview.testing.connector.half.gate import CopyFailed, Gate, gate_tensor
 from kvview.testing.connector.half.hook_calls import calling
 from kvview.testing.connector.judge.invariants import EndedLoudly, InvariantBroken
 from kvview.testing.connector.judge.threads import hint_for, where_all_wait
 from kvview.testing.connector.run.compute_stream import StepStream
+from kvview.testing.supervision.yield_points import num_yields, stop_yielding, yielding_often
 from kvview.testing.transfer.compute import GatedComputeEvent
 
 _HEAD_START = 0.001  # seconds in which wait() may wrongly return

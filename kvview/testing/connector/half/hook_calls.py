@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.hook_errors import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
-from kvview.testing.calls import watchdog
-from kvview.testing.calls.source_lines import at_line
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.threads import hint_for
 from kvview.testing.connector.run.jumping_clock import jump
+from kvview.testing.supervision import watchdog
+from kvview.testing.supervision.source_lines import at_line
 
 _AT_START = {
     *("__init__", "make_scheduler", "make_worker", "register_kv_caches", "on_engine_ready"),

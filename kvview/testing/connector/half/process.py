@@ -31,11 +31,11 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.connector.hook_errors import where
-from kvview.testing.calls import watchdog
 from kvview.testing.connector.exercised import branches as code_coverage
 from kvview.testing.connector.half.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.threads import hint_for, raise_thread_error
+from kvview.testing.supervision import watchdog
 
 _BRANCHES = "branches that ran"  # used instead of the name of a hook
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -25,7 +25,6 @@ from kvview import (
     SupportsSkippedBlocks,
     TransferResult,
 )
-from kvview.testing.calls.source_lines import places_of_caller
 from kvview.testing.connector.exercised.coverage import (
     FAILED_BY_THEMSELVES,
     LOADS_LEFT_ALONE,
@@ -38,6 +37,7 @@ from kvview.testing.connector.judge.engine_calls import EngineCalls
 from kvview.testing.connector.judge.jobs import PlannedJob
 from kvview.testing.connector.judge.run_log import RunLog
 from kvview.testing.connector.judge.tier_model import TierKeys, TierPages
+from kvview.testing.supervision.source_lines import places_of_caller
 
 _LAW_OF_HOOK = {
     "make_scheduler": "CONN-1",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing_extensions import override
 
 from kvview.keys import OffloadKey
-from kvview.testing.calls.source_lines import at_places
+from kvview.testing.supervision.source_lines import at_places
 
 
 class InvariantBroken(AssertionError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvview import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
-from kvview.testing.calls.source_lines import at_places
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.jobs import PlannedJob
 from kvview.testing.connector.run.engine import SimulatedEngine
+from kvview.testing.supervision.source_lines import at_places
 
 
 def gpu_blocks(spec: LoadStoreSpec, num_blocks: int) -> list[int]:

@@ -26,10 +26,10 @@ from weakref import WeakKeyDictionary
 
 from kvview.connector.hook_errors import place_in
 from kvview.errors import one_line
-from kvview.testing.calls import watchdog
-from kvview.testing.calls.source_lines import at_line, with_source
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.result import SimulationResult, failure_at_the_end
+from kvview.testing.supervision import watchdog
+from kvview.testing.supervision.source_lines import at_line, with_source
 
 _MOST = 5
 

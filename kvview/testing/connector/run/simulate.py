@@ -12,8 +12,6 @@ from typing import Any
 
 from kvview import ConnectorError, HookError, PinBudgetExceeded
 from kvview.targets import is_engine_connector
-from kvview.testing.calls import watchdog
-from kvview.testing.calls.yield_points import new_threads_yield_often
 from kvview.testing.connector.exercised.coverage import (
     OF_THEIR_OWN_SIZE,
     WITH_A_FULL_TIER,
@@ -51,6 +49,8 @@ from kvview.testing.connector.run.state import RunState
 from kvview.testing.connector.scenario.fates import Fates
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
+from kvview.testing.supervision import watchdog
+from kvview.testing.supervision.yield_points import new_threads_yield_often
 
 _KEYS = "requests with a LoRA adapter, a cache salt or images: kvview partition checks their keys"
 
