@@ -37,7 +37,7 @@ from kvview.cli.result_file import (
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, line_of
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.supervision.watchdog import HOOK_SECONDS
+from kvview.testing.supervision.watchdog import HOOK_SECONDS, end_soon
 
 if TYPE_CHECKING:
     from kvview.testing import Report
@@ -350,6 +350,7 @@ def _ended_in_order() -> Iterator[None]:
     """End the run on SIGTERM as on Ctrl-C, with its summary and its report."""
 
     def end(*_: object) -> None:
+        end_soon()
         raise KeyboardInterrupt
 
     try:

@@ -250,7 +250,7 @@ def test_parametrized(check: BoundCheck) -> None:
 
 
 @parametrize_with_checks(
-    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK], seeds=5
+    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK], seeds=50
 )
 def test_parametrized_expected_failure(check: BoundCheck) -> None:
     check()

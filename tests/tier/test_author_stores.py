@@ -61,7 +61,7 @@ def test_the_example_with_a_byte_budget_is_green() -> None:
 def test_a_wrong_store_is_red(wrong: Variant, request: pytest.FixtureRequest) -> None:
     is_remote = wrong.base == REMOTE
     options = {"port": request.getfixturevalue("port")} if is_remote else {"root": "{tmp}"}
-    suite, effort = suite_of(wrong.load(), options), Effort(steps=20, is_brief=True)
+    suite, effort = suite_of(wrong.load(), options), Effort(is_brief=True)
     plan = plan_checks(suite, effort, select=wrong.notes["check"].split(", "))[1]
     failures = [run_planned(suite, planned, effort).failure for planned in plan]
     laws = {failure.law for failure in failures if failure}

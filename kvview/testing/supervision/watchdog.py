@@ -43,6 +43,7 @@ class _Call:
     number = 0
     depth = 0
     is_watched = False
+    is_ending = False  # a signal has asked for the end, and its exception may have been dropped
     dead_thread = ""  # the exception that ended a thread for which the call may be waiting
     may_arm = True  # False in a fork, which may inherit a taken lock of faulthandler
 
@@ -61,12 +62,20 @@ class calling:  # an object, because a generator takes twice the time
     """Watch the hook that the ``with`` block calls."""
 
     def __enter__(self) -> None:
+        if _Call.is_ending:
+            _Call.is_ending = False
+            raise KeyboardInterrupt
         _Call.number += 1
         _Call.depth += 1
 
     def __exit__(self, *_: object) -> None:
         _Call.depth -= 1
         _Call.number += 1
+
+
+def end_soon() -> None:
+    """End the check at its next call, because Python drops an exception inside a destructor."""
+    _Call.is_ending = True
 
 
 def next_call() -> None:
