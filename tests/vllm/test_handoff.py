@@ -16,7 +16,6 @@ import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.targets import load_target
-from kvview.testing import run_checks
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffConformance, pd_factory
@@ -39,6 +38,8 @@ SEEN_EARLY = {
     "WritesLatePages",
 }
 """Wrong connectors that a few runs detect."""
+BREAKS_FIRST = {"ReleasesAtTheFirstRead": ("HAND-2",), "DropsFailedLoads": ("HAND-6",)}
+"""The laws that a connector may break before its own, because the same fault breaks both."""
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 NIXL_BREAKS = {"HAND-4", "HAND-5", "HAND-6", "HAND-7", "HAND-9"}
 """The laws that NixlConnector breaks in two schedulers (docs/handoff.md)."""
@@ -78,7 +79,8 @@ def test_two_schedulers_hand_over() -> None:
 def test_a_wrong_connector_is_detected(mutant: Mutant) -> None:
     connector: Any = mutant.factory
     suite = pd_factory(connector.connector, "vllm")
-    assert set(find_failures(suite, Effort(seeds=400, is_brief=True))) == {mutant.law}
+    (law,) = find_failures(suite, Effort(seeds=400, is_brief=True))
+    assert law in {mutant.law, *BREAKS_FIRST.get(mutant.name, ())}
 
 
 @needs_loads_between_steps
@@ -92,7 +94,7 @@ def test_an_error_of_vllm_breaks_no_law(monkeypatch: pytest.MonkeyPatch) -> None
     pool: Any = pytest.importorskip("vllm.v1.core.block_pool")
     monkeypatch.setattr(pool.BlockPool, "cache_full_blocks", fail)
     with pytest.raises(InvariantBroken, match=r"ENGINE: .*KeyError"):
-        run_checks(suite, seeds=1)
+        find_failures(suite, Effort(seeds=10, is_brief=True))
 
 
 def test_a_release_that_waits_for_loads_within_a_step_is_refused() -> None:
