@@ -154,4 +154,4 @@ def test_pool_13_the_search_finds_a_restart_without_an_effect(
 ) -> None:
     # Read at once after the restart, because other walks and later moves hide it.
     monkeypatch.setattr(ResumedWalk, "restart", lambda walk: walk.take(0) and None)
-    assert {*find_failures(Suite, Effort(seeds=100, is_brief=True))} == {"POOL-13"}
+    assert {*find_failures(Suite, Effort(seeds=400, is_brief=True))} == {"POOL-13"}
