@@ -16,13 +16,19 @@ ROOT = Path(__file__).parents[2]
 
 CONFTEST = """
 from hypothesis import Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
-phases = [Phase.explicit, Phase.reuse, Phase.generate]  # without shrinking, to save time
-settings.register_profile("quick", phases=phases)
-settings.register_profile("blob", phases=phases, print_blob=True)
+settings.register_profile(
+    "quick",
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # without shrinking, to save time
+    report_multiple_bugs=False,
+    database=DirectoryBasedExampleDatabase("examples"),  # on CI, Hypothesis has none by default,
+    derandomize=False,  # and no random seed
+)
+settings.load_profile("quick")
+settings.register_profile("blob", print_blob=True)
 settings.register_profile("one call", max_examples=1, stateful_step_count=1)
 settings.register_profile("saved", phases=[Phase.reuse])
-settings.load_profile("quick")
 """
 
 SUITE = """
@@ -60,9 +66,9 @@ class Project:
 
     def run(self, *options: str) -> str:
         """Run the machine with options of pytest; returns the output, empty if the test passed."""
-        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_calls"]
+        line = [sys.executable, "-m", "pytest", "-q", "-rN", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*line, *options],
+            [*line, "-k", "test_calls", *options],
             cwd=self._folder,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
             capture_output=True,
