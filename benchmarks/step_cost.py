@@ -176,6 +176,7 @@ class Load:
                 self._time(self.scheduler.connector, name, name)
             for name in WORKER_CALLS:
                 self._time(self.worker, name, f"worker {name}")
+            self._runner = model_runner.RunnerV1(vllm_config, self.worker)
         self._depth = 0
         self._random = random.Random(0)
         self._num_requests = 0
@@ -220,10 +221,9 @@ class Load:
         scheduled = time.thread_time() - began
         transfers = None
         if self.worker is not None:
-            model_runner.bind_transfers(self.worker, output, output.kv_connector_metadata)
-            self.worker.start_load_kv(None)
-            transfers = model_runner.take_transfers(self.worker, output)
-            model_runner.end_transfers(self.worker)
+            with self._runner.forward(output):
+                pass
+            transfers = self._runner.end_step(output)
         answer = lane.make_model_output(self.scheduler, output, transfers)
         began = time.thread_time()
         self.scheduler.update_from_output(output, answer)

@@ -52,7 +52,7 @@ class ReferenceEngines:
 
     def fit(self, scenario: Scenario) -> tuple[Scenario, Sequence[str]]:
         """Return the nearest scenario that the engine can simulate."""
-        return scenario, ()
+        return replace(scenario, other_runner=False), ()
 
     def build(
         self,

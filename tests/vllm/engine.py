@@ -28,6 +28,8 @@ from kvview.connector.hooks import hooks_of
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases import installed
 from kvview_vllm.releases.build import samples
+from kvview_vllm.releases.compat.calls import handle_preemptions, known_arguments
+from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers
 from kvview_vllm.simulation.scheduler import cpu_scheduler, model_runner
 from kvview_vllm.simulation.scheduler.capabilities import (  # for the tests, under one name
@@ -134,7 +136,7 @@ class Engine:
         if self.depth == 1:
             self._compute(output, model_runner.invalid_blocks(transfers))
         if not self.hold_loads:
-            model_runner.end_transfers(self.worker)
+            _end_transfers(self.worker)
         model_output = make_model_output(self.scheduler, output, transfers)
         self.in_flight.append((output, model_output))
         if len(self.in_flight) >= self.depth or not output.total_num_scheduled_tokens:
@@ -184,9 +186,9 @@ class Engine:
         metadata = [*self._metadata, output.kv_connector_metadata]
         self._metadata.clear()
         for one in metadata:
-            model_runner.bind_transfers(self.worker, output, one)
+            _bind_transfers(self.worker, output, one)
             self.worker.start_load_kv(None)
-        return model_runner.take_transfers(self.worker, output)
+        return _take_transfers(self.worker, output)
 
     def _compute(self, output: Any, invalid: Collection[int]) -> None:
         """Check the blocks of earlier steps and loads, then write those of this step.
@@ -328,3 +330,36 @@ def serve_with_fault(folder: Path, fails_in: str, policy: str = "recompute") -> 
     assert all(request.is_finished() for request in requests)
     assert engine.num_free_blocks() == free
     return engine
+
+
+def _bind_transfers(worker: Any, output: Any, metadata: Any) -> None:
+    """Make the calls that a model runner makes first in a step."""
+    handle_preemptions(worker, output, metadata)
+    worker.bind_connector_metadata(metadata)
+
+
+def _end_transfers(worker: Any) -> None:
+    """Make the calls that a model runner makes after the compute of a step."""
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+
+
+def _take_transfers(worker: Any, output: Any) -> Any:
+    """Make a worker's report, a ``KVConnectorOutput``.
+
+    A model runner makes the report at the end of a step; :class:`Engine` needs it earlier.
+    """
+    values: dict[str, Any] = {}
+    release = installed().connector
+    if release.failed_requests:
+        values.update(vars(worker.get_transfer_results(output.finished_req_ids)))
+    else:
+        sending, recving = worker.get_finished(output.finished_req_ids)
+        values.update(finished_sending=sending, finished_recving=recving)
+    if release.failed_blocks:
+        values["invalid_block_ids"] = worker.get_block_ids_with_load_errors()
+    values["kv_connector_stats"] = worker.get_kv_connector_stats()
+    if release.worker_metadata:
+        values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
+    kind = vllm("v1.outputs").KVConnectorOutput
+    return samples.make_filled(kind, **known_arguments(kind, values))

@@ -142,6 +142,29 @@ def test_only_steps_in_flight_or_processes_show_some_faults(
     assert simulate(connector, scenario, engines=engines).failure is None, "hidden without them"
 
 
+@pytest.mark.skipif(not capabilities.has_two_runners(), reason="the release has one model runner")
+@each_of("faults of model runner V2")
+def test_only_model_runner_v2_shows_some_faults(fault: Variant, engines: VLLMEngines) -> None:
+    connector = fault.load()
+    if fault.name == "TakesNoArguments" and not capabilities.loads_take_the_batch():
+        pytest.skip("the hook gets no keyword arguments")
+    options = {"within_step": fault.name in ("LoadsInLayers", "NeedsAttention")}
+
+    def failure_in(runner: str, seed: int) -> Any:
+        is_other = (runner == "V2") is not calls.gpus_use_runner_v2()
+        scenario = replace(generate_scenario(seed), other_runner=is_other)
+        return simulate(connector, scenario, options, engines=engines).failure
+
+    assert any(failure_in("V2", seed) for seed in range(20))
+    assert not any(failure_in("V1", seed) for seed in range(20))
+
+
+@pytest.mark.skipif(not capabilities.can_sleep(), reason="no sleep reaches the connector")
+@each_of("faults of sleep")
+def test_a_sleep_shows_some_faults(fault: Variant, engines: VLLMEngines) -> None:
+    assert first_failure(fault.load(), engines) is not None
+
+
 KILLED = Scenario(  # the last rank, while it stores
     CacheGeometry.single(16),
     num_gpu_blocks=30,
@@ -303,8 +326,8 @@ def test_vsim_3_runs_without_a_connector_are_clean() -> None:
 @pytest.mark.parametrize(
     ("seed", "where", "name"),
     [
-        (69, "harness", "aborted_loads_keep_blocks"),  # vLLM PR 32255
-        (0, "fit", "ended_requests_take_no_output"),  # vLLM PR 33377
+        (69, "raw_engine", "aborted_loads_keep_blocks"),  # vLLM PR 32255
+        (0, "raw_scenarios", "ended_requests_take_no_output"),  # vLLM PR 33377
     ],
 )
 def test_vsim_2_an_event_is_skipped_only_where_the_release_is_wrong(

@@ -119,6 +119,15 @@ class WorkerSide:
                 )
             self._loaded.clear()  # because the engine waits for asynchronous loads only
 
+    def wait_for_all(self) -> None:
+        """Wait for all jobs in flight."""
+        if in_flight := [job.job_id for job in self._jobs.jobs()]:
+            try:
+                self._half.wait(in_flight)
+            except HookError as error:
+                self._give_up(error)
+            self.poll()
+
     def poll(self) -> None:
         """Take the results of ended jobs."""
         if self._faults.is_out:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview import Connector, FullAttention, KVViewError
 from kvview.connector.hook_errors import watch_hooks
-from kvview_vllm.releases import engine_version, refusal
+from kvview_vllm.releases import refusal
 from kvview_vllm.releases.compat.versions import importing
 from kvview_vllm.simulation.kvview.kvview_engine import Configs, KVViewHarness
 from kvview_vllm.simulation.kvview.release_fit import KVViewFit
@@ -45,7 +45,7 @@ class VLLMEngines:
 
     def __init__(self) -> None:
         cpu_scheduler.prepare()
-        self.name = f"vllm {engine_version()}"
+        self.name = capabilities.engine_name()
         try:
             with importing():
                 Configs([FullAttention(16)])

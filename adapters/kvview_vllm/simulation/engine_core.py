@@ -104,6 +104,10 @@ class VLLMHarness(ABC):
         """Overwrite squeezed blocks, like their new owner."""
 
     @abstractmethod
+    def _sleep(self) -> None:
+        """Make the calls of a sleep and a waking, with other bytes in all blocks."""
+
+    @abstractmethod
     def _has_pending_work(self) -> bool:
         """Whether a connector needs steps without requests."""
 
@@ -221,6 +225,16 @@ class VLLMHarness(ABC):
         return self.scheduler.alias()
 
     def reset(self, *, after_reports: bool = False) -> bool:
+        """Reset the caches; if nothing is left to do, the engine then sleeps and wakes up (0.33).
+
+        The KV cache is lost in its sleep.
+        """
+        has_reset = self._reset()
+        if has_reset and capabilities.can_sleep() and not self.has_work():
+            self._sleep()
+        return has_reset
+
+    def _reset(self) -> bool:
         """Reset the prefix cache and the connectors, which vLLM resets even when it refuses.
 
         With steps in flight every second reset preempts running requests, if the release supports

@@ -390,6 +390,32 @@ def idle_steps_report() -> bool:
     return "not kv_connector_output.finished_sending" not in inspect.getsource(mixin)
 
 
+def active_connector_class() -> Any:
+    """Return the class through which Model Runner V2 drives a connector; None before 0.15."""
+    try:
+        return vllm("v1.worker.gpu.kv_connector").ActiveKVConnector
+    except ImportError:
+        return None
+
+
+def takes_batch() -> bool:
+    """Whether Model Runner V2 passes the batch of a step to ``start_load_kv`` (0.32.0)."""
+    return "input_batch" in parameters_of(active_connector_class().pre_forward)
+
+
+def gpus_use_runner_v2() -> bool:
+    """Whether a GPU uses Model Runner V2 for each model that V2 supports (0.29.0)."""
+    config = vllm("config").VllmConfig
+    is_for_all = not hasattr(inspect.getmodule(config), "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
+    return is_for_all and hasattr(config, "use_v2_model_runner")
+
+
+def has_sleep_hooks() -> bool:
+    """Whether a connector is notified before the KV cache is unmapped for a sleep (0.33.0)."""
+    base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
+    return hasattr(base, "unregister_kv_caches")
+
+
 def num_preemptions(request: Any) -> int:
     """Return the number of preemptions of a request; 0 in 0.11.0, which does not count them."""
     number: int = getattr(request, "num_preemptions", 0)

@@ -9,6 +9,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
@@ -30,11 +31,16 @@ from kvview_vllm.binding import walk_connectors
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.pool import NULL_BLOCK_ID
 from kvview_vllm.releases.build import samples
-from kvview_vllm.releases.compat.calls import can_name_groups, child_connectors
+from kvview_vllm.releases.compat.calls import (
+    can_name_groups,
+    child_connectors,
+    idle_steps_report,
+)
 from kvview_vllm.simulation.engine_core import LaunchedStep, VLLMHarness
 from kvview_vllm.simulation.kvview.published import PublishedEvents
 from kvview_vllm.simulation.kvview.stream_order import Compute, Forward
 from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler, model_runner
+from kvview_vllm.simulation.scheduler.model_runner import ModelRunner, RunnerV1, RunnerV2
 from kvview_vllm.simulation.scheduler.requests import Chunk, salt_of
 from kvview_vllm.simulation.scheduler.vllm_scheduler import VLLMScheduler, named, reads_vllm
 
@@ -159,7 +165,9 @@ class KVViewHarness(VLLMHarness):
         self._compute = Compute(
             geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=sum(map(len, stages))
         )
-        self._register(caches, stages)
+        is_v2 = capabilities.runs_v2(scenario)
+        with named("register_kv_caches"):
+            self._runners = [*self._make_runners(configs.vllm, caches, stages, is_v2=is_v2)]
         self._stream = stream
         self._loads_between_steps = capabilities.can_load_between_steps()
         self._loading: set[str] = set()
@@ -188,19 +196,23 @@ class KVViewHarness(VLLMHarness):
             **cpu_scheduler.sizes_of(scenario),
         )
 
-    def _register(self, caches: Sequence[Any], stages: Sequence[range]) -> None:
-        """Register the tensors of each rank with its worker's side."""
+    def _make_runners(
+        self, config: Any, caches: Sequence[Any], stages: Sequence[range], *, is_v2: bool
+    ) -> Iterator[ModelRunner]:
+        """Yield the model runner of each rank, and register the rank's tensors."""
         pages = iter(self._compute.pages)
-        with named("register_kv_caches"):
-            for stage, cache, worker in zip(stages, caches, self._workers, strict=True):
-                own = [*islice(pages, len(stage))]
-                worker.register_kv_caches(
-                    {
-                        name: tensor
-                        for group in cache.kv_cache_groups
-                        for name, tensor in zip(group.layer_names, own, strict=True)
-                    }
-                )
+        for stage, cache, worker in zip(stages, caches, self._workers, strict=True):
+            own = [*islice(pages, len(stage))]
+            tensors = {
+                name: tensor
+                for group in cache.kv_cache_groups
+                for name, tensor in zip(group.layer_names, own, strict=True)
+            }
+            if is_v2:
+                yield RunnerV2(config, worker, tensors)
+            else:
+                worker.register_kv_caches(tensors)
+                yield RunnerV1(config, worker)
 
     def shutdown(self) -> Mapping[int, int]:
         """Stop both sides; return the references that neither requests nor the scenario own."""
@@ -305,25 +317,24 @@ class KVViewHarness(VLLMHarness):
         """Launch a step; the worker's report becomes a part of the step's output."""
         forward = self._compute.plan(chunks, self.scheduler.tables(output))
         self._uncomputed = forward.written
-        runs_first = model_runner.loads_after_launch(output)
-        with named("the worker's side"):
-            for worker in self._workers:
-                model_runner.bind_transfers(worker, output, output.kv_connector_metadata)
-            self._poison()
-            if not runs_first:
-                self._start_transfers()
-        self._compute.launch(forward)
-        if self._stream is None:
-            self._compute.run(forward)
-        else:
-            self._stream.launch()
-        with named("the worker's side"):
-            if runs_first:
-                self._start_transfers()
-            self._uncomputed = set()
-            transfers = [model_runner.take_transfers(one, output) for one in self._workers]
-            for worker in self._workers:
-                model_runner.end_transfers(worker)
+        self._poison()
+        with ExitStack() as calls:
+            # 0.11.0 drops the report of a step without tokens until the next request computes.
+            has_forward = bool(chunks) or not idle_steps_report()
+            if has_forward:
+                with named("the worker's side"):
+                    for runner in self._runners:
+                        calls.enter_context(runner.forward(output))
+            self._compute.launch(forward)
+            if self._stream is None:
+                self._compute.run(forward)
+            else:
+                self._stream.launch()
+            with named("the worker's side"):
+                calls.close()
+                ends = [one.end_step if has_forward else one.no_forward for one in self._runners]
+                transfers = [end(output) for end in ends]
+        self._uncomputed = set()
         sampled = {request_id: chunk.sampled for request_id, chunk in chunks.items()}
         answers = [samples.make_model_output(output, sampled, one) for one in transfers]
         answer, *others = answers
@@ -334,10 +345,6 @@ class KVViewHarness(VLLMHarness):
         if self._stream is None:
             self._stats.mismatches += forward.mismatches(invalid)
         return _Launched(output, chunks, answer, invalid, forward)
-
-    def _start_transfers(self) -> None:
-        for worker in self._workers:
-            worker.start_load_kv(None)
 
     @override
     def _run(self, step: LaunchedStep) -> None:
@@ -352,6 +359,16 @@ class KVViewHarness(VLLMHarness):
         if self._published is not None:
             self._published.check()
         super()._on_outputs(outputs)
+
+    @override
+    def _sleep(self) -> None:
+        with named("unregister_kv_caches"):
+            for worker in self._workers:
+                worker.unregister_kv_caches()
+        self._compute.overwrite(range(1, self.num_blocks))
+        with named("restore_kv_caches"):
+            for worker in self._workers:
+                worker.restore_kv_caches()
 
     def _poison(self) -> None:
         """Overwrite blocks that were allocated for a load, which must then write every byte."""

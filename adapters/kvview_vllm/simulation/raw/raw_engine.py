@@ -1,8 +1,9 @@
 """One real ``Scheduler``, the worker's side of vLLM, and an unmodified connector.
 
-The release's own ``KVConnectorModelRunnerMixin`` drives the worker in vLLM's own forward context,
-layer by layer. Each role is built from a separate configuration, in one process or in two
-processes. With two processes, the scheduler may be some steps ahead of the worker.
+A model runner of the release, V1 or V2, drives the worker, layer by layer
+(:mod:`kvview_vllm.simulation.scheduler.model_runner`). Each role is built from a separate
+configuration, in one process or in two processes. With two processes, the scheduler may be some
+steps ahead of the worker.
 
 - VSIM-3 A connector **must** only receive calls that vLLM makes, and a step **must** only write the
   slots that it computes. A connector may rely on vLLM to reuse blocks only through the scheduler.
@@ -156,6 +157,7 @@ class RawHarness(VLLMHarness):
                 recorder,
                 stand_ins,
                 rank,
+                is_v2=capabilities.runs_v2(scenario),
             )
 
         own = copy.deepcopy(config), config_of_scheduler(cache_config)
@@ -333,6 +335,10 @@ class RawHarness(VLLMHarness):
         self._recorder.seen.update(self.worker.shutdown())
         # Without a rank the engine ends, and its pool with it.
         return {} if self._loses_a_rank else self.scheduler.foreign_refs(super().engine_refs())
+
+    @override
+    def _sleep(self) -> None:
+        self.worker.sleep()
 
     @override
     def alias(self) -> bool:

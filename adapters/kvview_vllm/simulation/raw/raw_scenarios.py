@@ -48,7 +48,10 @@ class RawEngines:
         if groups != scenario.geometry.groups:
             scenario = _scaled(scenario, groups)
         fitting = Fitting(scenario)
-        fitting.change(pin_budget=None)
+        fitting.change(
+            pin_budget=None,
+            other_runner=scenario.other_runner and capabilities.has_two_runners(),
+        )
         fitting.limit_pool(_MOST_BLOCKS)
         fitting.drop(
             scenario.num_connectors > 1,

@@ -18,7 +18,6 @@ from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview.testing.supervision import watchdog
-from kvview_vllm.releases import engine_version
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
@@ -26,6 +25,7 @@ from kvview_vllm.simulation.raw.raw_engine import RawHarness
 from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
+from kvview_vllm.simulation.scheduler import capabilities
 
 if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
@@ -52,7 +52,7 @@ class RawRun(Run):
         *,
         without: str = "",
     ) -> None:
-        engines: Any = RawEngines(f"vllm {engine_version()}")
+        engines: Any = RawEngines(capabilities.engine_name())
         super().__init__(connector_class, scenario, [dict(options)], True, engines)
         self._connector_class = connector_class
         self._is_connected = without != "connector"
@@ -160,7 +160,9 @@ class RawRun(Run):
 def judge(
     connector_class: type, result: SimulationResult, options: Mapping[str, Any]
 ) -> SimulationResult:
-    """Repeat a failed run without the connector, and with the connector's loads off (VSIM-6).
+    """Repeat a failed run without the connector, without its loads, and in the other model runner.
+
+    (VSIM-6)
 
     Args:
         connector_class: The connector that failed.
@@ -170,13 +172,17 @@ def judge(
     failure = result.failure
     assert failure is not None, "only a failed run is repeated"
 
-    def failure_without(part: str) -> Any:
-        return RawRun(connector_class, result.scenario, options, without=part).run().failure
+    def failure_in(scenario: Scenario, without: str = "") -> Any:
+        return RawRun(connector_class, scenario, options, without=without).run().failure
 
-    if bare := failure_without("connector"):
+    if bare := failure_in(result.scenario, "connector"):
         message = f"without the connector too: {bare.law}: {bare.message}"
         return replace(result, failure=replace(failure, law="ENGINE", message=message))
-    off = failure_without("loads")
+    off = failure_in(result.scenario, "loads")
     control = "with its loads off as well" if off is None else f"with its loads off: {off.law}"
     message = f"{failure.message}. Without the connector the run is green, {control}"
+    other = replace(result.scenario, other_runner=not result.scenario.other_runner)
+    if capabilities.has_two_runners() and failure_in(other) is None:
+        runner = "V2" if capabilities.runs_v2(result.scenario) else "V1"
+        message += f". The run fails in Model Runner {runner} only"
     return replace(result, failure=replace(failure, message=message))

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvview import CacheGroup, ChunkedLocalAttention, SlidingWindow
-from kvview_vllm.releases import installed
+from kvview_vllm.releases import engine_version, installed
+from kvview_vllm.releases.compat.calls import (
+    active_connector_class,
+    gpus_use_runner_v2,
+    has_sleep_hooks,
+    takes_batch,
+)
 from kvview_vllm.simulation.scheduler.cpu_scheduler import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.scenario.scenario import Scenario
+
+
+def engine_name() -> str:
+    """Return the release and the model runners that the simulation uses, the default first."""
+    names = ["V2", "V1"] if gpus_use_runner_v2() else ["V1", "V2"]
+    runners = " and ".join(names if has_two_runners() else ["V1"])
+    return f"vllm {engine_version()}, model runner {runners}"
+
+
+def has_two_runners() -> bool:
+    """Whether the release has Model Runner V2 in addition to V1 (0.15.0)."""
+    return active_connector_class() is not None
+
+
+def runs_v2(scenario: Scenario) -> bool:
+    """Whether a scenario runs in Model Runner V2."""
+    return has_two_runners() and gpus_use_runner_v2() is not scenario.other_runner
 
 
 def refuses_several_groups() -> bool:
@@ -58,3 +85,13 @@ def can_block_itself() -> bool:
 def can_reset_connectors() -> bool:
     """Whether a reset of the prefix cache reaches the connector (0.13.0)."""
     return installed().connector.connector_reset
+
+
+def can_sleep() -> bool:
+    """Whether a sleeping engine notifies its connector (0.33.0)."""
+    return has_sleep_hooks()
+
+
+def loads_take_the_batch() -> bool:
+    """Whether Model Runner V2 passes the step's batch to ``start_load_kv`` (0.32.0)."""
+    return has_two_runners() and takes_batch()

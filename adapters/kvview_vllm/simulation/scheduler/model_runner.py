@@ -1,17 +1,176 @@
-"""The calls of a model runner to a connector's worker side, and its report.
+"""The model runners of vLLM, V1 and V2: their calls to a connector's worker side, and its report.
 
-Source: vllm/v1/worker/gpu_model_runner.py and vllm/v1/outputs.py, 0.11.0 to 0.33.0.
+vLLM's own classes make all calls in a step: ``KVConnectorModelRunnerMixin`` those of V1, and
+``ActiveKVConnector`` those of V2. Only the forward pass is simulated.
+
+Source: vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.11.0 to 0.33.0;
+vllm/v1/worker/gpu/kv_connector.py and gpu/model_runner.py, 0.15.0 to 0.33.0; vllm/v1/outputs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
 
 from kvview_vllm.releases import installed
-from kvview_vllm.releases.build.samples import make_filled
-from kvview_vllm.releases.compat.calls import handle_preemptions, known_arguments
+from kvview_vllm.releases.compat.calls import (
+    active_connector_class,
+    handle_preemptions,
+    known_arguments,
+    make_known,
+)
 from kvview_vllm.releases.compat.versions import vllm
+
+
+class ModelRunner(Protocol):
+    """The calls of a model runner to one worker's side."""
+
+    def forward(self, output: Any, attention: Any = None) -> AbstractContextManager[bool]:
+        """Make the calls around a forward pass, which runs in the block.
+
+        Args:
+            output: The scheduler's ``SchedulerOutput``.
+            attention: Metadata of the attention, by layer.
+
+        Returns:
+            A context, whose value is whether the layers of the model call their hooks.
+        """
+
+    def end_step(self, output: Any) -> Any:
+        """Make the calls after a forward pass; returns the ``KVConnectorOutput``."""
+
+    def no_forward(self, output: Any) -> Any:
+        """Make the calls of a step without tokens; returns the ``KVConnectorOutput``."""
+
+
+class RunnerV1:
+    """Model Runner V1.
+
+    Args:
+        vllm_config: The worker's ``VllmConfig``.
+        worker: The worker's side, with its KV caches.
+    """
+
+    def __init__(self, vllm_config: Any, worker: Any) -> None:
+        self._config = vllm_config
+        self._worker = worker
+        self._context = vllm("forward_context").set_forward_context
+        mixin = vllm("v1.worker.kv_connector_model_runner_mixin")
+        self._mixin = mixin.KVConnectorModelRunnerMixin
+        self._transfers: Any = None
+
+    @contextmanager
+    def forward(self, output: Any, attention: Any = None) -> Iterator[bool]:
+        """Make the calls around a forward pass, also those after its end."""
+        handle_preemptions(self._worker, output, output.kv_connector_metadata)
+        num_tokens = output.total_num_scheduled_tokens
+        with (
+            active(self._worker),
+            self._context(attention, self._config, num_tokens=num_tokens),
+            self._mixin.maybe_get_kv_connector_output(output) as self._transfers,
+        ):
+            yield True
+
+    def end_step(self, output: Any) -> Any:
+        """Return the report of the step."""
+        return self._transfers
+
+    def no_forward(self, output: Any) -> Any:
+        """Make the calls of a step without tokens."""
+        handle_preemptions(self._worker, output, output.kv_connector_metadata)
+        with active(self._worker):
+            step = self._mixin.kv_connector_no_forward(output, self._config)
+        return step.kv_connector_output
+
+
+class RunnerV2:
+    """Model Runner V2, which also registers the KV caches.
+
+    1. A step of decodes runs as one CUDA graph, outside of a forward context and without the hooks
+       of layers, unless the connector requires piecewise graphs.
+    2. With draft tokens the step is finalized after its report, because a draft model runs between
+       both.
+
+    Args:
+        vllm_config: The worker's ``VllmConfig``.
+        worker: The worker's side.
+        caches: The KV caches by layer.
+    """
+
+    def __init__(self, vllm_config: Any, worker: Any, caches: Mapping[str, torch.Tensor]) -> None:
+        self._config = vllm_config
+        self._worker = worker
+        self._context = vllm("forward_context").set_forward_context
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        needs_layers = getattr(worker, "requires_piecewise_for_cudagraph", None)
+        self._has_graphs = needs_layers is None or not needs_layers(options)
+        self._has_drafts = vllm_config.speculative_config is not None
+        with active(worker):
+            self._calls = active_connector_class()(vllm_config, caches)
+            self._calls.set_disabled(True)  # for the runs that capture graphs
+            self._calls.pre_forward(None)
+            self._calls.set_disabled(False)
+        if hasattr(self._calls, "reset_capture_state"):  # 0.33.0
+            self._calls.reset_capture_state()
+
+    @contextmanager
+    def forward(self, output: Any, attention: Any = None) -> Iterator[bool]:
+        """Make the calls before a forward pass, and the call at its end."""
+        num_tokens = output.total_num_scheduled_tokens
+        with active(self._worker):
+            if self._has_graphs and num_tokens == len(output.num_scheduled_tokens):
+                self._before_forward(output, attn_metadata=attention)
+                yield False
+            else:
+                with self._context(attention, self._config, num_tokens=num_tokens):
+                    self._before_forward(output)
+                    yield True
+            if hasattr(self._calls, "finish_forward"):  # 0.33.0
+                self._calls.finish_forward()
+
+    def _before_forward(self, output: Any, **more: Any) -> None:
+        names = list(output.num_scheduled_tokens)
+        batch = SimpleNamespace(
+            idx_mapping=torch.arange(len(names)),
+            req_ids=names,
+            num_tokens=output.total_num_scheduled_tokens,
+        )
+        before = self._calls.pre_forward
+        before(output, **known_arguments(before, {"input_batch": batch, **more}))
+
+    def end_step(self, output: Any) -> Any:
+        """Make the report of the step, and finalize the step."""
+        after = self._calls.post_forward
+        with active(self._worker):
+            transfers = make_known(
+                after,
+                finished_req_ids=output.finished_req_ids,
+                scheduler_output=output,  # up to 0.18
+                defer_finalize=self._has_drafts,  # 0.33.0
+            )
+            if self._has_drafts and hasattr(self._calls, "finalize_step"):
+                self._calls.finalize_step()
+        return transfers
+
+    def no_forward(self, output: Any) -> Any:
+        """Make the calls of a step without tokens."""
+        with active(self._worker):
+            return self._calls.no_forward(output).kv_connector_output
+
+
+@contextmanager
+def active(worker: Any) -> Iterator[None]:
+    """Make a worker's side the connector of this process, as in a worker."""
+    state = vllm("distributed.kv_transfer.kv_transfer_state")
+    before, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, worker
+    try:
+        yield
+    finally:
+        state._KV_CONNECTOR_AGENT = before
 
 
 def invalid_blocks(transfers: Any) -> Collection[int]:
@@ -36,44 +195,6 @@ def computed_before(output: Any) -> dict[str, int]:
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     return starts
-
-
-def loads_after_launch(output: Any) -> bool:
-    """Whether the worker starts a step's loads after the launch of its forward pass (0.29.0)."""
-    return installed().connector.loads_after_launch and not output.has_sync_kv_loads
-
-
-def bind_transfers(worker: Any, output: Any, metadata: Any) -> None:
-    """Make the calls that a model runner makes first in a step."""
-    handle_preemptions(worker, output, metadata)
-    worker.bind_connector_metadata(metadata)
-
-
-def end_transfers(worker: Any) -> None:
-    """Make the calls that a model runner makes after the compute of a step."""
-    worker.wait_for_save()
-    worker.clear_connector_metadata()
-
-
-def take_transfers(worker: Any, output: Any) -> Any:
-    """Make a worker's report, a ``KVConnectorOutput``.
-
-    A model runner makes the report at the end of a step; simulated compute needs it earlier.
-    """
-    values: dict[str, Any] = {}
-    release = installed().connector
-    if release.failed_requests:
-        values.update(vars(worker.get_transfer_results(output.finished_req_ids)))
-    else:
-        sending, recving = worker.get_finished(output.finished_req_ids)
-        values.update(finished_sending=sending, finished_recving=recving)
-    if release.failed_blocks:
-        values["invalid_block_ids"] = worker.get_block_ids_with_load_errors()
-    values["kv_connector_stats"] = worker.get_kv_connector_stats()
-    if release.worker_metadata:
-        values["kv_connector_worker_meta"] = worker.build_connector_worker_meta()
-    kind = vllm("v1.outputs").KVConnectorOutput
-    return make_filled(kind, **known_arguments(kind, values))
 
 
 def make_aggregator(num_ranks: int) -> Any:

@@ -188,6 +188,7 @@ def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
     usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
     for name in (
         "worker_half",
+        "other_runner",
         "ranks",
         "group_pages",
         "pin_budget",

@@ -341,6 +341,7 @@ def _features(scenario: Scenario) -> Mapping[str, int]:
         "with an abrupt end": scenario.ends_abruptly,
         "with steps in flight": scenario.steps_in_flight > 1,
         "with lagging compute": scenario.compute_lags,
+        "in the other model runner": scenario.other_runner,
         "with draft tokens": bool(scenario.drafts),
         "with several ranks": bool(scenario.ranks),
         "with a pin budget": scenario.pin_budget is not None,

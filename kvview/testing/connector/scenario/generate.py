@@ -63,6 +63,7 @@ SHARES_FAILED_AND_LOST = ((0.0, 0.0), (0.4, 0.05), (0.5, 0.1), (0.6, 0.05))
 DRAFTS = (1, 3, 5)
 """Maximum of draft tokens in a step."""
 
+SHARE_IN_THE_OTHER_RUNNER = 0.3
 SHARE_WITH_RANKS = 0.2
 SHARE_WITH_CAPS = 0.15
 SHARE_OF_CAPS = 0.5
@@ -227,7 +228,7 @@ def _with_caps(draw: Draw, scenario: Scenario) -> Scenario:
 
 
 def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:
-    """Draw steps in flight, requests that end unexpectedly during a step, and compute that lags."""
+    """Draw steps in flight, early ends of requests, compute that lags, and a model runner."""
     steps_in_flight = draw.one_of(STEPS_IN_FLIGHT)
     compute_lags = draw.chance(1 / 3)
     events = scenario.events
@@ -250,6 +251,7 @@ def _overlap_steps(draw: Draw, scenario: Scenario) -> Scenario:
         threads_yield_often=worker_half == "whole_plans" and draw.chance(SHARE_YIELDING_OFTEN),
         steps_in_flight=steps_in_flight,
         compute_lags=compute_lags,
+        other_runner=draw.chance(SHARE_IN_THE_OTHER_RUNNER),
     )
 
 

@@ -173,6 +173,7 @@ class Scenario:
         compute_lags: Whether the KV of a step is written only when its output is processed, so that
             a worker half that ignores the compute stream (XFER-6) reads and writes too early.
             Otherwise the KV is written when the step is launched.
+        other_runner: Whether steps run in the engine's other model runner, if the engine has two.
         worker_half: The way in which jobs are passed to the worker half.
         group_pages: Bytes of a block's page that each group uses in each tensor, 0 for none; the
             rest of the page is padding. Empty for two tensors with equal pages. An engine with its
@@ -208,6 +209,7 @@ class Scenario:
     loads_after_hits: bool = True
     steps_in_flight: int = 1
     compute_lags: bool = False
+    other_runner: bool = False
     worker_half: WorkerHalf = "job_by_job"
     group_pages: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[int, ...] = ()

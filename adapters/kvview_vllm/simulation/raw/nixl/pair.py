@@ -18,13 +18,13 @@ from kvview.handoff import Handoff
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.handoff.harness import EngineLife, TwoEngines
 from kvview.testing.handoff.network import Fault, Network
-from kvview_vllm.releases import engine_version
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
 from kvview_vllm.simulation.raw.nixl.agents import Fabric
 from kvview_vllm.simulation.raw.raw_engine import RawHarness, RawSettings
 from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import split_options
+from kvview_vllm.simulation.scheduler import capabilities
 
 if TYPE_CHECKING:
     from kvview.testing.handoff.harness import PDHarness
@@ -64,7 +64,7 @@ class RawPair(TwoEngines):
                 f"with --pd --inference"
             )
         self._config = split_options(options)
-        self._engines: Any = RawEngines(f"vllm {engine_version()}")
+        self._engines: Any = RawEngines(capabilities.engine_name())
         self._stack = ExitStack()
 
     @override

@@ -43,6 +43,11 @@ class RawRanks:
         with named("merging the outputs of the ranks"):
             return self._aggregator.aggregate(outputs).kv_connector_output
 
+    def sleep(self) -> None:
+        """Sleep and wake up on each rank."""
+        for worker in self._workers:
+            worker.sleep()
+
     def kill_last(self) -> None:
         """Kill the process of the last rank."""
         self._workers.pop().close()

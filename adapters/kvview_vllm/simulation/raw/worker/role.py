@@ -1,20 +1,18 @@
 """The worker's role of a raw connector, called as by a model runner, in any process.
 
-Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py and
-vllm/v1/worker/kv_connector_model_runner_mixin.py, 0.12.0 to 0.33.0.
+Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to 0.33.0;
+:mod:`kvview_vllm.simulation.scheduler.model_runner`.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup
 from kvview.testing.connector.half.process import Child, Serve
-from kvview_vllm.releases.compat.calls import handle_preemptions
 from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate
 from kvview_vllm.simulation.raw.worker.token_bytes import (
@@ -23,12 +21,19 @@ from kvview_vllm.simulation.raw.worker.token_bytes import (
     Wrong,
     attention_metadata,
 )
+from kvview_vllm.simulation.scheduler.model_runner import (
+    ModelRunner,
+    RunnerV1,
+    RunnerV2,
+    active,
+)
 from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 
 if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.call_recorder import CallRecorder
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 
+_LOST = 0x1057  # the word of each slot after a sleep
 _PATIENCE = 150.0  # longer than a hook may take, so that a slow hook is named first
 
 
@@ -76,6 +81,7 @@ class RawWorker:
         recorder: Records the connector's calls.
         stand_ins: Replace CUDA copies.
         rank: Number of the rank, on which the computed bytes depend.
+        is_v2: Whether Model Runner V2 drives the role.
     """
 
     def __init__(
@@ -88,12 +94,13 @@ class RawWorker:
         recorder: CallRecorder,
         stand_ins: StandIns,
         rank: int = 0,
+        *,
+        is_v2: bool = False,
     ) -> None:
         self._config = vllm_config
         self._recorder = recorder
         self._stand_ins = stand_ins
         self._to_verify: set[str] = set()  # requests whose load must bring new bytes
-        self._state = vllm("distributed.kv_transfer.kv_transfer_state")
         add_layers(vllm_config, kind)
         self._role: Any = None
         # As in a worker's wrapper, because connectors read the current configuration.
@@ -101,11 +108,11 @@ class RawWorker:
             if connect is not None:
                 with named("building the worker's side"):
                     self._role = connect()
-            with self._active():  # because up to 0.28 the connector may choose the blocks
+            with active(self._role):  # because up to 0.28 the connector may choose the blocks
                 self.caches = allocate(vllm_config, cache_config, kind)
             if self._role is not None:
                 with named("building the worker's side"):
-                    self.caches.register(self._role)
+                    self._runner = self._make_runner(is_v2=is_v2)
         members = [
             (name, number)
             for number, group in enumerate(cache_config.kv_cache_groups)
@@ -114,18 +121,13 @@ class RawWorker:
         self._layers = [name for name, _ in members]
         of_layers = [number for _, number in members]
         self._compute = TokenCompute(self.caches.slots, groups, of_layers, rank)
-        mixin = vllm("v1.worker.kv_connector_model_runner_mixin")
-        self._mixin = mixin.KVConnectorModelRunnerMixin
-        self._context = vllm("forward_context")
 
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Make the role the connector of this process, as in a worker."""
-        self._state._KV_CONNECTOR_AGENT = self._role
-        try:
-            yield
-        finally:
-            self._state._KV_CONNECTOR_AGENT = None
+    def _make_runner(self, *, is_v2: bool) -> ModelRunner:
+        """Make the model runner, and register the caches with the role."""
+        if is_v2:
+            return RunnerV2(self._config, self._role, self.caches.tensors)
+        self.caches.register(self._role)
+        return RunnerV1(self._config, self._role)
 
     def execute(self, step: RawStep) -> StepAnswer:
         """Run a step, as a model runner does."""
@@ -147,6 +149,19 @@ class RawWorker:
         """Return the metadata of the connector for its peers."""
         return self._role.get_handshake_metadata()
 
+    def sleep(self) -> None:
+        """Sleep and wake up, if the connector can: all blocks then have other bytes."""
+        if self._role is None or not self._role.supports_sleep_mode(
+            self._config.kv_transfer_config
+        ):
+            return
+        with named("unregister_kv_caches"):
+            self._role.unregister_kv_caches()
+        for slots in self.caches.slots:
+            slots.fill_(_LOST)
+        with named("restore_kv_caches"):
+            self._role.restore_kv_caches()
+
     def shutdown(self) -> Collection[str]:
         """Shut the role down; return the replaced parts, and the parts that were not simulated."""
         if self._role is not None:
@@ -164,36 +179,33 @@ class RawWorker:
         output = step.output
         if self._role is None:
             return None, self._forward(step, {}) if step.batch else []
-        handle_preemptions(self._role, output, output.kv_connector_metadata)
-        with self._active():
-            if not step.batch:
-                no_forward = self._mixin.kv_connector_no_forward(output, self._config)
-                return no_forward.kv_connector_output, []
-            by_group = [
-                attention_metadata(self._compute, step.batch, number)
-                for number in range(len(self._compute.groups))
-            ]
-            numbers = self._compute.group_of_layer
-            attention = {
-                layer: by_group[number] for layer, number in zip(self._layers, numbers, strict=True)
-            }
-            with (
-                self._context.set_forward_context(
-                    attention, self._config, num_tokens=output.total_num_scheduled_tokens
-                ),
-                self._mixin.maybe_get_kv_connector_output(output) as transfers,
-            ):
-                wrong = self._forward(step, attention)
-            return transfers, wrong
+        if not step.batch:
+            return self._runner.no_forward(output), []
+        by_group = [
+            attention_metadata(self._compute, step.batch, number)
+            for number in range(len(self._compute.groups))
+        ]
+        numbers = self._compute.group_of_layer
+        attention = {
+            layer: by_group[number] for layer, number in zip(self._layers, numbers, strict=True)
+        }
+        with self._runner.forward(output, attention) as calls_layers:
+            wrong = self._forward(step, attention if calls_layers else {})
+        return self._runner.end_step(output), wrong
 
     def _forward(self, step: RawStep, attention: dict[str, Any]) -> list[Wrong]:
-        """For each layer, wait for its load, write and read tokens, and save the layer."""
+        """For each layer, wait for its load, write and read tokens, and save the layer.
+
+        Args:
+            step: The step.
+            attention: Metadata by layer; empty if the layers call no hooks.
+        """
         wrong: list[Wrong] = []
         for number, layer in enumerate(self._layers):
-            if self._role is not None:
+            if attention:
                 self._role.wait_for_layer_load(layer)
             wrong += self._compute.run(number, step.batch)
-            if self._role is not None:
+            if attention:
                 self._role.save_kv_layer(layer, self.caches.tensors[layer], attention[layer])
         return wrong
 
@@ -215,6 +227,8 @@ class RemoteRawWorker:
             def answer(name: str, args: tuple[bytes, ...]) -> Any:
                 if name == "execute":
                     return worker.execute(pickle.loads(args[0]))
+                if name == "sleep":
+                    return worker.sleep()
                 return worker.shutdown() if name == "shutdown" else None
 
             return answer
@@ -230,6 +244,10 @@ class RemoteRawWorker:
         """Run a :class:`RawStep` in the process; the step was pickled at its launch."""
         answer: StepAnswer = self._child.call("execute", step)
         return answer
+
+    def sleep(self) -> None:
+        """Sleep and wake up in the process."""
+        self._child.call("sleep")
 
     def shutdown(self) -> Collection[str]:
         """Shut the role down in the process."""
