@@ -398,6 +398,11 @@ def active_connector_class() -> Any:
         return None
 
 
+def call_known(owner: Any, method: str, *args: Any) -> Any:
+    """Call a method of vLLM if this release has it; returns None otherwise."""
+    return getattr(owner, method)(*args) if hasattr(owner, method) else None
+
+
 def takes_batch() -> bool:
     """Whether Model Runner V2 passes the batch of a step to ``start_load_kv`` (0.32.0)."""
     return "input_batch" in parameters_of(active_connector_class().pre_forward)

@@ -19,6 +19,7 @@ import torch
 from kvview_vllm.releases import installed
 from kvview_vllm.releases.compat.calls import (
     active_connector_class,
+    call_known,
     handle_preemptions,
     known_arguments,
     make_known,
@@ -106,16 +107,14 @@ class RunnerV2:
         self._worker = worker
         self._context = vllm("forward_context").set_forward_context
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        needs_layers = getattr(worker, "requires_piecewise_for_cudagraph", None)
-        self._has_graphs = needs_layers is None or not needs_layers(options)
+        self._has_graphs = not call_known(worker, "requires_piecewise_for_cudagraph", options)
         self._has_drafts = vllm_config.speculative_config is not None
         with active(worker):
             self._calls = active_connector_class()(vllm_config, caches)
             self._calls.set_disabled(True)  # for the runs that capture graphs
             self._calls.pre_forward(None)
             self._calls.set_disabled(False)
-        if hasattr(self._calls, "reset_capture_state"):  # 0.33.0
-            self._calls.reset_capture_state()
+        call_known(self._calls, "reset_capture_state")  # 0.30.0
 
     @contextmanager
     def forward(self, output: Any, attention: Any = None) -> Iterator[bool]:
@@ -129,8 +128,7 @@ class RunnerV2:
                 with self._context(attention, self._config, num_tokens=num_tokens):
                     self._before_forward(output)
                     yield True
-            if hasattr(self._calls, "finish_forward"):  # 0.33.0
-                self._calls.finish_forward()
+            call_known(self._calls, "finish_forward")  # 0.30.0
 
     def _before_forward(self, output: Any, **more: Any) -> None:
         names = list(output.num_scheduled_tokens)
@@ -152,8 +150,8 @@ class RunnerV2:
                 scheduler_output=output,  # up to 0.18
                 defer_finalize=self._has_drafts,  # 0.33.0
             )
-            if self._has_drafts and hasattr(self._calls, "finalize_step"):
-                self._calls.finalize_step()
+            if self._has_drafts:
+                call_known(self._calls, "finalize_step")
         return transfers
 
     def no_forward(self, output: Any) -> Any:
