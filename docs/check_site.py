@@ -60,8 +60,10 @@ _BROKEN_BLOCKS = r"""() => {
   }).map(code => code.textContent.trim().split("\n")[0]);
 }"""
 _MARKDOWN = r"""() => [...document.querySelectorAll("article td, article li, article p")]
-  .filter(node => /\\[|<_*{]|\|--/.test(node.innerText) && !node.querySelector("code"))
-  .map(node => node.innerText.slice(0, 60))"""
+  .map(node => node.cloneNode(true)).map(copy => {
+    copy.querySelectorAll("code, li, p, td").forEach(part => part.remove());
+    return copy.textContent.trim();
+  }).filter(text => /\\[|<_*{]|\|\s*:?--|^\|/.test(text)).map(text => text.slice(0, 60))"""
 _NOT_THE_THEME = {"exclude": [[".md-code__nav"]]}
 """Buttons that the theme adds to each code block, as landmarks without names."""
 _DIAGRAMS = """() => [...document.querySelectorAll("article img[src$='.svg']")].map(

@@ -30,7 +30,7 @@ _PARAMETER = re.compile(r"\[(?=<autoref|<span title)")  # of a type
 _EMPTY_HEAD = re.compile(r"<th([^>]*)></th>")
 _BLOCK = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)  # a browser keeps its lines as they are
 _INLINE_CODE = re.compile(r"<code>[^<]{12,}</code>")
-_LONG_WORD = re.compile(r"(?<=[>\s])[^\s<>\"]{30,}(?=[<\s])")
+_LONG_WORD = re.compile(r"(?<=[>\s])[^\s<>\"]{24,}(?=[<\s])")
 _PUNCTUATION = re.compile(r"(?<=[a-z\d\]])([._/:,=([]+)(?=[A-Za-z\d_\"'\[])")
 _WIDE = re.compile(r"<table>.*?</table>|<p><img [^>]*\.svg[^>]*></p>", re.DOTALL)
 

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,14 +37,16 @@ class _Kind:
     template: str
     class_prefix: str  # NAME of the class NAMEConnector in the template
     arguments: str  # arguments of the check in the test
-    install: str
+    package: str  # the package that the CI job installs before kvview
+    index: str  # arguments of pip for the package
     needs: str  # note on the packages that the commands need
     commands: tuple[str, ...]
     taken: tuple[str, ...]  # values of NAME that the template's imports use
 
 
 _TORCH = (
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+    "torch",
+    " --index-url https://download.pytorch.org/whl/cpu",
     "torch comes with kvview[reference], pytest with kvview[testing]",
 )
 # A small GPU cache, because a large one keeps every block that is used again.
@@ -71,7 +74,8 @@ _RAW = _Kind(
     "raw_host_cache",
     "HostCache",
     'engine="vllm", options={"host_blocks": 64}',
-    "pip install vllm",
+    "vllm",
+    "",
     "in the environment of vLLM; pytest comes with kvview[testing]",
     ("kvview check {target} --engine vllm",),
     (),
@@ -193,8 +197,18 @@ def _workflow(kind: _Kind, target: str, test: str) -> str:
     ]
     steps = "\n".join(f"      - run: {line}" for line in [*commands, f"python -m pytest {test}"])
     kvview = requirement("cli,reference,testing", installed_commit() or REVISION)
-    words = {"install": kind.install, "kvview": kvview, "steps": steps}
+    install = f"pip install {_pinned(kind.package)}{kind.index}"
+    words = {"install": install, "kvview": kvview, "steps": steps}
     return _template("workflow.yml").format(**words)
+
+
+def _pinned(package: str) -> str:
+    """Return the requirement of the installed version; of any version if none is installed."""
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return package
+    return f"{package}=={version.partition('+')[0]}"  # each index has its own local versions
 
 
 def _template(name: str) -> str:

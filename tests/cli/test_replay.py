@@ -96,6 +96,13 @@ def test_a_tier_without_hits_is_explained(tmp_path: Path) -> None:
     arguments = ("--connector", EXAMPLE, "--gpu-blocks", "24", "--closed-loop", "1")
     assert "Nothing was hit on the CPU" in run(trace, "--option", "cpu_blocks=9", *arguments).stdout
     assert "Nothing was hit" not in run(trace, *arguments).stdout
+    assert "stored no block" not in run(trace, *arguments).stdout
+
+
+def test_a_gpu_that_keeps_every_block_is_explained(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", [mooncake_row(*range(9))])
+    stores_nothing = run(trace, "--connector", "examples/host_memory.py:HostMemoryConnector")
+    assert "The connector stored no block." in stores_nothing.stdout
 
 
 @pytest.mark.parametrize(

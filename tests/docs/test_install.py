@@ -14,11 +14,14 @@ from kvview.urls import PROJECT_URL, REVISION, requirement
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
-INSTALL = re.compile(r"^pip install '(kvview\[([\w,]+)\].*)'$", re.MULTILINE)
+INSTALL = re.compile(r"(?<!: )pip\s+install\s+'(kvview\[([\w,]+)\][^']*)'")
 
 
 def commands() -> list[tuple[str, str, str]]:
-    """The page, the requirement and the extras of each command that installs kvview."""
+    """The page, the requirement and the extras of each command that installs kvview.
+
+    Messages such as "this needs torch: pip install ..." are read where kvview is installed.
+    """
     texts = [(page.name, page.read_text("utf-8")) for page in PAGES]
     return [(name, *found) for name, text in texts for found in INSTALL.findall(text)]
 

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 from kvview.version import __version__
+from tests.house.source_tree import FLOORS
 
 
 def test_top_level_names(wheel: Path) -> None:
@@ -24,6 +25,18 @@ def test_top_level_names(wheel: Path) -> None:
     }
     assert {f"{package}/py.typed" for package in packages} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_every_module_of_the_tree_is_in_it(wheel: Path) -> None:
+    """A pattern of .gitignore such as ``build/`` also excludes a package of that name."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    modules = {
+        path.relative_to(folder.parent).as_posix()
+        for folder in FLOORS.values()
+        for path in folder.rglob("*.py")
+    }
+    assert modules <= names, modules - names
 
 
 def test_bare_import_needs_nothing_installed(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a replay, and the sentences about missing hits and failures."""
+"""The figures of a replay, and the sentences about missing stores, missing hits and failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def figures_of(report: ReplayReport) -> list[tuple[str, str, bool]]:
 
 
 def explain(report: ReplayReport) -> list[str]:
-    """Write sentences about the order of requests, a tier without hits and failed transfers."""
+    """Write sentences about the order of requests, missing stores or hits, and failed transfers."""
     lines = [
         f"Closed loop: {report.closed_loop} requests at once, in the order of the trace; "
         "arrival times are ignored."
@@ -52,6 +52,12 @@ def explain(report: ReplayReport) -> list[str]:
             "make it larger ('kvview size' computes how much is worth it). Otherwise the GPU hits "
             "every block, no block is used again, or the connector does not find the blocks that "
             "it stored ('kvview check')."
+        )
+    if not report.offloaded_blocks and not report.failed_transfers:
+        lines.append(
+            "The connector stored no block. In the mode 'victim', a connector stores a block when "
+            "the GPU evicts it, and a large GPU cache may hold every block: try fewer blocks, such "
+            "as '--gpu-blocks 500'."
         )
     if report.failed_transfers:
         lines.append(

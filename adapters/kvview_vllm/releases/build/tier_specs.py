@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvview.tier import Namespace
-from kvview_vllm.releases.compat.calls import make_known
 from kvview_vllm.releases.build.samples import make_attention_spec
+from kvview_vllm.releases.compat.calls import make_known
 from kvview_vllm.releases.compat.tiers import tier_seam
 from kvview_vllm.releases.compat.versions import vllm
 
