@@ -224,11 +224,12 @@ class SchedulerHarness(SchedulerConnector):
         """Fold the events so far into the model."""
         with hook("take_events", "EVENT-3"):  # the events may be a generator
             events = list(self._half.take_events())
+            if not events:
+                return
             require_type("take_events", events, "EVENT-3")
-        if events:
-            self._record.counts.coverage["events"] += len(events)
-            self._untaken += events
-            self._record.keys.on_events(events)
+        self._record.counts.coverage["events"] += len(events)
+        self._untaken += events
+        self._record.keys.on_events(events)
 
     def expiring_blocks(self) -> Counter[int]:
         """Number of references to each block that leases with a deadline of this half hold."""

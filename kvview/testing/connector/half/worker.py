@@ -162,8 +162,8 @@ class WorkerHarness(WorkerConnector, ABC):
             job.age += 1
         self._note_rows()
         check_held(self.stores_in_flight(), self._engine(), self._record.freed_at)
-        self._poll()
         self._advance()
+        self._poll()
         ended = [job for job in self._jobs.values() if self._may_report(job)]
         # Reports come from the last planned job to the first.
         return [self._report(job) for job in reversed(ended)]
@@ -234,9 +234,9 @@ class WorkerHarness(WorkerConnector, ABC):
         self._take_in(self._call("get_finished"))
 
     def _take_in(self, results: Any) -> None:
-        require_type("get_finished", results, "CONN-3")
-        if not results:
+        if results == []:
             return
+        require_type("get_finished", results, "CONN-3")
         with hook("pickling the results", "CONN-3"):
             results = pickle.loads(pickle.dumps(results))
         for result in results:

@@ -171,9 +171,7 @@ class Run:
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # number of loaded tokens so far, at the end of each round
-        self._memory = KeptBytes(
-            connector_class, self.scenario.rounds, confirms=confirms(self.scenario)
-        )
+        self._memory = KeptBytes(self.scenario.rounds, confirms=confirms(self.scenario))
         self._configure(connector_class, options_of_each)
         # Created here, after the halves that were only built to test the options.
         self._threads = ThreadWatch()
@@ -223,7 +221,6 @@ class Run:
             self._raise_ignored_budget(error)
             failure = self._failure(error)
         finally:
-            self._memory.close()
             self._stop_workers()
         return self._result(failure)
 
@@ -328,7 +325,6 @@ class Run:
             dict(self.coverage),
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
             tuple(self._memory.sizes),
-            self._memory.allocated_at,
             next((e for p in self.stage.parts if (e := p.record.counts.load_error)), ""),
         )
 
