@@ -116,13 +116,10 @@ class JobByJob(WorkerHarness):
 
     @override
     def _take_result(self, job: PlannedJob, result: TransferResult) -> None:
-        job.result = self._with_fault(job, result)
-
-    @staticmethod
-    def _with_fault(job: PlannedJob, result: TransferResult) -> TransferResult:
-        """Return the result of the worker half, or a failure if the job's fate is a failure."""
         if job.fate.outcome == "ok":
-            return result
-        if not job.num_moved or not result.success:
-            return job.failed()
-        return job.failed([number < job.num_moved for number in range(len(job.gpu_blocks))])
+            job.result = result
+        elif not job.num_moved or not result.success:
+            job.result = job.failed()
+        else:
+            moved = [number < job.num_moved for number in range(len(job.gpu_blocks))]
+            job.result = job.failed(moved)

@@ -291,24 +291,21 @@ class Run:
             raise _BudgetIgnored from error
 
     def _failure(self, error: InvariantBroken | ConnectorError) -> Failure:
-        return replace(self._failure_of(error), log=self.stage.log.lines())
-
-    def _failure_of(self, error: InvariantBroken | ConnectorError) -> Failure:
-        steps, events = self.stage.num_steps, self._events.num_begun
-        if isinstance(error, InvariantBroken):
-            return Failure(
-                error.law,
-                error.message,
-                steps,
-                events,
-                is_timeout=error.is_timeout,
-                is_hook_error=error.is_hook_error,
-                hint=error.hint,
-            )
-        law, colon, message = str(error).partition(": ")
-        if not colon or not law.startswith("CONN-"):
-            law, message = "CONN-3", str(error)
-        return Failure(law, message, steps, events, is_hook_error=isinstance(error, HookError))
+        if isinstance(error, ConnectorError):
+            law, colon, message = str(error).partition(": ")
+            if not colon or not law.startswith("CONN-"):
+                law, message = "CONN-3", str(error)
+            error = InvariantBroken(law, message, is_hook_error=isinstance(error, HookError))
+        return Failure(
+            error.law,
+            error.message,
+            self.stage.num_steps,
+            self._events.num_begun,
+            is_timeout=error.is_timeout,
+            is_hook_error=error.is_hook_error,
+            hint=error.hint,
+            log=self.stage.log.lines(),
+        )
 
     def _result(self, failure: Failure | None) -> SimulationResult:
         for part in self.stage.parts:
