@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvview.errors import BlockNotHeldError, ConfigError
-from kvview.guard.home import AtHome
+from kvview.guard.home import AtHome, here
 from kvview.guard.ledger import LedgerView, Stamp
 from kvview.guard.not_copyable import NotCopyable
 
@@ -175,7 +175,8 @@ class GuardedLeases(AtHome):
         self._clock = self._view.clock = clock
 
     def _enter(self) -> None:
-        self._check_open()
+        if here.home is not self._home or not self._view.is_open:  # faster, as it is called often
+            self._check_open()
         if self.next_deadline != NEVER and self.next_deadline <= self.now():
             self._expire()
 

@@ -330,7 +330,7 @@ def test_conn10_a_table_that_counts_differently_is_measured() -> None:
 
     half = Growing()
     half.table = Odd.fromkeys(range(100), 0)  # type: ignore[attr-defined]
-    memory = KeptBytes(Connector, FEWEST_ROUNDS)
+    memory = KeptBytes(FEWEST_ROUNDS)
     memory.end_round(0, [half], 0)
     assert memory.sizes[0] > 0
 
@@ -345,17 +345,16 @@ def test_conn10_a_history_of_keys_must_not_grow_in_each_window() -> None:
 def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(is_filling: bool) -> None:
     half = Growing()
     rounds = 2 * FEWEST_ROUNDS
-    memory = KeptBytes(Connector, rounds)
+    memory = KeptBytes(rounds)
     for place in range(rounds):
         half.pages += [bytes(1_000) for _ in range(2)]
         memory.end_round(place, [half], len(half.pages) if is_filling else 90)
-    memory.close()
     assert grows(memory.sizes, 90) != is_filling
 
 
 def test_conn10_jobs_that_have_not_ended_are_not_a_leak() -> None:
     half = Growing()
-    memory = KeptBytes(Connector, FEWEST_ROUNDS)
+    memory = KeptBytes(FEWEST_ROUNDS)
     for place in range(FEWEST_ROUNDS):
         half.pages = [bytes(1_000) for _ in range(place * (place % 2))]
         memory.end_round(place, [half], 0)

@@ -72,8 +72,6 @@ class SimulationResult:
         loads_of_rounds: Number of tokens that requests were to load, round by round.
         kept_bytes: Minimum number of bytes to which the halves refer in each sixth of a long run,
             without the bytes of pages that the tier holds.
-        allocated_at: The line that allocated most of the memory in the last third, if the run
-            confirms growth.
         load_error: Error of the first load that failed without an injected failure.
     """
 
@@ -83,7 +81,6 @@ class SimulationResult:
     coverage: Mapping[str, int] = field(default_factory=dict)
     loads_of_rounds: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
-    allocated_at: str = ""
     load_error: str = ""
 
 

@@ -16,7 +16,6 @@ from kvview.testing.connector.judge.invariants import (
     check_conservation,
     check_free_list,
 )
-from kvview.testing.connector.run.engine import all_ref_counts
 from kvview.testing.connector.scenario.scenario import Add
 from kvview.testing.handoff.harness import TwoEngines
 from kvview.testing.handoff.model import Kept
@@ -458,7 +457,7 @@ class HandoffMachine(ContractMachine):
     def references(self) -> None:
         """Check that every reference of the pool belongs to an owner."""
         for name, engine in self.run.engines.items():
-            refs = all_ref_counts(engine)
+            refs = dict(enumerate(engine.ref_counts(range(1, engine.num_blocks)), 1))
             try:
                 check_free_list(engine.free_block_ids(), refs)
                 check_conservation(refs, engine.engine_refs(), engine.held_blocks())

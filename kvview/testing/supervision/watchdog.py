@@ -68,7 +68,7 @@ class calling:  # an object, because a generator takes twice the time
         _Call.number += 1
         _Call.depth += 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _Call.depth -= 1
         _Call.number += 1
 

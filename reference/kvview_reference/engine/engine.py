@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from kvview import (
     BlockIds,
@@ -255,10 +256,9 @@ class Engine:
 
     def held_blocks(self) -> dict[int, int]:
         """Count the references of the requests, but not of the connector, ``{block_id: count}``."""
-        held: Counter[int] = Counter()
-        for request_id in (*self._loads, *(request.request_id for request in self.running)):
-            for table in self.kv_cache.block_tables(request_id):
-                held.update(table)
+        names = (*self._loads, *(request.request_id for request in self.running))
+        tables = (table for name in names for table in self.kv_cache.block_tables(name))
+        held = Counter(chain.from_iterable(tables))
         del held[NULL_BLOCK_ID]
         return dict(held)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +40,6 @@ _WHY_STUCK = {
     "wait": ("CONN-3", "all copies may continue, so a job has ended or died without a report"),
     "shutdown": ("CONN-4", "all copies may continue, and no thread runs any more"),
 }
-
-
-_Call = Future[Any]
 
 
 class GatedWorker:
@@ -81,20 +77,20 @@ class GatedWorker:
             CopyFailed: ``start_plan`` raised a simulated failure.
         """
         self.num_early = 0
-        return self._result_of(name, self._submit(name, args))
+        return self._result_of(self._thread.submit(name, getattr(self._half, name), args))
 
     def wait(self, job_ids: Sequence[int]) -> None:
         """Call ``wait``, and open the gate for all copies shortly after its start."""
-        call = self._submit("wait", (job_ids,))
-        self.num_early = self.gate.num_waiting if _ends_within(_HEAD_START, call) else 0
+        call = self._thread.submit("wait", self._half.wait, (job_ids,))
+        self.num_early = self.gate.num_waiting if call.ends_within(_HEAD_START) else 0
         self.gate.open(self._draw_order)
-        self._result_of("wait", call)
+        self._result_of(call)
 
     def race(self) -> Any:
         """Call ``get_finished`` with the gate open, while other threads run."""
-        call = self._submit("get_finished", (), wrap=yielding_often)
+        call = self._thread.submit("get_finished", yielding_often(self._half.get_finished), ())
         self.gate.open(self._draw_order)
-        return self._result_of("get_finished", call)
+        return self._result_of(call)
 
     def may_race(self) -> bool:
         """Draw whether ``get_finished`` is called while jobs end."""
@@ -130,12 +126,12 @@ class GatedWorker:
         num_early = 0
         try:
             if not self._thread.is_stuck:
-                call = self._submit("shutdown", ())
-                if _ends_within(_LAST_HEAD_START, call):
+                call = self._thread.submit("shutdown", self._half.shutdown, ())
+                if call.ends_within(_LAST_HEAD_START):
                     num_early = self.gate.num_waiting
                 else:
                     self.gate.open(self._draw_order)
-                self._result_of("shutdown", call)
+                self._result_of(call)
                 if has_jobs:
                     self.settle()
         finally:
@@ -150,50 +146,82 @@ class GatedWorker:
                 hint="In shutdown, join the threads that copy.",
             )
 
-    def _submit(
-        self,
-        name: str,
-        args: Sequence[Any],
-        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-    ) -> _Call:
-        return self._thread.submit(wrap(getattr(self._half, name)), args)
-
-    def _result_of(self, name: str, call: _Call) -> Any:
+    def _result_of(self, call: _Call) -> Any:
+        """Wait for the end of a call, unless all threads sleep forever."""
+        name = call.name
         try:
             with calling(name):
-                has_returned = _returns(call)
-        except InvariantBroken:  # exceptions of the watchdog
-            self._abandon()
+                if not call.returns():
+                    places = where_all_wait(self._thread.ident)
+                    law, why = _WHY_STUCK.get(name, ("CONN-3", "no thread runs any more"))
+                    message = f"{name} of the worker half does not return: {why}{places}"
+                    raise InvariantBroken(law, message, hint=hint_for(name))
+                if call.error is not None and not _is_simulated(call.error):
+                    raise call.error
+        except InvariantBroken:
+            if not call.ends_within(0):  # otherwise the hook itself has raised
+                self._thread.is_stuck = True
+                self.gate.end()
             raise
-        if not has_returned:
-            places = where_all_wait(self._thread.ident)
-            self._abandon()
-            law, why = _WHY_STUCK.get(name, ("CONN-3", "no thread runs any more"))
-            message = f"{name} of the worker half does not return: {why}{places}"
-            raise InvariantBroken(law, message, hint=hint_for(name))
-        error = call.exception()
-        if _is_simulated(error):
-            if name == "start_plan":
-                raise CopyFailed from error
-            raise EndedLoudly(
-                "CONN-3",
-                f"{name} raised the error of a failed copy; report a failed job instead",
-            ) from error
-        with calling(name):
-            return call.result()
+        if call.error is None:
+            return call.result
+        if name == "start_plan":
+            raise CopyFailed from call.error
+        raise EndedLoudly(
+            "CONN-3", f"{name} raised the error of a failed copy; report a failed job instead"
+        ) from call.error
 
-    def _abandon(self) -> None:
-        self._thread.is_stuck = True
-        self.gate.end()
+
+class _Call:
+    """A call of a hook on another thread.
+
+    Args:
+        name: Name of the hook.
+        function: The hook.
+        args: Its arguments.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.name = name
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._function = function
+        self._args = args
+        self._running = threading.Lock()  # faster than an event
+        self._running.acquire()
+
+    def run(self) -> None:
+        """Make the call."""
+        try:
+            self.result = self._function(*self._args)
+        except BaseException as error:  # raised again on the thread of the caller
+            self.error = error
+        self._running.release()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the call."""
+        has_ended = self._running.acquire(timeout=seconds)
+        if has_ended:
+            self._running.release()
+        return has_ended
+
+    def returns(self) -> bool:
+        """Wait for the end of the call; returns False if all threads sleep forever."""
+        num_looks, before = 0, num_yields[0]
+        while not self.ends_within(_LOOK):
+            num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0
+            before = num_yields[0]
+            if num_looks >= _LOOKS[0]:
+                _LOOKS[0] = 3
+                return False
+        return True
 
 
 class _HookThread:
     """The thread that calls the hooks of the worker half."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[_Call, Callable[..., Any], Sequence[Any]] | None] = (
-            SimpleQueue()
-        )
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.is_stuck = False
 
@@ -206,13 +234,13 @@ class _HookThread:
         """Whether the caller is this thread."""
         return threading.get_ident() == self.ident
 
-    def submit(self, function: Callable[..., Any], args: Sequence[Any]) -> _Call:
+    def submit(self, name: str, function: Callable[..., Any], args: Sequence[Any]) -> _Call:
         """Start a call."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
             self._thread.start()
-        call: _Call = Future()
-        self._calls.put((call, function, args))
+        call = _Call(name, function, args)
+        self._calls.put(call)
         return call
 
     def stop(self) -> None:
@@ -223,12 +251,8 @@ class _HookThread:
 
     def _run(self) -> None:
         stop_yielding()  # a slow engine thread would only make every job late
-        while (submitted := self._calls.get()) is not None:
-            call, function, args = submitted
-            try:
-                call.set_result(function(*args))
-            except BaseException as error:  # raised again on the thread of the caller
-                call.set_exception(error)
+        while (call := self._calls.get()) is not None:
+            call.run()
 
 
 class _WorkerStream:
@@ -240,24 +264,6 @@ class _WorkerStream:
 
     def record_event(self) -> GatedComputeEvent:
         return GatedComputeEvent(self._stream.record_event()._gate, self._thread.ident)
-
-
-def _ends_within(seconds: float, call: _Call) -> bool:
-    with suppress(TimeoutError):
-        call.exception(seconds)
-    return call.done()
-
-
-def _returns(call: _Call) -> bool:
-    """Wait for the end of a call; returns False if all threads sleep forever."""
-    num_looks, before = 0, num_yields[0]
-    while not _ends_within(_LOOK, call):
-        num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0
-        before = num_yields[0]
-        if num_looks >= _LOOKS[0]:
-            _LOOKS[0] = 3
-            return False
-    return True
 
 
 def _is_simulated(error: BaseException | None) -> bool:

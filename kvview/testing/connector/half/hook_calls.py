@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from contextlib import AbstractContextManager
 
+from typing_extensions import override
+
 from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
 from kvview.connector.hook_errors import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
@@ -21,21 +23,20 @@ _AT_START = {
 _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # other hooks: CONN-3
 
 
-class hook:  # an object, because a generator takes twice the time
+class hook(watchdog.calling):
     """Report an exception of a hook as a broken law: that in its message, or the given law."""
-
-    __slots__ = ("_call", "_law", "_name")
 
     def __init__(self, name: str, law: str) -> None:
         self._name, self._law = name, law
-        self._call = watchdog.calling()
 
+    @override
     def __enter__(self) -> None:
         jump()
-        self._call.__enter__()
+        super().__enter__()
 
+    @override
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._call.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
         if error is not None and not isinstance(error, (InvariantBroken, KeyboardInterrupt)):
             raise _broken(self._name, self._law, error) from error
 

@@ -81,17 +81,19 @@ class JobByJob(WorkerHarness):
         if not starts:
             return
         jobs = [job for start in starts for job in start.jobs]
-        with (
-            self._pages.only_loads_write(jobs, lambda: blocks_of_loads(jobs)),
-            self._pages.corrupted(self._blocks_to_corrupt(jobs)),
-        ):
-            for start in starts:
-                for job in start.jobs:
-                    job.is_started = True
-                self._call("start_plan", start.plan)
-            for start in reversed(starts):
-                self._call("wait", [job.job_id for job in start.jobs])
-            self._poll()
+        self._pages.note()
+        failing = self._blocks_to_corrupt(jobs)
+        rows = self._pages.rows(failing)
+        self._pages.corrupt(failing)
+        for start in starts:
+            for job in start.jobs:
+                job.is_started = True
+            self._call("start_plan", start.plan)
+        for start in reversed(starts):
+            self._call("wait", [job.job_id for job in start.jobs])
+        self._poll()
+        self._pages.restore(failing, rows)
+        self._pages.check_writes(jobs, lambda: blocks_of_loads(jobs))
         self._check_ended(jobs)
         for job in jobs:
             if job.is_load:
@@ -114,13 +116,10 @@ class JobByJob(WorkerHarness):
 
     @override
     def _take_result(self, job: PlannedJob, result: TransferResult) -> None:
-        job.result = self._with_fault(job, result)
-
-    @staticmethod
-    def _with_fault(job: PlannedJob, result: TransferResult) -> TransferResult:
-        """Return the result of the worker half, or a failure if the job's fate is a failure."""
         if job.fate.outcome == "ok":
-            return result
-        if not job.num_moved or not result.success:
-            return job.failed()
-        return job.failed([number < job.num_moved for number in range(len(job.gpu_blocks))])
+            job.result = result
+        elif not job.num_moved or not result.success:
+            job.result = job.failed()
+        else:
+            moved = [number < job.num_moved for number in range(len(job.gpu_blocks))]
+            job.result = job.failed(moved)

@@ -57,11 +57,6 @@ class WholePlans(WorkerHarness):
         return job.job_id in self._held
 
     @override
-    def _advance(self) -> None:
-        self._poll()
-        self._let_through()
-
-    @override
     def _take_result(self, job: PlannedJob, result: TransferResult) -> None:
         self._check_success(job, result)
         job.result = result
@@ -82,51 +77,59 @@ class WholePlans(WorkerHarness):
                 self._pages.corrupt(job.gpu_blocks)
                 job.rows = self._pages.rows(job.gpu_blocks)
         in_flight = list(self._jobs.values())
-        with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
-            self._fail_copies(jobs[:1], jobs)
-            try:
-                self._copies.call("start_plan", plan)
-            except CopyFailed:  # after an exception, earlier jobs of the plan may be lost, too
-                self._abandoned = {job for job in in_flight if job.result is None}
-            self._poll()
-            self._check_failures_reported(jobs)
+        self._pages.note()
+        self._fail_copies(jobs[:1], jobs)
+        try:
+            self._copies.call("start_plan", plan)
+        except CopyFailed:  # after an exception, earlier jobs of the plan may be lost, too
+            self._abandoned = {job for job in in_flight if job.result is None}
+        self._poll()
+        self._check_failures_reported(jobs)
+        self._pages.check_writes(in_flight, self._all_blocks_to_load)
 
-    def _let_through(self) -> None:
+    @override
+    def _advance(self) -> None:
         """If a computed job is due, open the gate until all computed jobs have ended."""
+        if self.unreported():
+            self._poll()
         moving = [job for job in self._held.values() if job.is_computed]
         due = [job for job in moving if job.is_due]
         in_flight = list(self._jobs.values())
         if not due:
             if self._copies.may_let_in() and self._num_good_copies(moving, moving) is None:
                 self._may_have_copied.update(self._held.values())
-                with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
-                    has_copied = self._copies.let_in()
+                self._pages.note()
+                has_copied = self._copies.let_in()
+                self._pages.check_writes(in_flight, self._all_blocks_to_load)
                 if has_copied and not moving:
                     check_computed([*self._held.values()])
             return
-        with self._pages.only_loads_write(in_flight, self._all_blocks_to_load):
-            self._fail_copies(due, moving)
-            self._may_have_copied.difference_update(moving)
-            for job in moving:
-                del self._held[job.job_id]
-                if not job.is_load and job.result is None:
-                    self._pages.check_source(job)
-            self._end_together(moving)
+        self._pages.note()
+        self._fail_copies(due, moving)
+        self._may_have_copied.difference_update(moving)
+        for job in moving:
+            del self._held[job.job_id]
+            if not job.is_load and job.result is None:
+                self._pages.check_source(job)
+        self._end_together(moving)
+        self._pages.check_writes(in_flight, self._all_blocks_to_load)
         self._early.clear()
 
     def _end_together(self, jobs: Sequence[PlannedJob]) -> None:
         too_early = self._reported_early() if self._copies.gate.num_waiting else set()
-        with self._pages.corrupted(too_early):
-            if self._copies.may_race():  # a report that is dropped now is never repeated
-                for _ in range(_POLLS):
-                    self._take_in(self._copies.race())
-                    if all(job.result for job in jobs):
-                        break
-            self._copies.wait([job.job_id for job in jobs if job.result is None])
-            if self._copies.num_early or too_early:
-                self._copies.settle()
-            self._copies.gate.close()
-            self._poll()
+        rows = self._pages.rows(too_early)
+        self._pages.corrupt(too_early)
+        if self._copies.may_race():  # a report that is dropped now is never repeated
+            for _ in range(_POLLS):
+                self._take_in(self._copies.race())
+                if all(job.result for job in jobs):
+                    break
+        self._copies.wait([job.job_id for job in jobs if job.result is None])
+        if self._copies.num_early or too_early:
+            self._copies.settle()
+        self._copies.gate.close()
+        self._poll()
+        self._pages.restore(too_early, rows)
         self._check_ended(jobs)
         self._check_failures_reported(jobs)
 

@@ -234,6 +234,8 @@ class WorkerHarness(WorkerConnector, ABC):
         self._take_in(self._call("get_finished"))
 
     def _take_in(self, results: Any) -> None:
+        if results == []:
+            return
         require_type("get_finished", results, "CONN-3")
         with hook("pickling the results", "CONN-3"):
             results = pickle.loads(pickle.dumps(results))

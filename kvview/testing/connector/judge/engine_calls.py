@@ -42,6 +42,7 @@ class EngineCalls:
         self._free_block_ids = free_block_ids
         self.view: GPUBlockPoolView | None = None
         """The view of the half, once it is bound."""
+        self._searchable: SupportsFindCachedBlock | None = None  # the view, if it finds blocks
         self._promised_to: str | None = None  # request, until another hook is called
         self._loads: dict[int, str] = {}  # requests of the loads in flight, by job
         self._load_failed: set[str] = set()
@@ -53,6 +54,7 @@ class EngineCalls:
     def on_bound(self, view: GPUBlockPoolView) -> None:
         """Receive the view of the half."""
         self.view = view
+        self._searchable = view if isinstance(view, SupportsFindCachedBlock) else None
 
     def on_hook(self) -> None:
         """End a promise, because the engine calls another hook."""
@@ -97,9 +99,9 @@ class EngineCalls:
 
     def _check_gpu_hit(self, request: RequestInfo, num_computed_tokens: int) -> None:
         """Require that a GPU hit is the longest cached prefix, for one full-attention group."""
-        view, geometry = self.view, self._geometry
+        view, geometry = self._searchable, self._geometry
         is_one = len(geometry.groups) == 1 and isinstance(geometry.groups[0], FullAttention)
-        if not is_one or not isinstance(view, SupportsFindCachedBlock):
+        if not is_one or view is None:
             return
 
         def is_cached(group: int, block: int) -> bool:

@@ -184,7 +184,8 @@ class KVBytes:
         return "bytes that are not KV of the last steps"
 
     def _on_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+        made = torch.from_numpy(numbers)
+        return made if self._device == "cpu" else made.to(self._device, non_blocking=True)
 
     def _expected(
         self, block_ids: Sequence[int], keys: Sequence[OffloadKey]

@@ -7,8 +7,7 @@ comparison raises :class:`InvariantBroken` with its law.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -24,7 +23,7 @@ from kvview import (
 )
 from kvview.events.fold import FoldedEvents
 from kvview.testing.connector.judge.invariants import InvariantBroken, short
-from kvview.testing.connector.judge.jobs import PlannedJob, blocks_of_loads
+from kvview.testing.connector.judge.jobs import PlannedJob
 
 _JUNK = 0x5A
 _REMEMBERED_STORES = 8  # stores that are kept per page, to explain wrong bytes
@@ -39,62 +38,56 @@ class GPUPages:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._before = [tensor.clone() for tensor in tensors]  # reused: clones cost more
+        self._words = [tensor.view(torch.int64) for tensor in tensors]
+        self._before = [words.clone() for words in self._words]  # reused: clones cost more
 
     def rows(self, blocks: Iterable[int]) -> list[torch.Tensor]:
         """Return copies of the bytes of blocks, tensor by tensor."""
-        numbers = list(blocks)
-        return [tensor[numbers] for tensor in self._tensors]
+        numbers = torch.tensor([*blocks], dtype=torch.int64)
+        return [tensor.index_select(0, numbers) for tensor in self._tensors]
 
     def corrupt(self, blocks: Iterable[int]) -> None:
         """Overwrite blocks with bytes that are not the KV of any key."""
-        numbers = list(blocks)
+        numbers = torch.tensor([*blocks], dtype=torch.int64)
         for tensor in self._tensors:
-            tensor[numbers] = _JUNK
+            tensor.index_fill_(0, numbers, _JUNK)
 
-    @contextmanager
-    def corrupted(self, blocks: Iterable[int]) -> Iterator[None]:
-        """Corrupt blocks during a ``with`` block."""
-        numbers = list(blocks)
-        before = self.rows(numbers)
-        self.corrupt(numbers)
-        yield
-        for tensor, rows in zip(self._tensors, before, strict=True):
-            tensor[numbers] = rows
+    def restore(self, blocks: Iterable[int], rows: Sequence[torch.Tensor]) -> None:
+        """Write the bytes that :meth:`rows` returned back into the blocks."""
+        numbers = torch.tensor([*blocks], dtype=torch.int64)
+        for tensor, before in zip(self._tensors, rows, strict=True):
+            tensor.index_copy_(0, numbers, before)
 
-    @contextmanager
-    def only_loads_write(
-        self, jobs: Sequence[PlannedJob], may_write: Callable[[], set[int]]
-    ) -> Iterator[None]:
-        """Compare all KV blocks before and after a ``with`` block, except those that loads write.
+    def note(self) -> None:
+        """Copy all KV blocks, for :meth:`check_writes`."""
+        for words, before in zip(self._words, self._before, strict=True):
+            before.copy_(words)
+
+    def check_writes(self, jobs: Sequence[PlannedJob], may_write: Callable[[], set[int]]) -> None:
+        """Compare all KV blocks with those of the last call of :meth:`note`.
 
         Args:
-            jobs: Running jobs, for the message.
-            may_write: Returns the blocks that loads may write; called at the end.
+            jobs: Jobs that have run since then, for the message.
+            may_write: Returns the blocks that loads may write.
 
         Raises:
             InvariantBroken: A job wrote another block (XFER-2), or a load wrote while the engine
                 computed (XFER-6).
         """
-        for tensor, rows in zip(self._tensors, self._before, strict=True):
-            rows.copy_(tensor)
-        yield
-        named = may_write()
+        changed: set[int] = set()
+        for words, before in zip(self._words, self._before, strict=True):
+            if not torch.equal(words, before):
+                changed.update((words != before).any(dim=1).nonzero().flatten().tolist())
+        if not changed:
+            return
+        if foreign := changed - may_write():
+            raise InvariantBroken(
+                "XFER-2",
+                f"jobs {[job.job_id for job in jobs]} wrote GPU blocks {sorted(foreign)}, which no "
+                f"job names",
+            )
         early = [job for job in jobs if job.is_load and not job.is_computed]
-        skipped = sorted(named - blocks_of_loads(early))
-        for tensor, rows in zip(self._tensors, self._before, strict=True):
-            rows[skipped] = tensor[skipped]
-            words, before = tensor.view(torch.int64), rows.view(torch.int64)
-            if torch.equal(words, before):
-                continue
-            changed = (words != before).any(dim=1).nonzero().flatten().tolist()
-            if foreign := [block for block in changed if block not in named]:
-                raise InvariantBroken(
-                    "XFER-2",
-                    f"jobs {[job.job_id for job in jobs]} wrote GPU blocks {foreign}, which no "
-                    f"job names",
-                )
-            check_computed([job for job in early if not set(changed).isdisjoint(job.gpu_blocks)])
+        check_computed([job for job in early if not changed.isdisjoint(job.gpu_blocks)])
 
     def check_source(self, store: PlannedJob) -> None:
         """Compare the source blocks of a store with the bytes that were computed.
@@ -103,9 +96,9 @@ class GPUPages:
             InvariantBroken: The blocks were overwritten before the store read them (CONN-6).
         """
         blocks = store.gpu_blocks
-        for tensor, rows in zip(self._tensors, store.rows, strict=True):
-            changed = (tensor[blocks] != rows).any(dim=1).nonzero().flatten().tolist()
-            if changed:
+        for now, rows in zip(self.rows(blocks), store.rows, strict=True):
+            if not torch.equal(now, rows):
+                changed = (now != rows).any(dim=1).nonzero().flatten().tolist()
                 raise InvariantBroken(
                     "CONN-6",
                     f"blocks {[blocks[i] for i in changed]} were overwritten before store job "
@@ -132,14 +125,17 @@ class GPUPages:
         if not isinstance(spec, GPULoadStoreSpec):
             return
         groups = [group for group, size in enumerate(spec.group_sizes) for _ in range(size)]
+        now = self.rows(load.gpu_blocks)
+        has_equal = {  # for each row, whether a word of the page is as before
+            ref: _have_equal_word(now[ref.tensor_idx], load.rows[ref.tensor_idx], ref)
+            for group in set(groups)
+            for ref in group_refs[group]
+        }
         missing = {
             (block, ref.tensor_idx)
             for row, (block, group) in enumerate(zip(load.gpu_blocks, groups, strict=True))
             for ref in group_refs[group]
-            if _has_equal_word(
-                self._tensors[ref.tensor_idx][block][: ref.page_size_bytes],
-                load.rows[ref.tensor_idx][row][: ref.page_size_bytes],
-            )
+            if has_equal[ref][row]
         }
         if missing:
             blocks, tensors = (sorted(set(numbers)) for numbers in zip(*missing, strict=True))
@@ -347,6 +343,8 @@ class TierKeys:
             InvariantBroken: Each store of an advertised key failed (EVENT-4), or no store of the
                 key has ended (EVENT-2).
         """
+        if all(map(self.stored.issuperset, self._events.held.values())):
+            return
         for key in self.advertised - self.stored:
             if key in self.failed:
                 raise InvariantBroken(
@@ -456,6 +454,11 @@ class TierKeys:
         ]
 
 
-def _has_equal_word(one: torch.Tensor, other: torch.Tensor) -> bool:
-    size = len(one) - len(one) % 8
-    return bool((one[:size].view(torch.int64) == other[:size].view(torch.int64)).any())
+def _have_equal_word(
+    now: torch.Tensor, before: torch.Tensor, ref: CanonicalKVCacheRef
+) -> Sequence[bool]:
+    """Return for each row whether a word of its used bytes is the same in both tensors."""
+    num_words = ref.page_size_bytes // 8
+    equal = now.view(torch.int64)[:, :num_words] == before.view(torch.int64)[:, :num_words]
+    found: list[bool] = equal.any(dim=1).tolist()
+    return found

@@ -205,12 +205,6 @@ class RunsOwnConnectors(Protocol):
         """
 
 
-def all_ref_counts(engine: SimulatedEngine) -> dict[int, int]:
-    """Return the number of references of all owners to each block but the null block."""
-    blocks = range(1, engine.num_blocks)
-    return dict(zip(blocks, engine.ref_counts(blocks), strict=True))
-
-
 def own_runs(engines: EngineFactory, connector_class: type) -> RunsOwnConnectors:
     """Return the factory if it also runs connectors for its engine's own interface.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from kvview.connector import SchedulerConnector, WorkerConnector
-from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.result import SimulationResult, failure_at_the_end
 from kvview.testing.connector.scenario.scenario import (
@@ -104,23 +102,16 @@ def _ends_of_pages(scenario: Scenario) -> str:
 class KeptBytes:
     """Measures the memory of the halves at the end of each round of a long run.
 
-    In the last third of a run that confirms growth, allocations are traced.
-
     Args:
-        connector_class: The connector.
         rounds: Rounds of the run.
         confirms: Whether the run only confirms growth.
     """
 
-    def __init__(self, connector_class: type, rounds: int, *, confirms: bool = False) -> None:
+    def __init__(self, rounds: int, *, confirms: bool = False) -> None:
         self.sizes: list[int] = []
         """Least bytes in each window of rounds, beyond those that pages of the tier may take."""
-        self.allocated_at = ""
-        """The line of the author's code that allocated most of the memory in the last third."""
-        self._connector_class = connector_class
         self._rounds = rounds
         self._confirms = confirms
-        self._traces = False
 
     def end_round(
         self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector], num_held: int
@@ -140,22 +131,12 @@ class KeptBytes:
         if window == len(self.sizes):
             self.sizes.append(size)
         self.sizes[window] = min(size, self.sizes[window])  # unfinished jobs also take memory
-        if place + 1 == self._rounds * 2 // 3 and self._confirms:
-            self._traces = not tracemalloc.is_tracing()
-            tracemalloc.start()
-        elif place + 1 == self._rounds and self._traces:
-            self.allocated_at = _line_of_allocations(self._connector_class)
 
     @property
     def refutes(self) -> bool:
         """Whether a run that only confirms growth has a window without growth, and may end."""
         growth = [after - before for before, after in pairwise(self.sizes[1:-1])]
         return self._confirms and _has_a_pause(growth)
-
-    def close(self) -> None:
-        """Stop tracing allocations."""
-        if self._traces:
-            tracemalloc.stop()
 
 
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
@@ -228,13 +209,12 @@ def grows_with_keys(sizes: Sequence[int]) -> bool:
 
 
 def _growth(run: SimulationResult, rounds: str) -> InvariantBroken:
-    sizes = run.kept_bytes
-    growth = sum(_growth_of_windows(sizes)) * _WINDOWS // (_WINDOWS - 2) // _ROUNDS_TO_CONFIRM
-    at = f", most of it allocated at {run.allocated_at}" if run.allocated_at else ""
+    growth = sum(_growth_of_windows(run.kept_bytes)) * _WINDOWS // (_WINDOWS - 2)
     return InvariantBroken(
         "CONN-10",
-        f"the halves keep {growth} bytes more with each of {_ROUNDS_TO_CONFIRM} {rounds}{at}; "
-        f"delete the entries of requests, jobs and keys when these end",
+        f"the halves keep {growth // _ROUNDS_TO_CONFIRM} bytes more with each of "
+        f"{_ROUNDS_TO_CONFIRM} {rounds}; delete the entries of requests, jobs and keys when these "
+        f"end",
         hint="Remove the entries of a request or a job when it ends, and bound every table.",
     )
 
@@ -268,19 +248,6 @@ def _parts(one: Any) -> list[Any]:
     if isinstance(one, FunctionType):  # not its globals
         return gc.get_referents(*(one.__closure__ or ()))
     return gc.get_referents(one)
-
-
-def _line_of_allocations(connector_class: type) -> str:
-    """Return the author's line that allocated most of the traced memory; empty if none did."""
-    modules = (sys.modules.get(one.__module__) for one in connector_class.__mro__)
-    files = {file for module in modules if (file := getattr(module, "__file__", None))}
-    files.update(AuthorCode(connector_class).paths)
-    # Largest first; a filter of the snapshot would match the name of the file of each trace.
-    for line in tracemalloc.take_snapshot().statistics("lineno"):
-        place = line.traceback[0]
-        if place.filename in files:
-            return f"{place.filename}:{place.lineno}"
-    return ""
 
 
 def with_rounds_compared(

@@ -171,9 +171,7 @@ class Run:
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # number of loaded tokens so far, at the end of each round
-        self._memory = KeptBytes(
-            connector_class, self.scenario.rounds, confirms=confirms(self.scenario)
-        )
+        self._memory = KeptBytes(self.scenario.rounds, confirms=confirms(self.scenario))
         self._configure(connector_class, options_of_each)
         # Created here, after the halves that were only built to test the options.
         self._threads = ThreadWatch()
@@ -223,7 +221,6 @@ class Run:
             self._raise_ignored_budget(error)
             failure = self._failure(error)
         finally:
-            self._memory.close()
             self._stop_workers()
         return self._result(failure)
 
@@ -294,24 +291,21 @@ class Run:
             raise _BudgetIgnored from error
 
     def _failure(self, error: InvariantBroken | ConnectorError) -> Failure:
-        return replace(self._failure_of(error), log=self.stage.log.lines())
-
-    def _failure_of(self, error: InvariantBroken | ConnectorError) -> Failure:
-        steps, events = self.stage.num_steps, self._events.num_begun
-        if isinstance(error, InvariantBroken):
-            return Failure(
-                error.law,
-                error.message,
-                steps,
-                events,
-                is_timeout=error.is_timeout,
-                is_hook_error=error.is_hook_error,
-                hint=error.hint,
-            )
-        law, colon, message = str(error).partition(": ")
-        if not colon or not law.startswith("CONN-"):
-            law, message = "CONN-3", str(error)
-        return Failure(law, message, steps, events, is_hook_error=isinstance(error, HookError))
+        if isinstance(error, ConnectorError):
+            law, colon, message = str(error).partition(": ")
+            if not colon or not law.startswith("CONN-"):
+                law, message = "CONN-3", str(error)
+            error = InvariantBroken(law, message, is_hook_error=isinstance(error, HookError))
+        return Failure(
+            error.law,
+            error.message,
+            self.stage.num_steps,
+            self._events.num_begun,
+            is_timeout=error.is_timeout,
+            is_hook_error=error.is_hook_error,
+            hint=error.hint,
+            log=self.stage.log.lines(),
+        )
 
     def _result(self, failure: Failure | None) -> SimulationResult:
         for part in self.stage.parts:
@@ -328,7 +322,6 @@ class Run:
             dict(self.coverage),
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
             tuple(self._memory.sizes),
-            self._memory.allocated_at,
             next((e for p in self.stage.parts if (e := p.record.counts.load_error)), ""),
         )
 
