@@ -19,7 +19,7 @@ from kvview.targets import load_connector
 from kvview.testing.connector import check_connector, generate_scenario
 from kvview.testing.connector.confirm.load_errors import first_load_error
 from kvview.testing.connector.exercised.author_code import AuthorCode
-from kvview.testing.connector.exercised.branches import Branches
+from kvview.testing.connector.exercised.lines import Lines
 from kvview.testing.connector.exercised.unrun_code import UnrunCode
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.placeholders import in_size
@@ -46,12 +46,12 @@ def run(connector: str, *args: str | Path) -> Result:
 
 
 @pytest.mark.slow
-def test_code_that_never_ran_is_not_checked_and_the_report_names_the_option() -> None:
+def test_code_that_never_ran_is_not_checked() -> None:
     place = f"unrun_code.py:{line_of('            self.shorten()')}"
     result = run("TwoLevels", *SEEDS)
     assert result.exit_code == ExitCode.NOT_CHECKED, result.output
     assert result.output.startswith(f"not checked: {place} in Recent.add never ran: self.shorten()")
-    assert "--option recent_blocks='{blocks}/4'" in result.output
+    assert "--option NAME='{blocks}/4'" in result.output
     assert "Recent.statistics never ran" not in result.output, "no hook leads there"
 
 
@@ -77,8 +77,8 @@ def test_with_the_option_all_code_runs() -> None:
 def test_the_code_of_a_connector_is_found_by_name() -> None:
     paths = AuthorCode(TwoLevels).paths
     assert [Path(path) for path in paths] == [Path(host_cache.__file__), FILE]
-    ran: Branches = {path: [(line, line + 1) for line in range(1, 1000)] for path in paths}
-    assert not [one for one in AuthorCode(TwoLevels).unrun(ran) if one.num_statements]
+    ran: Lines = {path: range(1, 1000) for path in paths}
+    assert not AuthorCode(TwoLevels).unrun(ran)
     functions = {one.function for one in AuthorCode(TwoLevels).unrun({})}
     assert {"Recent.shorten", "TwoLevelWorker.start_plan", "TwoLevels.make_worker"} <= functions
     assert not any("CannotRead" in name for name in functions), "part of another connector"
@@ -114,7 +114,7 @@ class Mine(kvview.Connector):
         self.made = made
 """)
     (path,) = AuthorCode(load_connector(f"{target}:Mine")).paths
-    ran = {path: [(5, 6), (6, 8), (8, 9), (9, 12)]}
+    ran = {path: [5, 6, 8, 9, 12]}
     unrun = AuthorCode(load_connector(f"{target}:Mine")).unrun(ran)
     assert [one.source for one in unrun if one.is_judged] == ["self.made = made"]
 
@@ -152,29 +152,18 @@ def test_a_method_that_a_class_replaces_is_listed_only(tmp_path: Path, uses_the_
         for number, line in enumerate(BASES.splitlines(), 1)
         if "Own" in line or "loads" in line
     ]
-    unrun = code.unrun({str(target): [(line, -1) for line in lines]})
+    unrun = code.unrun({str(target): lines})
     judged = [one.function for one in unrun if one.is_judged]
     assert judged == (["BaseWorker.start_plan"] if uses_the_base else [])
 
 
 def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
-    code = UnrunCode(AuthorCode(TwoLevels), {})
-    code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})
+    code = UnrunCode(AuthorCode(TwoLevels))
+    code.add({str(FILE): [line_of("class TwoLevels(Connector):")]})
     (gap,) = code.gaps(3)
     assert gap.name == "code"
     assert re.fullmatch(r"\d+ of \d+ statements ran in 3 seeds", gap.what)
-    assert list(code.notes([gap], 3)) == [
-        "run at least 15 --seeds to list the lines that never ran"
-    ]
-
-
-def test_more_seeds_are_not_advised_after_200() -> None:
-    sized = {"cpu_blocks": "{blocks}", "recent_blocks": "{blocks}/4"}
-    code = UnrunCode(AuthorCode(TwoLevels), sized)
-    code.add({str(FILE): [(line_of("class TwoLevels(Connector):"), 0)]})
-    (few,), (many,) = (code.notes(code.gaps(seeds), seeds) for seeds in (15, 200))
-    assert "play more --seeds" in few
-    assert "remove conditions that are never true" in many
+    assert list(code.notes([gap])) == ["run at least 15 --seeds to list the lines that never ran"]
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def check_connector(
         )
         is_interrupted = check.run(in_order(first_seed, seeds), on_progress)
     check.notes += check.notes_on_chance()
-    check.notes += [] if check.failures else check.code.notes(check.gaps(), check.num_seeds)
+    check.notes += [] if check.failures else check.code.notes(check.gaps())
     check.notes += notes_on(check.coverage)
     return ConnectorRuns(
         connector_class.__name__,
@@ -174,7 +174,7 @@ class _Check:
         self.coverage: Counter[str] = Counter()
         self.notes: list[str] = []
         self.num_seeds = 0
-        self.code = UnrunCode(runner.code, options)
+        self.code = UnrunCode(runner.code)
         self._of_chance: list[str] = []  # one note for each seed whose two runs differed
         self._num_timeouts = 0
         self._to_shrink: list[int] = []  # indices in self.failures
@@ -203,7 +203,7 @@ class _Check:
                 (
                     seed,
                     place % repeat.EVERY == _SAMPLE,
-                    self.code.measures(place),
+                    not self.code.is_complete,
                     self._ends_at_first,
                 ),
             )
@@ -226,7 +226,7 @@ class _Check:
                     return
 
     def _take(self, seed: int, ended: SeedResult) -> None:
-        self.code.add(ended.branches)
+        self.code.add(ended.lines)
         result = ended.result
         if result is None:
             self.coverage["refused geometries"] += 1

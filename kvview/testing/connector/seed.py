@@ -14,8 +14,8 @@ from kvview.targets import is_connector, is_engine_connector
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.load_errors import first_load_error
 from kvview.testing.connector.exercised.author_code import AuthorCode
-from kvview.testing.connector.exercised.branches import Branches, BranchTracer
 from kvview.testing.connector.exercised.coverage import EVENTS_WANTED
+from kvview.testing.connector.exercised.lines import Lines, LineTracer
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.run.configure import configure
 from kvview.testing.connector.run.engine import EngineFactory, own_runs
@@ -36,15 +36,15 @@ class SeedResult:
         is_repeatable: Whether a second run of the seed, if there was one, had the same result.
         note: Note for the report, or empty.
         is_confirmed: Whether a failure was repeated, so that its law is final.
-        branches: Branches of the author's code that have run so far in the process that ran
-            the seed; empty if not measured.
+        lines: Lines of the author's code that have run so far in the process that ran the seed;
+            empty if not measured.
     """
 
     result: SimulationResult | None
     is_repeatable: bool = True
     note: str = ""
     is_confirmed: bool = True
-    branches: Branches = field(default_factory=dict)
+    lines: Lines = field(default_factory=dict)
 
     @property
     def law(self) -> str:
@@ -87,7 +87,7 @@ class SeedRunner:
         self._engines = engines
         self._steps = steps
         self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
-        self._tracer = BranchTracer(self.code.paths if self.code else ())
+        self._tracer = LineTracer(self.code.paths if self.code else ())
 
     def scenario(self, seed: int) -> Scenario:
         """Make the scenario of a seed."""
@@ -102,7 +102,7 @@ class SeedRunner:
             seed: Any whole number.
             is_sample: Whether to run the seed twice if its run is green, is short, and loads a
                 block.
-            is_measured: Whether to measure which branches of the author's code run.
+            is_measured: Whether to measure which lines of the author's code run.
             is_first: Whether the caller shrinks the first failure and then confirms it, if its run
                 is long; otherwise this call confirms each failure.
         """
@@ -112,7 +112,7 @@ class SeedRunner:
             return self._run_seed(scenario, seed, is_sample, is_first)
         with self._tracer.measuring():
             ended = self._run_seed(scenario, seed, is_sample, is_first)
-        return replace(ended, branches=self._tracer.take())
+        return replace(ended, lines=self._tracer.take())
 
     def _run_seed(
         self, scenario: Scenario, seed: int, is_sample: bool, is_first: bool

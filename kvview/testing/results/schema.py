@@ -66,17 +66,15 @@ class UnrunModel(_Model):
 
     Args:
         place: file:line of the first statement.
-        num_statements: Number of statements; 0 for a branch never taken in a line that ran.
-        condition: The condition that never led to the statements, or empty.
-        is_judged: Whether a check without the statements is incomplete; false for a branch, and for
-            code that handles errors, needs a GPU, logs or has no caller.
+        num_statements: Number of statements.
+        is_judged: Whether a check without the statements is incomplete; false for code that
+            handles errors, needs a GPU, logs or has no caller.
     """
 
     place: str
     function: str
     num_statements: int
     source: str
-    condition: str
     is_judged: bool
 
 

@@ -57,7 +57,7 @@ def _show_runs(console: Console, runs: ConnectorRuns) -> None:
     if runs.num_statements:
         unrun = sum(one.num_statements for one in runs.unrun)
         text = f"code: {runs.num_statements - unrun} of {runs.num_statements} statements ran"
-        others = (one for one in runs.unrun if one.num_statements and not one.is_judged)
+        others = (one for one in runs.unrun if not one.is_judged)
         if listed := [one.place for one in others]:
             text += f"; places that never ran (errors, GPU, logs or no caller): {', '.join(listed)}"
         print_line(console, text, "dim")

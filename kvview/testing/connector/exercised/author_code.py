@@ -7,24 +7,21 @@ a command) does not count as code of the connector.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.testing.connector.exercised.branches import Branches, Region, lines_of, regions_of
+from kvview.testing.connector.exercised.lines import Lines, Region, regions_of
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Definition = _Function | ast.ClassDef
 _LIBRARIES = {"site-packages", "dist-packages"}
 _DEFINITION = re.compile(r"\s*(async|def|class|from|import|@)")
+_FUNCTION = re.compile(r"\s*(async\s+)?def\b")
 
 
 @dataclass(frozen=True)
@@ -34,29 +31,24 @@ class Unrun:
     Args:
         place: ``file:line`` of the first statement; the file is relative to the author's folder.
         function: Qualified name of the function that contains the statements.
-        num_statements: Number of statements; 0 for a statement that ran, but with a branch that was
-            never taken.
+        num_statements: Number of statements.
         source: Source of the first line.
-        condition: Source of the condition that never led to these statements; empty for a whole
-            function.
-        is_judged: Whether a check that does not reach these statements is incomplete. False for a
-            branch, for code that handles errors, a GPU or a log, for code without an effect or
-            without a caller, and for a method that a class of the author overrides.
+        is_judged: Whether a check that does not reach these statements is incomplete. False for
+            code that handles errors, a GPU or a log, for code without an effect or without a
+            caller, and for a method that a class of the author overrides.
     """
 
     place: str
     function: str
     num_statements: int
     source: str
-    condition: str
     is_judged: bool
 
 
 @dataclass
 class _File:
-    """A parsed module of the author."""
+    """A file of the author."""
 
-    module: ModuleType
     path: Path
     folder: Path
 
@@ -64,232 +56,167 @@ class _File:
     def lines(self) -> list[str]:
         return self.path.read_text(encoding="utf-8").splitlines()
 
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse("\n".join(self.lines))
 
-    @cached_property
-    def definitions(self) -> Mapping[str, _Definition]:
-        """Classes and functions by qualified name (``__qualname__``)."""
-        return dict(_definitions(self.tree, ""))
+@dataclass(frozen=True)
+class _Function:
+    """A function of the code, with its statements."""
 
-    @cached_property
-    def assigned(self) -> Mapping[str, ast.expr]:
-        """Values that the module assigns to global names."""
-        found: dict[str, ast.expr] = {}
-        for node in self.tree.body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    found[name] = value
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    found[name] = value
-        return found
+    module: str
+    file: _File
+    code: CodeType
+    region: Region
+
+    @property
+    def name(self) -> str:
+        return self.code.co_qualname
 
 
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, _Definition):
-            name = f"{prefix}{child.name}"
-            yield name, child
-            inner = f"{name}." if isinstance(child, ast.ClassDef) else f"{name}.<locals>."
-            yield from _definitions(child, inner)
-        else:
-            yield from _definitions(child, prefix)
-
-
-@dataclass
 class AuthorCode:
-    """The files and definitions of a connector's author.
+    """The files, classes and functions of a connector's author.
 
     Args:
         connector_class: The connector.
     """
 
-    connector_class: type[Any]
-    _files: dict[str, _File] = field(default_factory=dict)  # by module
-    _parts: dict[tuple[str, str], _Definition] = field(default_factory=dict)  # module, qualname
-
-    def __post_init__(self) -> None:
+    def __init__(self, connector_class: type[Any]) -> None:
+        self._connector_class = connector_class
         self._folders: set[Path] = set()
-        self._add(self.connector_class)
+        self._files: dict[str, _File] = {}  # by module
+        self._kinds: list[type[Any]] = []
+        self._codes: dict[tuple[str, str], CodeType] = {}  # by module and qualified name
+        self._seen: dict[int, object] = {}  # by id, which is unique while the object exists
+        self._add(connector_class)
 
     @property
     def paths(self) -> list[str]:
         """Return the files with the code; empty if the code is kvview's own or has no file."""
-        return sorted({str(self._files[module].path) for module, _ in self._parts})
+        modules = {kind.__module__ for kind in self._kinds} | {module for module, _ in self._codes}
+        return sorted({str(self._files[module].path) for module in modules})
 
-    def num_statements(self, ran: Branches) -> int:
+    def num_statements(self, ran: Lines) -> int:
         """Return the number of statements in the functions of the code."""
-        return sum(len(region.statements) for _, _, _, region in self._regions(ran))
+        return sum(len(function.region.statements) for function in self._functions(ran))
 
-    def unrun(self, ran: Branches) -> list[Unrun]:
+    def unrun(self, ran: Lines) -> list[Unrun]:
         """Return the statements that no run reached, in the order of the files.
 
         Args:
-            ran: Branches that ran, by file.
+            ran: Lines that ran, by file.
         """
-        regions = list(self._regions(ran))
         called = self._hooks.union(
-            *(_names_used(file.lines, lines_of(ran.get(str(file.path), ()))) for file in self._own)
+            *(_names_used(file.lines, ran.get(str(file.path), ())) for file in self._files.values())
         )
         replaced = self._replaced(called)
         return [
             one
-            for file, name, node, region in regions
-            for one in self._unrun_in(
-                file,
-                name,
-                node,
-                region,
-                is_called=node.name in called and (file.module.__name__, name) not in replaced,
+            for function in self._functions(ran)
+            for one in _unrun_in(
+                function,
+                is_called=function.code.co_name in called
+                and (function.module, function.name) not in replaced,
             )
         ]
-
-    def options(self) -> dict[str, object]:
-        """Options, with defaults, that the code reads from pydantic models or with ``get``."""
-        found: dict[str, object] = {}
-        for (module, name), node in sorted(self._parts.items(), key=lambda item: item[0]):
-            fields = getattr(vars(self._files[module].module).get(name), "model_fields", {})
-            found.update({key: field.default for key, field in fields.items()})
-            found.update(_options_read(node))
-        return found
 
     # --- the parts of the code ---
 
     def _add(self, found: object) -> None:
-        """Add a class with its bases, a function or a module, and the definitions that it uses."""
-        found = inspect.unwrap(found) if callable(found) else found
-        if isinstance(found, type):
-            self._add_bases(found)
-        name = getattr(found, "__qualname__", None)
-        if not isinstance(name, str):
-            found, name = type(found), type(found).__qualname__
-        file = self._file(getattr(found, "__module__", None))
-        node = file and file.definitions.get(name)
-        if not file or not node or (file.module.__name__, name) in self._parts:
+        """Add an object that the code names, and the objects of the author that it uses."""
+        if id(found) in self._seen:
             return
-        self._parts[file.module.__name__, name] = node
-        self._add_used(file, node)
+        self._seen[id(found)] = found
+        match found:
+            case type():
+                self._add_class(found)
+            case FunctionType():
+                self._add_function(found)
+            case staticmethod() | classmethod() | MethodType():
+                self._add(found.__func__)
+            case property():
+                self._add_all((found.fget, found.fset))
+            case cached_property() | partial():
+                self._add(found.func)
+            case dict():
+                self._add_all(found.values())
+            case list() | tuple() | set() | frozenset():
+                self._add_all(found)
+            case _:
+                self._add(type(found))
+        self._add(getattr(found, "__wrapped__", None) if callable(found) else None)
 
-    def _add_bases(self, kind: type) -> None:
-        """Add the base classes of a connector, a half or a store, even from other folders."""
-        if not any(_is_kvviews(base.__module__) for base in kind.__mro__):
+    def _add_all(self, found: Collection[object]) -> None:
+        for one in found:
+            self._add(one)
+
+    def _add_class(self, kind: type[Any]) -> None:
+        if any(_is_kvviews(base.__module__) for base in kind.__mro__):
+            self._add_folders(kind)
+        if self._file(kind.__module__) is None:
             return
+        self._kinds.append(kind)
+        self._add_all(kind.__mro__)
+        self._add_all(list(vars(kind).values()))
+
+    def _add_folders(self, kind: type[Any]) -> None:
+        """Add the folders of the bases of a connector, a half or a store."""
         for base in kind.__mro__:
             folder = _folder_of(base)
             is_library = folder is not None and not _LIBRARIES.isdisjoint(folder.parts)
-            if folder is None or (is_library and base is not self.connector_class):
+            if folder is None or (is_library and base is not self._connector_class):
                 continue
             if self._file(base.__module__) is None:
                 self._folders.add(folder)
-            if base is not kind:
-                self._add(base)
+            self._add(base)
 
-    def _add_used(self, file: _File, node: ast.AST) -> None:
-        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-        attributes = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
-        for one in ast.walk(node):
-            if isinstance(one, ast.ImportFrom):
-                imported = self._file(one.module) if one.module else None
-                for alias in one.names if imported else ():
-                    self._add_named(imported, alias.name)  # type: ignore[arg-type]
-        for name in sorted(names):
-            value = vars(file.module).get(name)
-            if isinstance(value, ModuleType):
-                module = self._file(value.__name__)
-                for attribute in sorted(attributes) if module else ():
-                    self._add_named(module, attribute)  # type: ignore[arg-type]
-            else:
-                self._add_named(file, name)
-
-    def _add_named(self, file: _File, name: str) -> None:
-        if name not in vars(file.module):
+    def _add_function(self, function: FunctionType) -> None:
+        if self._file(function.__module__) is None:
             return
-        self._add(vars(file.module)[name])
-        if (value := file.assigned.get(name)) is not None and name not in self._followed(file):
-            self._followed(file).add(name)
-            self._add_used(file, value)
-
-    def _followed(self, file: _File) -> set[str]:
-        return vars(file).setdefault("followed", set())  # type: ignore[no-any-return]
+        codes = list(_nested(function.__code__))
+        self._codes.update({(function.__module__, code.co_qualname): code for code in codes})
+        names = {name for code in codes for name in code.co_names}
+        scopes = [function.__globals__]
+        for name in names:
+            module = function.__globals__.get(name, sys.modules.get(name))
+            if isinstance(module, ModuleType) and self._file(module.__name__):
+                scopes.append(vars(module))
+        for scope in scopes:
+            self._add_all([scope[name] for name in sorted(names & scope.keys())])
 
     def _file(self, module_name: object) -> _File | None:
-        """Parse a module of the author; returns None for any other module."""
+        """Return the file of a module of the author; None for any other module."""
         if not isinstance(module_name, str):
             return None
         if module_name not in self._files:
-            module = sys.modules.get(module_name)
-            path = _path_of(module)
-            if module is None or path is None or _is_kvviews(module_name):
+            path = _path_of(sys.modules.get(module_name))
+            if path is None or _is_kvviews(module_name):
                 return None
             folder = next((one for one in self._folders if path.is_relative_to(one)), None)
             if folder is None or _LIBRARIES.intersection(path.relative_to(folder).parts):
                 return None
-            self._files[module_name] = _File(module, path, folder)
+            self._files[module_name] = _File(path, folder)
         return self._files[module_name]
-
-    def _functions(self) -> Iterator[tuple[_File, str, _Function]]:
-        """Yield the functions of the code, each once."""
-        seen: set[tuple[str, int]] = set()
-        for (module, name), node in sorted(self._parts.items(), key=lambda item: item[0]):
-            file = self._files[module]
-            inner = dict(_definitions(node, f"{name}."))
-            for full_name, definition in ((name, node), *inner.items()):
-                place = (module, definition.lineno)
-                if isinstance(definition, _Function) and place not in seen:
-                    seen.add(place)
-                    yield file, full_name, definition
 
     # --- the statements that did not run ---
 
-    @property
-    def _own(self) -> list[_File]:
-        return [self._files[module] for module in sorted({module for module, _ in self._parts})]
-
-    def _regions(self, ran: Branches) -> Iterator[tuple[_File, str, _Function, Region]]:
+    def _functions(self, ran: Lines) -> Iterator[_Function]:
         """Yield the functions of the code with their statements."""
-        found = regions_of(self.paths, ran)
-        for file, name, node in self._functions():
-            if region := found[str(file.path)].get(name.replace(".<locals>", "")):
-                yield file, name, node, region
-
-    def _unrun_in(
-        self, file: _File, name: str, node: _Function, region: Region, *, is_called: bool
-    ) -> Iterator[Unrun]:
-        path = file.path.relative_to(file.folder)
-        is_listed_only = not (is_called or node.name.startswith("__"))
-        for group in region.unrun():
-            line, lines = group[0], file.lines
-            is_whole = line == region.statements[0]
-            origin = region.origins.get(line)
-            is_an_error = lines[group[-1] - 1].lstrip().startswith("raise")
-            first = node.lineno if is_whole else line
-            yield Unrun(
-                f"{path}:{first}",
-                name,
-                len(group),
-                lines[first - 1].strip(),
-                lines[origin - 1].strip() if origin and not is_whole else "",
-                bool(region.missing.intersection(group)) and not (is_listed_only or is_an_error),
-            )
-        for line in region.partial:
-            yield Unrun(f"{path}:{line}", name, 0, file.lines[line - 1].strip(), "", False)
+        regions = regions_of(self.paths, ran)
+        for (module, name), code in sorted(
+            self._codes.items(), key=lambda item: (item[0][0], item[1].co_firstlineno)
+        ):
+            file = self._files[module]
+            if region := regions[str(file.path)].get(name.replace(".<locals>", "")):
+                yield _Function(module, file, code, region)
 
     @cached_property
     def _hooks(self) -> set[str]:
         """Return the names of methods that override a method of another author's base class."""
-        found: set[str] = set()
-        for kind in self._classes():
-            found.update(
-                attribute
-                for base in kind.__mro__
-                if self._file(base.__module__) is None and base is not object
-                for attribute in vars(base)
-            )
-        if not found:  # a class that is defined in a function cannot be found by name
-            for base in self.connector_class.__mro__:
-                found.update(vars(base))
-        return found
+        return {
+            attribute
+            for kind in self._kinds
+            for base in kind.__mro__
+            if self._file(base.__module__) is None and base is not object
+            for attribute in vars(base)
+        }
 
     def _replaced(self, used: Collection[str]) -> set[tuple[str, str]]:
         """Return the methods, by module and name, of a base class that only exists as a base.
@@ -299,36 +226,38 @@ class AuthorCode:
         """
         return {
             (base.__module__, f"{base.__qualname__}.{method}")
-            for kind in self._classes()
+            for kind in self._kinds
             for base in kind.__mro__[1:]
-            if base is not self.connector_class and base.__name__ not in used
+            if base is not self._connector_class and base.__name__ not in used
             for method in vars(base).keys() & vars(kind).keys()
         }
 
-    def _classes(self) -> Iterator[type[Any]]:
-        """Yield the classes of the code that can be found by name."""
-        for module, name in self._parts:
-            kind: Any = vars(self._files[module].module).get(name.partition(".")[0])
-            for part in name.split(".")[1:]:
-                kind = getattr(kind, part, None)
-            if isinstance(kind, type):
-                yield kind
+
+def _unrun_in(function: _Function, *, is_called: bool) -> Iterator[Unrun]:
+    file, region = function.file, function.region
+    is_listed_only = not (is_called or function.code.co_name.startswith("__"))
+    for group in region.unrun():
+        first = group[0]
+        if first == region.statements[0]:  # none of the function ran
+            first = function.code.co_firstlineno  # of a decorator, if there is one
+            while not _FUNCTION.match(file.lines[first - 1]):
+                first += 1
+        is_an_error = file.lines[group[-1] - 1].lstrip().startswith("raise")
+        yield Unrun(
+            f"{file.path.relative_to(file.folder)}:{first}",
+            function.name,
+            len(group),
+            file.lines[first - 1].strip(),
+            bool(region.missing.intersection(group)) and not (is_listed_only or is_an_error),
+        )
 
 
-def _options_read(node: ast.AST) -> Iterator[tuple[str, object]]:
-    """Yield the keys that code reads from a mapping named ``options``, with their defaults."""
-    for one in ast.walk(node):
-        match one:
-            case ast.Call(
-                func=ast.Attribute(value=owner, attr="get"),
-                args=[ast.Constant(value=str(key)), *rest],
-            ) if ast.unparse(owner).endswith("options"):
-                default = rest[0] if rest else None
-                yield key, default.value if isinstance(default, ast.Constant) else None
-            case ast.Subscript(value=owner, slice=ast.Constant(value=str(key))) if ast.unparse(
-                owner
-            ).endswith("options"):
-                yield key, None
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions and classes that are defined in it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _nested(one)
 
 
 def _folder_of(kind: type[Any]) -> Path | None:

@@ -31,13 +31,13 @@ from kvview import (
     WorkerConnector,
 )
 from kvview.connector.hook_errors import where
-from kvview.testing.connector.exercised import branches as code_coverage
+from kvview.testing.connector.exercised import lines as code_coverage
 from kvview.testing.connector.half.hook_calls import calling, hook, make_worker, require_type
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.threads import hint_for, raise_thread_error
 from kvview.testing.supervision import watchdog
 
-_BRANCHES = "branches that ran"  # used instead of the name of a hook
+_LINES = "lines that ran"  # used instead of the name of a hook
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 60.0  # seconds until a call is reported as hanging
 
@@ -191,7 +191,7 @@ class RemoteWorker(WorkerConnector):
         try:
             self._call("shutdown")
             self._call("shutdown")
-            code_coverage.add_branches(self._call(_BRANCHES))
+            code_coverage.add_lines(self._call(_LINES))
         finally:
             self._child.close()
             self._child = None
@@ -208,8 +208,8 @@ def _make_half(
     shared = {"register_kv_caches": (kv_caches,)}  # inherited by the fork, not pickled
 
     def serve(name: str, args: tuple[Any, ...]) -> Any:
-        if name == _BRANCHES:
-            return code_coverage.take_branches()
+        if name == _LINES:
+            return code_coverage.take_lines()
         with calling(name):
             answer = getattr(half, name)(*args or shared.get(name, ()))
         if name != "get_finished":

@@ -1,8 +1,8 @@
-"""The branches of the author's code that simulated runs take, in all processes.
+"""The lines of the author's code that simulated runs execute, in all processes.
 
-The library ``coverage`` traces the author's files only, and finds the statements that no branch
-reached. A worker half in a separate process returns its branches to the process that plays the
-seed, which adds them to its results.
+The library ``coverage`` traces the author's files only, and finds the statements that did not run.
+A worker half in a separate process returns its lines to the process that plays the seed, which adds
+them to its results.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-Branches = Mapping[str, Collection[tuple[int, int]]]
-"""Pairs of lines that ran one after the other, by file."""
-
-ARE_CHEAP = sys.version_info >= (3, 14)
-"""Whether only the first run of a branch is traced (``sys.monitoring``).
-
-If not, a traced run takes twice the CPU time.
-"""
+Lines = Mapping[str, Collection[int]]
+"""Numbers of the lines that ran, by file."""
 
 _NORMAL = "KeyError|IndexError|LookupError|AttributeError|StopIteration|FileNotFoundError"
 _NORMAL += "|FileExistsError|BlockingIOError|Empty|Full"  # normal return values in Python
@@ -45,7 +39,7 @@ _LISTED_ONLY = (
 The block of statements under such a line is excluded, too.
 """
 
-_active: list[BranchTracer] = []
+_active: list[LineTracer] = []
 
 
 @dataclass(frozen=True)
@@ -56,16 +50,11 @@ class Region:
         statements: Lines of the statements, in order.
         executed: Lines that ran.
         missing: Lines that did not run, and without which the check is incomplete.
-        origins: For each line, the lines from which a branch to this line was never taken.
-        partial: Lines that ran, but with a branch that was never taken, to other code or to the
-            end.
     """
 
     statements: list[int]
     executed: set[int]
     missing: set[int]
-    origins: Mapping[int, int]
-    partial: list[int]
 
     def unrun(self) -> Iterator[list[int]]:
         """Yield each maximal sequence of consecutive statements that did not run."""
@@ -74,18 +63,18 @@ class Region:
                 yield list(group)
 
 
-def regions_of(paths: Sequence[str], ran: Branches) -> Mapping[str, Mapping[str, Region]]:
+def regions_of(paths: Sequence[str], ran: Lines) -> Mapping[str, Mapping[str, Region]]:
     """Find the statements of functions that ran, and the statements that did not run.
 
     Args:
         paths: The files.
-        ran: Branches of these files that ran.
+        ran: Lines of these files that ran.
 
     Returns:
         The functions of each file, by qualified name.
     """
     cover = _make_coverage(paths)
-    cover.get_data().add_arcs({path: [(-1, 1), *ran.get(path, ())] for path in paths})
+    cover.get_data().add_lines({path: ran.get(path, ()) for path in paths})
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
         file = Path(folder, "report.json")
         cover.json_report(outfile=str(file))
@@ -93,32 +82,21 @@ def regions_of(paths: Sequence[str], ran: Branches) -> Mapping[str, Mapping[str,
     found = {os.path.realpath(path): one["functions"] for path, one in report.items()}
     return {
         path: {
-            name: _region(one, lines_of(ran.get(path, ())))
+            name: _region(one, ran.get(path, ()))
             for name, one in found.get(os.path.realpath(path), {}).items()
         }
         for path in paths
     }
 
 
-def lines_of(branches: Collection[tuple[int, int]]) -> set[int]:
-    """Return the lines of some branches."""
-    return {line for branch in branches for line in branch if line > 0}
-
-
 def _region(report: Mapping[str, Any], ran: Collection[int]) -> Region:
-    excluded = report["excluded_lines"]
+    excluded, missing = report["excluded_lines"], report["missing_lines"]
     executed = {*report["executed_lines"], *(line for line in excluded if line in ran)}
-    return Region(
-        sorted({*executed, *excluded, *report["missing_lines"]}),
-        executed,
-        set(report["missing_lines"]),
-        {to: origin for origin, to in report["missing_branches"]},
-        [a for a, b in report["missing_branches"] if a in executed and (b < 0 or b in executed)],
-    )
+    return Region(sorted({*executed, *excluded, *missing}), executed, set(missing))
 
 
-class BranchTracer:
-    """Measures the branches of some files in this process.
+class LineTracer:
+    """Measures the lines of some files that run in this process.
 
     Args:
         paths: The files; without files nothing is measured.
@@ -127,7 +105,7 @@ class BranchTracer:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._coverage: Any = None
-        self._ran: dict[str, set[tuple[int, int]]] = {}
+        self._ran: dict[str, set[int]] = {}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -149,21 +127,21 @@ class BranchTracer:
             self._coverage.stop()
             _active.clear()
 
-    def take(self) -> Branches:
-        """Return the branches that have run so far, also in child processes."""
+    def take(self) -> Lines:
+        """Return the lines that have run so far, also in child processes."""
         if self._coverage is not None:
             data = self._coverage.get_data()
-            self.add({path: data.arcs(path) or () for path in data.measured_files()})
+            self.add({path: data.lines(path) or () for path in data.measured_files()})
         return self._ran
 
-    def add(self, branches: Branches) -> None:
-        """Add branches that ran in a child process."""
-        for path, some in branches.items():
+    def add(self, lines: Lines) -> None:
+        """Add lines that ran in a child process."""
+        for path, some in lines.items():
             self._ran.setdefault(path, set()).update(some)
 
 
 def why_not() -> str | None:
-    """Return the reason why branches cannot be measured; None if they can be measured."""
+    """Return the reason why lines cannot be measured; None if they can be measured."""
     if find_spec("coverage") is None:
         return "the package coverage is not installed (pip install 'kvview[testing]')"
     if sys.gettrace() is not None:
@@ -171,25 +149,25 @@ def why_not() -> str | None:
     return None
 
 
-def take_branches() -> Branches:
-    """Return the branches of this process so far."""
+def take_lines() -> Lines:
+    """Return the lines of this process so far."""
     return _active[0].take() if _active else {}
 
 
-def add_branches(branches: Branches) -> None:
-    """Add the branches of a child process to the measurement of this process."""
+def add_lines(lines: Lines) -> None:
+    """Add the lines of a child process to the measurement of this process."""
     if _active:
-        _active[0].add(branches)
+        _active[0].add(lines)
 
 
 def _make_coverage(paths: Sequence[str]) -> Any:
     import coverage
 
-    made = coverage.Coverage(data_file=None, branch=True, include=list(paths), config_file=False)
+    made = coverage.Coverage(data_file=None, include=list(paths), config_file=False)
     made.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured"])
     # Coverage reads exclude_also from a file only.
     usual: Any = made.get_option("report:exclude_lines")
     made.set_option("report:exclude_lines", [*usual, *_LISTED_ONLY])
-    if ARE_CHEAP:
-        made.set_option("run:core", "sysmon")
+    if sys.version_info >= (3, 12):
+        made.set_option("run:core", "sysmon")  # traces only the first run of a line
     return made
