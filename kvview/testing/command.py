@@ -295,7 +295,7 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
 
 def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
     from kvview.testing import load_target
-    from kvview.testing.handoff.tokens import real_handoffs
+    from kvview.testing.handoff.real_engines import real_handoffs
 
     num_wrong = 0
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:

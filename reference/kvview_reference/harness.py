@@ -138,7 +138,7 @@ class ReferenceARCManager(ReferenceManager):
 class PolicyManager(ReferenceManager):
     """The offloading manager with a user's policy, which need not be LRU or ARC."""
 
-    lacks = ("lru", "arc", "policies", "tier_counts", "leading_hits")
+    lacks = ("lru", "arc", "policies")
 
 
 class ReferenceTransfer(TransferConformance):

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvview import Connector
 from kvview.targets import name_target
-from kvview.testing.handoff.tokens import RealCase
+from kvview.testing.handoff.real_engines import RealCase
 from kvview_vllm.handoff.real_pair import LEASE_SECONDS, RealEngine
 from kvview_vllm.handoff.side_channel import FaultySideChannel, SideChannelFault
 from kvview_vllm.inference.models import FIRST_TOKEN, VOCABULARY, make_model

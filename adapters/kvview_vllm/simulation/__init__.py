@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.run.engine import EngineFactory, SimulatedEngine
     from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.handoff.harness import EngineLife, PDHarness, TwoEngines
-    from kvview.testing.handoff.tokens import RealCase
+    from kvview.testing.handoff.real_engines import RealCase
     from kvview.testing.token_runs import TokenCheck
 
 

@@ -380,7 +380,7 @@ class HandoffMachine(ContractMachine):
 
     @operation(
         "HAND-10",
-        when=lambda machine: machine.run.num_requests >= machine.num_at_hand_over + 4,  # to settle
+        when=lambda machine: machine.run.num_requests >= machine.num_at_hand_over + 4,  # to disturb
         has_unused=st.booleans(),
         num_blocks=st.integers(1, 3),
         way=st.sampled_from(_WAYS),
@@ -394,7 +394,7 @@ class HandoffMachine(ContractMachine):
             way: The end of the handoff.
         """
         run, size = self.run, self.run.block_size
-        run.settle()
+        run.finish()
         self.num_at_hand_over = run.num_requests
         if has_unused:
             self.offer_now(num_blocks)

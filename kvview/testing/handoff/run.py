@@ -154,7 +154,7 @@ class HandoffRun:
             self.tick()
         self.laws.true(is_done(), what, f"not after {2 * GRACE} s", "it happens", law)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Heal the network, and let both engines finish all work."""
         self.network.heal()
         for name in NAMES:

@@ -131,18 +131,10 @@ class OffloadingMachine(ContractMachine):
         found = sorted(among)
 
         def choose(drawn: bytes) -> list[OffloadKey]:
-            return found[: self.most] if drawn[0] > _ALL else self.different(keys_at(drawn, found))
+            is_all = drawn[0] > _ALL
+            return found[: self.most] if is_all else [*dict.fromkeys(keys_at(drawn, found))]
 
         return keys_by(choose, 1, min(self.most, len(found)))
-
-    def different(self, keys: Keys) -> list[OffloadKey]:
-        """Return the keys without repetitions."""
-        return list(dict.fromkeys(keys))
-
-    def repeated(self, among: Collection[OffloadKey]) -> KeyLists:
-        """Return lists of keys of a collection, of which one may be named twice."""
-        found = sorted(among)
-        return keys_by(lambda drawn: keys_at(drawn, found), 1, self.most)
 
     def any_keys(self) -> KeyLists:
         """Return lists of keys in one or two states."""
@@ -240,31 +232,24 @@ class OffloadingMachine(ContractMachine):
         self.offer(keys)
 
     @operation(
-        "OFF-6",
-        when=lambda m: m.model.storing or m.model.late_stores,
-        keys=of_state(lambda m: m.some(m.model.storing | m.model.late_stores)),
-    )
-    def finish_store(self, keys: Keys) -> None:
-        """Complete some stores, of one call or of several calls, as successes."""
-        self.end_stores(keys, success=True)
-
-    @operation(
         "OFF-4",
         when=lambda m: m.model.storing or m.model.late_stores,
         keys=of_state(lambda m: m.some(m.model.storing | m.model.late_stores)),
+        success=st.booleans(),
     )
-    def fail_store(self, keys: Keys) -> None:
-        """Complete some stores as failures."""
-        self.end_stores(keys, success=False)
+    def finish_store(self, keys: Keys, success: bool) -> None:
+        """Complete some stores, of one call or of several calls."""
+        self.end_stores(keys, success=success)
 
     @operation(
         "OFF-2",
         when=lambda m: m.model.stored,
-        keys=of_state(lambda m: m.repeated(m.model.stored)),
+        keys=of_state(lambda m: m.some(m.model.stored)),
+        is_repeated=st.booleans(),
     )
-    def load(self, keys: Keys) -> None:
+    def load(self, keys: Keys, is_repeated: bool) -> None:
         """Load some keys, sometimes one of them twice."""
-        self.begin_load(keys)
+        self.begin_load([*keys, *keys[:is_repeated]])
 
     @operation(
         "OFF-1",

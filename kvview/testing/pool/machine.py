@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -38,14 +38,19 @@ _FREES = {
 """The methods of a view that release blocks."""
 
 _OPEN_VIEW = any_one(lambda self: self.open_views())
+_VICTIMS = from_state(
+    st.tuples(st.integers(0, 20), NUMBER),
+    lambda self, drawn: self.model.order()[drawn[0] : sum(drawn)],
+)
+"""Neighbours in the queue, as a connector touches, and a request hits."""
 _HOLDS = some_of_one(
     lambda self: self.open_views(),
     lambda self, at: self.with_null(self.model.held[at].elements()),
 )
 
 
-class _Bulk:
-    """The queries of a view for many blocks or keys, and its walks as lists.
+class _Lists:
+    """The walks of a view as lists.
 
     Args:
         view: The view.
@@ -55,14 +60,6 @@ class _Bulk:
     def __init__(self, view: Any, most: int) -> None:
         self._view = view
         self._most = most
-
-    def is_free(self, blocks: Iterable[int]) -> list[int]:
-        """Return the blocks that are free."""
-        return [block for block in blocks if self._view.is_free(block)]
-
-    def find_cached_block(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, int | None]:
-        """Return the block of each key."""
-        return {key: self._view.find_cached_block(key) for key in keys}
 
     def __getattr__(self, method: str) -> Callable[[], list[Any]]:
         return lambda: list(islice(getattr(self._view, method)(), self._most))
@@ -147,12 +144,12 @@ class PoolMachine(ContractMachine):
 
     def listed(self, view: Any, method: str) -> list[Any]:
         """Return all items of a walk."""
-        found: list[Any] = self.call(self.bulk(view), method)
+        found: list[Any] = self.call(self.lists(view), method)
         return found
 
-    def bulk(self, view: Any) -> _Bulk:
-        """Return the bulk queries of a view."""
-        return _Bulk(view, 9 * self.num_blocks)
+    def lists(self, view: Any) -> _Lists:
+        """Return the walks of a view as lists."""
+        return _Lists(view, 9 * self.num_blocks)
 
     # --- the engine ---
 
@@ -249,28 +246,16 @@ class PoolMachine(ContractMachine):
             self.model.cache(block, key)
             self.recent_keys.append(key)
 
-    @operation("POOL-2", C.SHARE, blocks=some(lambda self: self.model.blocks, repeat=True))
-    def share(self, blocks: Sequence[int]) -> None:
-        """Let another request use some blocks, which are free or in use."""
-        self._share(blocks)
-
-    def _share(self, blocks: Sequence[int]) -> None:
-        self.call(self.pool, "share", blocks)
-        self.model.take(blocks, self.model.engine)
-
     @operation(
         "POOL-2",
         C.SHARE,
-        C.CACHE,
-        when=lambda self: self.model.order(),
-        first=st.integers(0, 20),
-        number=NUMBER,
+        blocks=some(lambda self: self.model.blocks, repeat=True) | _VICTIMS,
         is_short=st.booleans(),
     )
-    def hit(self, first: int, number: int, is_short: bool) -> None:
-        """Let a request hit neighbours in the queue; a short one ends, and keeps their order."""
-        blocks = self.model.order()[first : first + number]
-        self._share(blocks)
+    def share(self, blocks: Sequence[int], is_short: bool) -> None:
+        """Let another request use some blocks, which are free or in use; a short one ends."""
+        self.call(self.pool, "share", blocks)
+        self.model.take(blocks, self.model.engine)
         if is_short:
             self._release(blocks)
 
@@ -319,10 +304,11 @@ class PoolMachine(ContractMachine):
         "POOL-1",
         at=_OPEN_VIEW,
         blocks=some(lambda self: self.with_null(self.model.blocks), repeat=True)
-        | some(lambda self: self.held_by_views() or self.model.blocks, repeat=True),
+        | some(lambda self: self.held_by_views() or self.model.blocks, repeat=True)
+        | _VICTIMS,
     )
     def touch(self, at: int, blocks: Sequence[int]) -> None:
-        """Touch any blocks, or blocks that are already held."""
+        """Touch any blocks, blocks that are already held, or the next victims."""
         self.blame_blocks(blocks)
         self._hold(at, blocks)
 
@@ -333,18 +319,6 @@ class PoolMachine(ContractMachine):
     def _hold(self, at: int, blocks: Sequence[int]) -> None:
         self.call(self.views[at], "touch_blocks", blocks)
         self.model.take(blocks, self.model.held[at])
-
-    @operation(
-        "POOL-1",
-        C.CACHE,
-        when=lambda self: self.model.order(),
-        at=_OPEN_VIEW,
-        first=st.integers(0, 20),
-        number=NUMBER,
-    )
-    def touch_victims(self, at: int, first: int, number: int) -> None:
-        """Touch neighbours in the queue, as a connector does that stores the next victims."""
-        self._hold(at, self.model.order()[first : first + number])
 
     @operation(
         "POOL-1",
@@ -429,25 +403,24 @@ class PoolMachine(ContractMachine):
         if self.can(C.FIND_CACHED):
             for key in _NOT_KEYS:
                 self.refused(NotAnOffloadKeyError, view, "find_cached_block", key, law="POOL-8")
-        if self.can(C.ENGINE_REFUSES):
-            self._refuse_the_engine([*self.model.engine][:3], [*self.model.joined][:2])
+        for need, error, method, args in self.wrong_calls() if self.can(C.ENGINE_REFUSES) else ():
+            if need is None or self.can(need):
+                self.refused(error, self.pool, method, *args)
 
-    def _refuse_the_engine(self, used: list[int], free: list[int]) -> None:
-        """Let the engine name a mixture of wrong and right blocks."""
-        pool, hashes = self.pool, [b"no"] * (len(used) + 1)
-        self.refused(NoFreeBlocksError, pool, "allocate", len(self.model.joined) + 1)
+    def wrong_calls(self) -> Iterator[tuple[C | None, type[Exception], str, list[Any]]]:
+        """Yield calls of the engine that name a mixture of wrong and right blocks."""
+        used, free = [*self.model.engine][:3], [*self.model.joined][:2]
+        hashes = [b"no"] * (len(used) + 1)
+        yield None, NoFreeBlocksError, "allocate", [len(self.model.joined) + 1]
+        yield C.CACHE, ValueError, "cache", [used, hashes, 0]
         for wrong in (-1, self.num_blocks):
-            self.refused(UnknownBlockError, pool, "share", [*used, *free, wrong, *used])
-            self.refused(UnknownBlockError, pool, "release", [*used, wrong])
-            if self.can(C.EVICT):
-                self.refused(UnknownBlockError, pool, "evict", [*used, *free, wrong])
-            if self.can(C.CACHE):
-                self.refused(UnknownBlockError, pool, "cache", [*used, wrong], hashes, 0)
-                self.refused(ValueError, pool, "cache", used, hashes, 0)
-        if free:
-            self.refused(BlockNotHeldError, pool, "release", [*used, free[0]])
-            if self.can(C.CACHE):
-                self.refused(BlockNotHeldError, pool, "cache", [*used, free[0]], hashes, 0)
+            yield None, UnknownBlockError, "share", [[*used, *free, wrong, *used]]
+            yield None, UnknownBlockError, "release", [[*used, wrong]]
+            yield C.EVICT, UnknownBlockError, "evict", [[*used, *free, wrong]]
+            yield C.CACHE, UnknownBlockError, "cache", [[*used, wrong], hashes, 0]
+        for block in free[:1]:
+            yield None, BlockNotHeldError, "release", [[*used, block]]
+            yield C.CACHE, BlockNotHeldError, "cache", [[*used, block], hashes, 0]
 
     def queries(self, block: Any) -> list[tuple[str, list[Any]]]:
         """Return the queries of a view, with a block as the argument if a query takes a block."""
@@ -516,7 +489,7 @@ class PoolMachine(ContractMachine):
                 self.refused(ViewClosedError, view, method, blocks, *self.callback(method))
         for method, args in self.queries(block):
             self.refused(ViewClosedError, view, method, *args)
-        lists = self.bulk(view)
+        lists = self.lists(view)
         self.refused(ViewClosedError, lists, "iter_free_block_ids_with_hash")
         if self.can(C.FREE_ORDER):
             self.refused(ViewClosedError, lists, "iter_free_block_ids")
@@ -629,10 +602,9 @@ class PoolMachine(ContractMachine):
     @observable("POOL-1", C.IS_FREE)
     def is_free(self) -> None:
         """Compare whether each block is free; in a large pool, a sample of the blocks."""
-        blocks = range(0, self.num_blocks, 37 if self.num_blocks > 100 else 1)
-        got = self.call(self.bulk(self.a_view()), "is_free", blocks)
-        expected = [block for block in blocks if self.model.is_free(block)]
-        self.equal(got, expected, "is_free is True for free blocks only")
+        for block in range(0, self.num_blocks, 37 if self.num_blocks > 100 else 1):
+            got = self.call(self.a_view(), "is_free", block)
+            self.equal(got, self.model.is_free(block), f"is_free({block}) is True for free blocks")
 
     @observable("POOL-4", C.POOL_SIZE)
     def size(self) -> None:
@@ -658,9 +630,8 @@ class PoolMachine(ContractMachine):
     @observable("POOL-8", C.FIND_CACHED)
     def find_cached(self) -> None:
         """Compare the lookups of recently cached keys."""
-        for key, found in self.call(
-            self.bulk(self.a_view()), "find_cached_block", [*self.recent_keys]
-        ).items():
+        for key in dict.fromkeys(self.recent_keys):
+            found = self.call(self.a_view(), "find_cached_block", key)
             holders: list[int | None] = [*self.model.holders(key)] or [None]
             what = f"find_cached_block({key!r}) returns a block that holds the key"
             self.true(found in holders, what, found, f"one of {holders}")
