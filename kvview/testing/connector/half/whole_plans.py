@@ -160,7 +160,8 @@ class WholePlans(WorkerHarness):
         """
         outcomes = {job.fate.outcome for job in due} - {"ok"}
         spares_loads = not self._scenario.loads_may_fail
-        if not outcomes or (spares_loads and any(job.is_load for job in moving)):
+        # An exception of start_plan also loses the jobs of earlier plans.
+        if not outcomes or (spares_loads and any(job.is_load for job in self._jobs.values())):
             return None
         if not self._may_have_copied.isdisjoint(moving):
             return None
