@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from kvview import ConfigError, OffloadKey
+from kvview import ConfigError
 from kvview.testing import OffloadingConformance
-from kvview.testing.offloading.machine import KeyLists, OffloadingMachine
+from kvview.testing.offloading.machine import KeyLists, Keys, OffloadingMachine
 from kvview_vllm.offloading import TranslatedManager, make_cpu_manager
 from kvview_vllm.releases import probe_offloading
 
@@ -105,11 +105,11 @@ class ConnectorMachine(OffloadingMachine):
 
     @override
     def any_keys(self) -> KeyLists:
-        return super().any_keys().map(self.different)
+        return super().any_keys().map(lambda keys: [*dict.fromkeys(keys)])
 
     @override
-    def repeated(self, among: Collection[OffloadKey]) -> KeyLists:
-        return self.some(among)
+    def begin_load(self, keys: Keys) -> None:
+        super().begin_load([*dict.fromkeys(keys)])
 
 
 class OfConnector(BareTier):
