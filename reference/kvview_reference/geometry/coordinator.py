@@ -163,8 +163,7 @@ class _PoolBlocks(CachedBlocks):
 
     For full attention, blocks are looked up from the left and kept. For other groups, blocks are
     looked up from the right, and one byte per block records the result, so that ``rfind`` can
-    search the bytes at the speed of memory. This search is 5 to 10 times as fast as vLLM's; with a
-    call per block it was 1.2 times as fast (benchmarks/prefix.py).
+    search the bytes at the speed of memory.
     """
 
     def __init__(self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes]) -> None:
