@@ -1,8 +1,7 @@
 r"""A store in a folder, one file for each page, and a connector made of it.
 
     kvview check examples/folder_store.py:FolderStore --option root={tmp}
-    kvview check examples/folder_store.py:FolderConnector --option root={tmp} \
-        --option 'store_blocks={blocks}'
+    kvview check examples/folder_store.py:FolderConnector --option root={tmp} --option weights=1
 
 ``Threaded`` adds threads, jobs and lookups that do not block. The guard in front of every store
 adds checksums, deadlines and protection against a store that hangs.

@@ -61,8 +61,7 @@ class FileBudget:
 
     def __init__(self, folder: StoreFolder, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
-        self.used_bytes: int
-        """The latest count that this process has read."""
+        self._last_used = 0
         self.oldest = OldestFiles(folder, self._show_life)
         """The files that can be removed to make room."""
         self._folder = folder
@@ -172,6 +171,17 @@ class FileBudget:
             with suppress(OSError):  # more precise than the time that the system would set
                 self._folder.set_time_of_use(path, time.time_ns())
 
+    @property
+    def used_bytes(self) -> int:
+        """The bytes that all processes have counted, or the last count if one is being changed."""
+        if self._mutex.acquire(blocking=False):
+            try:
+                if self._is_open and (count := self._read()) is not None:
+                    self._last_used = count.used
+            finally:
+                self._mutex.release()
+        return self._last_used
+
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         with self._mutex:
@@ -207,7 +217,7 @@ class FileBudget:
                 try:
                     yield count
                 finally:
-                    self.used_bytes = count.used
+                    self._last_used = count.used
                     self._write(count)
             finally:
                 fcntl.flock(self._counter, fcntl.LOCK_UN)

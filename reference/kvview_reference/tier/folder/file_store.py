@@ -138,7 +138,7 @@ class FileStore(DeletingStore):
         self._later(partial(self._touch, [*keys]))
 
     def usage(self) -> TierUsage:
-        """Return the bytes of all files, as this process last read the count."""
+        """Return the bytes of all files, which all processes count together."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
