@@ -62,7 +62,7 @@ class StoreOptions(BaseModel):
             the option ``max_bytes``.
         weights: Model and revision of its weights. With this option, pages are kept for later runs
             and shared with other engines. Without it, a store starts empty in each run, and the run
-            has a namespace of its own. Also change the text when the type of the KV cache or the
+            has its own namespace. Also change the text when the type of the KV cache or the
             parallelism changes.
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.

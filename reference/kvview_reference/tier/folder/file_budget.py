@@ -97,7 +97,7 @@ class FileBudget:
         lock_file(self._alive, fcntl.LOCK_SH, _PATIENCE, self._counter)
 
     def _remove_half_files(self, is_alone: bool) -> tuple[int, int]:
-        """Remove the files that nobody writes; returns the bytes of removed and of other files."""
+        """Remove files without a living writer; return the bytes of removed and of other files."""
         removed = kept = 0
         for path, state in self._folder.files("half"):
             if not (is_alone or state.st_size):
