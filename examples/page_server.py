@@ -2,6 +2,9 @@
 
     python examples/page_server.py 9000
 
+The server keeps the pages that were used most recently, because engines that were killed never
+delete their pages.
+
 A request consists of an operation (H: has, G: get, P: put), the lengths of key and page, the key,
 and the page. A response consists of a length and as many bytes: a page, "+" for yes, or no bytes
 for no.
@@ -11,7 +14,7 @@ import asyncio
 import sys
 
 
-async def serve(port: int) -> asyncio.Server:
+async def serve(port: int, most_pages: int = 100_000) -> asyncio.Server:
     """Start a server; port 0 stands for any free port."""
     pages: dict[bytes, bytes] = {}
 
@@ -24,7 +27,10 @@ async def serve(port: int) -> asyncio.Server:
                 page = await reader.readexactly(page_length)
                 if operation == b"P":
                     pages[key] = page
-                found = pages.get(key, b"")
+                if found := pages.pop(key, b""):
+                    pages[key] = found  # now the last one
+                if len(pages) > most_pages:
+                    del pages[next(iter(pages))]
                 if operation != b"G":
                     found = found and b"+"
                 writer.write(len(found).to_bytes(4, "big") + found)

@@ -9,10 +9,10 @@ All files under ``root`` count against the budget, including the journal of a tr
 from __future__ import annotations
 
 import sqlite3
-from pathlib import Path
 
 from kvview.tier import Namespace, Threaded
 from kvview_reference.store_connector import StoreConnector
+from kvview_reference.tier import NamespaceFolder
 
 _SCHEMA = """
     PRAGMA page_size = 1024;      -- small, so that an entry wastes little
@@ -28,11 +28,10 @@ class SQLiteStore(Threaded):
     """Evicts the oldest pages, so that the database and its journal fit into ``max_bytes``."""
 
     def __init__(self, namespace: Namespace, root: str, max_bytes: int = 10**9) -> None:
-        folder = Path(root, namespace.digest.hex())
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = NamespaceFolder(root, namespace)
         # The journal of one eviction has at most twice the bytes of the largest page.
         self.largest_page, self.largest_file = max_bytes // 10, max_bytes * 7 // 10
-        self.db = sqlite3.connect(folder / "pages.db", timeout=5, check_same_thread=False)
+        self.db = sqlite3.connect(self.folder.path / "pages.db", timeout=5, check_same_thread=False)
         self.db.executescript(_SCHEMA)
         super().__init__(namespace, threads=1)  # SQLite has one writer at a time
 
@@ -61,6 +60,7 @@ class SQLiteStore(Threaded):
     def close(self) -> None:
         super().close()
         self.db.close()
+        self.folder.close()
 
 
 class SQLiteConnector(StoreConnector):

@@ -30,6 +30,8 @@ class Namespace:
         rank: Rank of these pages, if each rank has its own pages.
         hash_algorithm: Algorithm of the block hashes in the keys.
         hash_seed: Start of the chain of block hashes; empty if the start is always the same.
+        run: Run that alone uses the pages; empty if later runs share them. A store removes the
+            pages of a run when it is closed, and the pages of runs that were killed.
 
     Raises:
         ConfigError: ``weights`` or ``model`` is empty.
@@ -45,6 +47,7 @@ class Namespace:
     rank: int = 0
     hash_algorithm: str = ""
     hash_seed: str = ""
+    run: str = ""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -97,8 +97,6 @@ class Levels:
         *,
         uses_host_pages: bool = True,
         max_memory: int | None = None,
-        rank: int = 0,
-        store: HeldTier | None = None,
     ) -> None:
         tensor = torch.zeros((4, NUM_BYTES), dtype=torch.int8)
         caches = [CanonicalKVCacheTensor(tensor, NUM_BYTES)]
@@ -106,13 +104,12 @@ class Levels:
             CanonicalKVCaches(caches, [[CanonicalKVCacheRef(0, NUM_BYTES)]]),
             NUM_HOST_PAGES if uses_host_pages else 0,
         )
-        self.store = store or HeldTier()
+        self.store = HeldTier()
         self.uses_host_pages = uses_host_pages
         self.pages = Pages(
             self.host,
             transform(),
             self.store,  # type: ignore[arg-type]
-            rank,
             deletes=True,
             max_memory=max_memory,
             uses_host_pages=uses_host_pages,
@@ -264,16 +261,6 @@ def test_a_transform_that_returns_too_much_fails_the_page() -> None:
     levels = Levels(Grows, uses_host_pages=False)
     assert levels.save(A, 0, in_store=False) == [False]
     assert not levels.memory()
-
-
-def test_two_ranks_share_no_page() -> None:
-    levels = Levels()
-    levels.save(A, None, in_store=True)
-    levels.settle()
-    other = Levels(rank=1, store=levels.store)
-    loaded = other.load(A)
-    other.settle()
-    assert loaded == [None]
 
 
 def test_a_page_for_which_memory_has_no_room_stays_in_the_store() -> None:

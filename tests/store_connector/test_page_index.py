@@ -28,7 +28,7 @@ def index(tmp_path: Path) -> Iterator[PageIndex]:
         memory_blocks=0,
         memory_bytes=0,
         store_blocks=1,
-        can_delete=True,
+        can_delete=False,
         policy="lru",
         store_threshold=1,
         max_bytes=lambda page_bytes: page_bytes,
@@ -60,16 +60,6 @@ def test_a_page_is_found_once_it_is_stored_although_a_lookup_has_missed_it(
     assert not is_found(index, FIRST)
     store(index, FIRST)
     assert is_found(index, FIRST)
-
-
-def test_a_page_is_missed_once_it_is_evicted_although_a_lookup_has_found_it(
-    index: PageIndex,
-) -> None:
-    is_found(index, FIRST)
-    store(index, FIRST)
-    assert is_found(index, FIRST)
-    store(index, SECOND)
-    assert not is_found(index, FIRST)
 
 
 def test_the_result_of_a_lookup_waits_for_its_reader_and_is_then_valid_for_a_second() -> None:

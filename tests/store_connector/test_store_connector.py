@@ -107,8 +107,10 @@ def assert_green(target: str, *given: str) -> None:
         ),
         slow("host_memory.py:HostMemoryConnector", ["store_blocks={blocks}"]),
         slow(
-            "folder_store.py:FolderConnector", ["root={tmp}", "weights=1", "store_blocks={blocks}"]
+            "two_levels.py:TwoLevelConnector",
+            ["root={tmp}", "weights=1", "cpu_blocks={blocks}/4", "store_blocks={blocks}"],
         ),
+        slow("folder_store.py:FolderConnector", ["root={tmp}", "weights=1"]),
         slow("sqlite_store.py:SQLiteConnector", ["root={tmp}", "weights=1"]),
         slow("compressed_memory.py:CompressedConnector", ["cpu_bytes={bytes}"]),
     ],

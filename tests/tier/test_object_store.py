@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -24,6 +26,7 @@ pytest.importorskip("xxhash")
 
 from kvview_reference.tier import ObjectStore
 
+RUNS = {"killed": "1", "living": "2", "shared": ""}
 SECRET = "wJalrXUtnFEMIabcdefSECRET"
 
 
@@ -137,3 +140,27 @@ def test_a_server_that_fails_gives_misses_and_no_secret(
     assert fault == "nonsense" or "fails: " in caplog.text
     server.shutdown()
     server.server_close()
+
+
+def test_the_objects_of_a_run_end_with_it_or_expire(tmp_path: Path) -> None:
+    def opened(run: str) -> ObjectStore:
+        one_by_one = 1  # thread, so that each task waits for the task before it
+        namespace, url = replace(HERE, run=run), f"file://{tmp_path}"
+        return ObjectStore(namespace, url=url, threads=one_by_one, run_expires=100.0)
+
+    def objects() -> set[str]:
+        return {path.parent.name for path in tmp_path.rglob(b"a".hex())}
+
+    stores = {name: opened(run) for name, run in RUNS.items()}
+    prefixes = {name: store.namespace.digest.hex() for name, store in stores.items()}
+    assert all(moved(store, "put", b"a") == [True] for store in stores.values())
+    assert objects() == {*prefixes.values()}
+    for name in ("killed", "shared"):
+        os.utime(tmp_path / prefixes[name] / "namespace.json", (1, 1))
+    later = opened("later")
+    moved(later, "put", b"a")
+    assert prefixes["killed"] not in objects()
+    later.close()
+    assert objects() == {prefixes["living"], prefixes["shared"]}
+    stores["living"].close()
+    assert objects() == {prefixes["shared"]}

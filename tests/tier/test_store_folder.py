@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -24,6 +25,7 @@ from kvview import ConfigError, KVViewError
 from kvview.tier import GuardedTier, Namespace
 from kvview_reference.tier import FileStore, ObjectStore
 from kvview_reference.tier.command import tier as tier_group
+from kvview_reference.tier.folder.namespace_folder import lock_of
 from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("xxhash")
@@ -428,11 +430,39 @@ def test_damage_that_a_store_finds_is_counted_and_logged_once(
     guard.close()
 
 
+# --- runs ---
+
+
+def test_a_run_removes_what_killed_processes_left_and_nothing_else(root: Path) -> None:
+    outside = contents(root.with_name("outside"))
+    living = FileStore(dataclasses.replace(HERE, run="living"), root=str(root))
+    moved(living, "put", *OLD)
+    dead = [root / (digit * 32) for digit in "abc"]
+    for number, folder in enumerate(dead):
+        lock_of(folder).touch()
+        if number:
+            shutil.copytree(root / living.namespace.digest.hex(), folder)
+    (dead[2] / "link").symlink_to(root.with_name("outside"))
+    (root / "stray.run").touch()
+    before = fsck(str(root))
+    assert "folders of runs that are gone: 3" in before.output
+    assert "removed folders of runs that are gone: 3" in fsck(str(root), "--remove").output
+    assert not any(path.exists() for folder in dead for path in (folder, lock_of(folder)))
+    assert moved(living, "get", *OLD) == [True] * len(OLD)
+    lock_of(dead[0]).touch()
+    again = FileStore(living.namespace, root=str(root))
+    again.close()
+    assert moved(living, "get", *OLD) == [True] * len(OLD), "another store of the run has it open"
+    living.close()
+    assert sorted(path.name for path in root.iterdir()) == [HERE.digest.hex(), "stray.run"]
+    assert contents(root.with_name("outside")) == outside
+
+
 # --- fsck ---
 
 
-def fsck(place: str) -> Any:
-    return ends(partial(CliRunner().invoke, tier_group, ["fsck", place]))
+def fsck(place: str, *options: str) -> Any:
+    return ends(partial(CliRunner().invoke, tier_group, ["fsck", place, *options]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

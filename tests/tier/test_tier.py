@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -157,18 +158,17 @@ def test_a_seal_is_of_key_namespace_and_bytes() -> None:
 # --- the store of files ---
 
 
-def test_half_files_of_a_killed_process_are_removed_by_a_lone_store(
+def test_half_files_of_a_killed_process_are_removed_while_others_use_the_folder(
     tmp_path: Path,
 ) -> None:
-    first = FileStore(HERE, root=str(tmp_path))
-    half = tmp_path / HERE.digest.hex() / "half" / "1-2-3"
-    half.write_bytes(b"x")
-    second = FileStore(HERE, root=str(tmp_path))
-    assert half.exists(), "it may be the first one's"
+    first = FileStore(HERE, root=str(tmp_path), max_bytes=1000)
+    dead, living = (tmp_path / HERE.digest.hex() / "half" / name for name in ("dead", "living"))
+    dead.write_bytes(b"x")
+    with living.open("wb") as written:
+        fcntl.flock(written, fcntl.LOCK_EX)
+        FileStore(HERE, root=str(tmp_path)).close()
+    assert (dead.exists(), living.exists()) == (False, True)
     first.close()
-    second.close()
-    FileStore(HERE, root=str(tmp_path)).close()
-    assert not half.exists()
 
 
 def counted(tmp_path: Path) -> tuple[int, int]:

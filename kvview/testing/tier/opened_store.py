@@ -54,7 +54,12 @@ class OpenedStore:
         """The threads that were inside a blocking call of the store, if they are known."""
         self._foreign_sockets = open_sockets()
         gated = self._gated(made_of) if issubclass(made_of, Threaded) else made_of
-        self.store = make(gated, self.namespace, **self._filled_options())
+        try:
+            self.store = make(gated, self.namespace, **self._filled_options())
+        except BaseException:
+            if folder is None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     def pause(self) -> None:
         """Make every blocking call of the store wait."""

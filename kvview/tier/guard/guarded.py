@@ -241,11 +241,11 @@ class GuardedTier:
         if isinstance(self.store, SupportsTouch):
             self._run_soon(partial(self._call_store, self.store.touch, [*keys]))
 
-    def note(self, keys: Sequence[bytes], *, is_stored: bool) -> None:
-        """Record that another process has stored or deletes keys, so that lookups match at once."""
+    def note_stored(self, keys: Sequence[bytes]) -> None:
+        """Record that another process has stored keys, so that lookups find them at once."""
         with self._changed:
             for key in keys:
-                (self._answers.stored if is_stored else self._answers.deleted)(key)
+                self._answers.stored(key)
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys that the store reported as evicted since the last call."""

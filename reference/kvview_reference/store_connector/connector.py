@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ from kvview.tier import (
 )
 from kvview_reference.offloading import CachePolicy
 from kvview_reference.offloading.policies import policy_factory
-from kvview_reference.store_connector.named_pages import Pages
+from kvview_reference.store_connector.named_pages import Pages, stored_bytes
 from kvview_reference.store_connector.planning.page_index import Mode, TierSettings
 from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from kvview_reference.store_connector.transform import Transform
@@ -41,6 +41,9 @@ from kvview_reference.transfer.host_pages import HostPages
 
 _CPU_BLOCKS = 10_000
 _STORE_BLOCKS = 1_000_000
+_MODEL = "kvview.StoreConnector"
+_HEAD_BYTES = 128  # at least, of the head that a store adds to a page
+_NOTE_BYTES = 4096  # of the files of a store that contain no page
 
 
 class StoreOptions(BaseModel):
@@ -53,11 +56,14 @@ class StoreOptions(BaseModel):
             once.
         cpu_bytes: Budget of host memory in bytes, counted after the transform. Each block is copied
             twice, so without a transform, ``cpu_blocks`` is about twice as fast.
-        store_blocks: Maximum of blocks in the store; the least recently used blocks are deleted
-            first.
+        store_blocks: Maximum of blocks in the store of each rank; the least recently used blocks
+            are deleted first. With ``weights``, the store itself keeps the limit for the pages of
+            all runs and engines together, in bytes of the largest blocks, so its class must have
+            the option ``max_bytes``.
         weights: Model and revision of its weights. With this option, pages are kept for later runs
-            and shared with other engines. Without it, a store starts empty in each run. Also change
-            the text when the type of the KV cache or the parallelism changes.
+            and shared with other engines. Without it, a store starts empty in each run, and the run
+            has its own namespace. Also change the text when the type of the KV cache or the
+            parallelism changes.
         mode: The moment at which blocks are stored, see :class:`StoreConnector`.
         prefetch: Whether pages are copied from the store to memory while their request waits.
         policy: Order of eviction of each level: ``lru``, ``arc``, another registered name, or a
@@ -129,22 +135,14 @@ class StoreConnector(Connector):
             raise ConfigError(f"store {options.store or make!r} is not a class of tier stores")
         if options.cpu_blocks is not None and options.cpu_bytes is not None:
             raise ConfigError("cpu_blocks and cpu_bytes set the same budget; give one of them")
-        has_budget, can_delete = options.store_blocks is not None, hasattr(make, "delete")
-        if has_budget and not can_delete:
+        self._make_store = make
+        is_shared = make is not None and bool(options.weights)
+        self._limits_shared = is_shared and options.store_blocks is not None
+        self._deletes = hasattr(make, "delete") and not is_shared
+        if options.store_blocks is not None and not (self._deletes or is_shared):
             raise ConfigError("store_blocks needs a store with the method delete(keys)")
-        if options.weights and make is not None and _never_finds(make):
-            raise ConfigError("weights needs a store with the method has(key), or find(key)")
-        self._deletes = can_delete and (has_budget or not options.weights)
-        self._open_store: Callable[[], GuardedTier] | None = None
         if make is not None:
-            namespace = Namespace("kvview.StoreConnector", options.weights or "of one run")
-            try:
-                inspect.signature(make).bind(namespace, **extra)
-            except TypeError as error:
-                raise ConfigError(
-                    f"options {sorted(extra)} do not fit the store {make.__qualname__}: {error}"
-                ) from None
-            self._open_store = partial(_open_store, make, namespace, options)
+            _require_fitting(make, options)
         self._memory = options.cpu_bytes or options.cpu_blocks
         if self._memory is None:
             self._memory = 0 if make else _CPU_BLOCKS
@@ -166,7 +164,8 @@ class StoreConnector(Connector):
     @override
     def make_scheduler(self) -> SchedulerConnector:
         options, is_shared = self.options, bool(self.options.weights)
-        if not self._memory and self._open_store is None:
+        has_store = self._make_store is not None
+        if not self._memory and not has_store:
             return SchedulerConnector()
         in_bytes = options.cpu_bytes is not None
         settings = TierSettings(
@@ -174,12 +173,12 @@ class StoreConnector(Connector):
             prefetch=options.prefetch,
             memory_blocks=0 if in_bytes else self._memory or 0,
             memory_bytes=options.cpu_bytes or 0,
-            store_blocks=(options.store_blocks or _STORE_BLOCKS) if self._open_store else 0,
+            store_blocks=(options.store_blocks or _STORE_BLOCKS) if has_store else 0,
             can_delete=self._deletes,
             policy=self._policy,
             store_threshold=options.store_threshold,
             max_bytes=self._transform.max_bytes,
-            shared=self._open_store() if self._open_store and is_shared else None,
+            shared=self._open_store(0) if has_store and is_shared else None,
             has_names=self._has_names,
             events=options.enable_events,
             admits=None if type(self).admits is StoreConnector.admits else self.admits,
@@ -188,24 +187,42 @@ class StoreConnector(Connector):
 
     @override
     def make_worker(self) -> WorkerConnector:
-        if not self._memory and self._open_store is None:
+        if not self._memory and self._make_store is None:
             return WorkerConnector()
         if not self._has_names:
             return HostWorker(self._num_host_pages)
         return StoreWorker(self._num_host_pages, self._make_pages)
 
     def _make_pages(self, host: HostPages, rank: int, wake: Callable[[], None]) -> Pages:
-        store = self._open_store() if self._open_store else None
-        if store is not None:
+        store: GuardedTier | None = None
+        if self._make_store is not None:
+            budget: dict[str, int] = {}
+            if self._limits_shared:
+                largest = stored_bytes(self._transform, max(host.page_bytes)) + _HEAD_BYTES
+                budget["max_bytes"] = largest * (self.options.store_blocks or 0) + _NOTE_BYTES
+            store = self._open_store(rank, **budget)
             store.on_wake_up(wake)
         return Pages(
             host,
             self._transform,
             store,
-            rank,
             deletes=self._deletes,
             max_memory=self.options.cpu_bytes,
             uses_host_pages=self._num_host_pages > 0,
+        )
+
+    def _open_store(self, rank: int, **budget: int) -> GuardedTier:
+        """Open the store of a rank, whose pages differ from those of the other ranks."""
+        options = self.options
+        run = "" if options.weights else uuid.uuid4().hex
+        namespace = Namespace(_MODEL, options.weights or "of one run", rank=rank, run=run)
+        given = {**(options.model_extra or {}), **budget}
+        return GuardedTier(
+            make_with_options(self._make_store, given, namespace, flag="options"),
+            namespace,
+            deadline=options.deadline,
+            lookup_deadline=options.lookup_deadline,
+            checksum="xxh3" if find_spec("xxhash") else "crc32",
         )
 
     @classmethod
@@ -230,12 +247,28 @@ def _never_finds(make: Any) -> bool:
     return is_default or getattr(make, "find", None) is AsyncStore.find
 
 
-def _open_store(make: Any, namespace: Namespace, options: StoreOptions) -> GuardedTier:
-    store = make_with_options(make, options.model_extra or {}, namespace, flag="options")
-    return GuardedTier(
-        store,
-        namespace,
-        deadline=options.deadline,
-        lookup_deadline=options.lookup_deadline,
-        checksum="xxh3" if find_spec("xxhash") else "crc32",
-    )
+def _require_fitting(make: Any, options: StoreOptions) -> None:
+    """Refuse options that a class of stores cannot use.
+
+    Raises:
+        ConfigError: The class lacks an option or a method.
+    """
+    if options.weights and _never_finds(make):
+        raise ConfigError("weights needs a store with the method has(key), or find(key)")
+    extra, budget = options.model_extra or {}, dict[str, int]()
+    if options.weights and options.store_blocks is not None:
+        if "max_bytes" in extra:
+            raise ConfigError("store_blocks and max_bytes set the same budget; give one of them")
+        if "max_bytes" not in inspect.signature(make).parameters:
+            raise ConfigError(
+                f"store_blocks with weights needs a store with the option max_bytes, because only "
+                f"the store sees the pages of other runs; {make.__qualname__} has no such option, "
+                f"so drop store_blocks or weights"
+            )
+        budget = {"max_bytes": 1}
+    try:
+        inspect.signature(make).bind(Namespace(_MODEL, "any"), **extra, **budget)
+    except TypeError as error:
+        raise ConfigError(
+            f"options {sorted(extra)} do not fit the store {make.__qualname__}: {error}"
+        ) from None

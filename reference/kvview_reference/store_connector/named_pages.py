@@ -37,6 +37,11 @@ _EndOfJob = Callable[[Sequence[bool]], None]
 _StartOfJob = Callable[[GuardedTier, int, Sequence[bytes], Sequence[memoryview]], None]
 
 
+def stored_bytes(transform: Transform, page_bytes: int) -> int:
+    """Return the bytes that a store keeps of a page of this size."""
+    return _LENGTH_BYTES + transform.max_bytes(page_bytes)
+
+
 class _Batch(Generic[ItemT]):
     """Pages whose loads or stores end one by one and are reported together."""
 
@@ -84,7 +89,6 @@ class Pages:
         host: Host memory of the worker.
         transform: Transform that is applied to every page that is not in a host page.
         store: The guarded store; None for no store.
-        rank: Rank of this worker; the ranks have different pages under the same key.
         deletes: Whether pages without a place are deleted from the store.
         max_memory: Bytes that pages in memory may take outside of host pages; None for any number.
         uses_host_pages: Whether pages in memory are in the host pages that the scheduler half
@@ -96,7 +100,6 @@ class Pages:
         host: HostPages,
         transform: Transform,
         store: GuardedTier | None,
-        rank: int,
         *,
         deletes: bool,
         max_memory: int | None,
@@ -105,7 +108,6 @@ class Pages:
         self._host = host
         self._transform = transform
         self._store = store
-        self._suffix = rank.to_bytes(2, "big") if rank else b""
         self._deletes = deletes
         self._max_memory = max_memory
         self._uses_host_pages = uses_host_pages
@@ -286,7 +288,7 @@ class Pages:
     def _leave(self, name: bytes, page: _Page) -> None:
         """Drop data that memory does not keep, and delete a page that the store does not keep."""
         if page.is_stored and not page.in_store and self._store and self._deletes:
-            self._store.delete([name + self._suffix])
+            self._store.delete([name])
             page.is_stored = False
         if not page.in_memory:
             del self._pages[name]
@@ -301,7 +303,7 @@ class Pages:
             self._pages[name].is_busy = True
         number = next(self._numbers)
         self._jobs[number] = end
-        call(self._store, number, [name + self._suffix for name in names], rows)
+        call(self._store, number, names, rows)
 
     def _end_gets(
         self, names: Sequence[bytes], rows: Sequence[memoryview], flags: Sequence[bool]
@@ -346,7 +348,7 @@ class Pages:
         self._settle(names)
 
     def _stored_bytes(self, name: bytes) -> int:
-        return _LENGTH_BYTES + self._transform.max_bytes(self._host.page_bytes[group_of(name)])
+        return stored_bytes(self._transform, self._host.page_bytes[group_of(name)])
 
     def _take_padded(self, name: bytes) -> memoryview:
         page = self._pages[name]

@@ -63,6 +63,8 @@ class StoreCheck:
         root: Folder of the store.
         namespaces: The folders of namespaces.
         bad: Every entry that cannot be loaded.
+        orphans: Folders of processes that are gone.
+        removed: Whether these folders were removed.
         schema_version: Version of the JSON format, which grows when a field is removed or changes
             its meaning.
     """
@@ -70,6 +72,8 @@ class StoreCheck:
     root: str
     namespaces: list[StoreNamespace] = field(default_factory=list)
     bad: list[BadEntry] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    removed: bool = False
     schema_version: Literal[1] = 1
 
     def report(self, path: str, problem: str) -> None:
@@ -86,17 +90,24 @@ def tier() -> None:
 
 @tier.command()
 @click.argument("root")
+@click.option("--remove", is_flag=True, help="Remove the folders of runs that are gone.")
 @json_option({"fsck": "kvview_reference.tier.command:StoreCheck"})
-def fsck(root: str, json_file: str | None) -> None:
+def fsck(root: str, remove: bool, json_file: str | None) -> None:
     """Read every entry of a store, and report the entries that cannot be loaded.
 
-    ROOT is the folder of a file store. The command changes nothing, because a store
-    removes a bad entry itself when the entry is loaded. The exit code is 1 if an
+    ROOT is the folder of a file store. The command also reports the folders that killed
+    runs have left, which the next engine removes, or --remove now. A bad entry is not
+    removed, because a store does so when the entry is loaded. The exit code is 1 if an
     entry cannot be loaded.
     """
+    from kvview_reference.tier.folder.namespace_folder import dead_folders, remove_folder
     from kvview_reference.tier.folder.stored_entries import entries_of_folder, read_entry
 
-    found, num_stores = StoreCheck(root), 0
+    found, num_stores = StoreCheck(root, removed=remove), 0
+    for folder in dead_folders(root):
+        found.orphans.append(folder.name)
+        if remove:
+            remove_folder(folder)
     for store in entries_of_folder(root):
         num_stores += 1
         try:
@@ -124,11 +135,13 @@ def fsck(root: str, json_file: str | None) -> None:
             f"{namespace.model!r}, weights {namespace.weights!r}",
             err=json_file == "-",
         )
-    if not num_stores:
+    if not num_stores and not found.orphans:
         raise ConfigError(
             f"{root!r} is not the folder of a file store, because it has no */namespace.json"
         )
     echo(f"entries that cannot be loaded: {len(found.bad)}", err=json_file == "-")
+    what = "removed folders of runs that are gone" if remove else "folders of runs that are gone"
+    echo(f"{what}: {len(found.orphans)}", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)
 

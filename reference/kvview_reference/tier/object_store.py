@@ -8,18 +8,22 @@
    removal is not permitted, its key is a miss in this process until a put has replaced the object.
 3. There is no byte budget, because a machine that shares a bucket cannot enforce one. A lifecycle
    rule of the bucket removes old objects, whose keys are then misses.
-4. In a folder (``file://``, for trials) links are followed, unlike in ``FileStore``.
-5. The client itself finds credentials (environment, profile, role of the machine); they are never
+4. The objects of a namespace that belongs to one run are removed when the run ends. If the run was
+   killed, a later run removes them once the run has stored nothing for ``run_expires`` seconds.
+5. In a folder (``file://``, for trials) links are followed, unlike in ``FileStore``.
+6. The client itself finds credentials (environment, profile, role of the machine); they are never
    an option. Of an error in a server's response, only the kind is logged or raised, never the text.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -50,6 +54,7 @@ class ObjectStore(DeletingStore):
         retries: Maximum number of retries of a failed request; no retry starts later than twice
             ``timeout``.
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the checksum of the guard is enough.
+        run_expires: Seconds without a put after which a run counts as dead.
         options: Options of the client, such as ``region`` and ``endpoint``, but no credentials.
 
     Raises:
@@ -69,14 +74,20 @@ class ObjectStore(DeletingStore):
         timeout: float = 5.0,
         retries: int = 2,
         checksum: str = "xxh3",
+        run_expires: float = 86_400.0,
         **options: Any,
     ) -> None:
+        if not run_expires > 0:
+            raise ConfigError(f"run_expires must be more than 0, got {run_expires}")
         self._format = EntryFormat(namespace, checksum)
         self._client = make_client(url, timeout, retries, options)
         self._prefix = namespace.digest.hex()
-        self._is_claimed = False
+        self._run_expires = run_expires
+        self._claim_again = -math.inf  # time from which the next put claims the prefix again
         self._logged_problems: set[str] = set()
         super().__init__(namespace, threads=threads)
+        if namespace.run:
+            self._later(self._remove_dead_runs)
 
     def holds(self, key: bytes, /) -> bool:
         """Whether the object of a key exists."""
@@ -121,16 +132,59 @@ class ObjectStore(DeletingStore):
             return obstore.head(self._client, self._path(key))["size"]
         return None
 
+    def close(self) -> None:
+        """End the jobs in flight, and remove the objects of a run."""
+        super().close()
+        if self.namespace.run:
+            with suppress(OSError):
+                self._remove_all(self._prefix)
+
     def _claim(self) -> None:
-        """Store the namespace under its prefix, so that the operator of the bucket can read it."""
+        """Store the namespace under its prefix, so that the operator of the bucket can read it.
+
+        The namespace of a run is stored again regularly, which shows that the run is alive.
+        """
         import obstore
 
-        if self._is_claimed:
+        now = time.monotonic()
+        if now < self._claim_again:
             return
         content, path = self.namespace.to_json().encode(), f"{self._prefix}/{NOTE}"
         with suppress(OSError), self._requesting("put"):
             obstore.put(self._client, path, content)
-            self._is_claimed = True
+            self._claim_again = now + self._run_expires / 4 if self.namespace.run else math.inf
+
+    def _remove_dead_runs(self) -> None:
+        import obstore
+
+        with suppress(OSError):
+            with self._requesting("list"):
+                prefixes = obstore.list_with_delimiter(self._client)["common_prefixes"]
+            for prefix in map(str, prefixes):
+                with suppress(ConfigError, FileNotFoundError):
+                    if self._is_dead_run(prefix):
+                        self._remove_all(prefix)
+
+    def _is_dead_run(self, prefix: str) -> bool:
+        import obstore
+
+        with self._requesting("get"):
+            note = obstore.get(self._client, f"{prefix}/{NOTE}")
+            written, content = note.meta["last_modified"], bytes(note.bytes())
+        namespace = Namespace.from_json(content.decode("utf-8", "replace"))
+        age = (datetime.now(UTC) - written).total_seconds()
+        return bool(namespace.run) and age > self._run_expires
+
+    def _remove_all(self, prefix: str) -> None:
+        import obstore
+
+        note = f"{prefix}/{NOTE}"
+        with self._requesting("delete"):
+            for objects in obstore.list(self._client, prefix=prefix):
+                paths = [found["path"] for found in objects]
+                obstore.delete(self._client, [path for path in paths if path != note])
+        with suppress(FileNotFoundError), self._requesting("delete"):
+            obstore.delete(self._client, note)  # last, so that a removal can be repeated
 
     def _path(self, key: bytes) -> str:
         return f"{self._prefix}/{key.hex()}"

@@ -25,7 +25,7 @@ or events, leaks, hangs or loses a response in any engine:
   reported in its next step; their blocks are held until then.
 - "protects the keys of loads in a set" (late): as in the first item.
 - "keeps its pages in an attribute of the class" (host_memory): without the option ``weights``, the
-  name of a page has the run and the rank.
+  name of a page has the run.
 - "one page too many", "one page too few, the last one" (each_step): a store that touches the
   page that does not exist fails, and reports it; the request computes.
 """

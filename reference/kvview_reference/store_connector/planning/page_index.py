@@ -80,7 +80,8 @@ class PageIndex:
     """The keys of both levels, each with a manager.
 
     1. The name of a page is its key and an epoch. Each run and each reset has its own epoch, so
-       that pages of other weights are never read.
+       that pages of other weights are never read. In a shared store, pages of earlier runs and of
+       the time before a reset stay until the store evicts them.
     2. Places change immediately in this index; the worker half moves the pages with the next plan.
     3. A page that is being loaded keeps its place. If a load of a page failed, lookups of the page
        miss at once, and the page loses its place when its last load has ended.
@@ -316,7 +317,7 @@ class PageIndex:
         if isinstance(self.memory, ByteBudgetManager) and num_bytes is not None:
             self.memory.resize(kept, num_bytes)
         if self._in_store and (shared := self._settings.shared) is not None:
-            shared.note(self.names(kept), is_stored=True)
+            shared.note_stored(self.names(kept))
         for key in kept if self._failed else ():
             self._failed.pop(key, None)
 
@@ -373,9 +374,7 @@ class PageIndex:
         self._places += map(PagePlace, names, host_pages, in_store)
         moved.clear()
         if (shared := settings.shared) is not None:
-            if settings.can_delete:
-                shared.note(names, is_stored=False)
-            shared.note([*compress(names, in_store)], is_stored=True)
+            shared.note_stored([*compress(names, in_store)])
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the changes since the last call, if they are recorded."""

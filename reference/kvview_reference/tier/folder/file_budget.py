@@ -3,10 +3,10 @@
 1. The count of bytes is in a file that all processes share. The count grows before a file is
    renamed to its final name, and shrinks after a file was removed. So if a process is killed, the
    count may be too high, but never too low.
-2. A process that opens a folder which no other process has open removes half-written files. Such a
-   process counts the files again only if the count is not reliable, because it is damaged, or
-   because the machine was restarted before a process had closed the folder. So a folder of any size
-   opens without delay.
+2. A process that opens a folder removes the half-written files whose locks are free, because the
+   processes that wrote them are gone. If no other process has the folder open, it counts the files
+   again, but only if the count is not reliable, because it is damaged, or because the machine was
+   restarted before a process had closed the folder. So a folder of any size opens without delay.
 3. The files that were used longest ago are removed to make room; see ``eviction``.
 4. If another process keeps a lock and does nothing, the call fails, and later calls fail
    immediately until the lock is released. Processes take turns through a second lock, because a
@@ -61,8 +61,7 @@ class FileBudget:
 
     def __init__(self, folder: StoreFolder, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
-        self.used_bytes: int
-        """The latest count that this process has read."""
+        self._last_used = 0
         self.oldest = OldestFiles(folder, self._show_life)
         """The files that can be removed to make room."""
         self._folder = folder
@@ -84,23 +83,35 @@ class FileBudget:
         self._is_open = True
 
     def _begin(self, is_alone: bool) -> None:
-        reserved = 0
-        if is_alone:
-            for path, state in self._folder.files("half"):
-                try:
-                    self._folder.unlink(path)
-                except OSError:
-                    reserved += state.st_size  # it stays, and its bytes count
         with self._counted() as count:
+            removed, kept = self._remove_half_files(is_alone)
+            count.reserved = kept if is_alone else max(0, count.reserved - removed)
             if is_alone:
                 boot = _boot_of_machine()
                 if count.boot not in (boot, _CLOSED) or boot == _UNKNOWN:
                     count.stored = self._count_again().stored
-                count.reserved, count.boot = reserved, boot
+                count.boot = boot
             self._evict(count, 0)
         if is_alone:
             os.fsync(self._counter)  # otherwise it may appear closed after a power cut
         lock_file(self._alive, fcntl.LOCK_SH, _PATIENCE, self._counter)
+
+    def _remove_half_files(self, is_alone: bool) -> tuple[int, int]:
+        """Remove files without a living writer; return the bytes of removed and of other files."""
+        removed = kept = 0
+        for path, state in self._folder.files("half"):
+            if not (is_alone or state.st_size):
+                continue  # a process may be about to lock it
+            try:
+                file = self._folder.open(path, os.O_RDWR)
+                try:
+                    lock_file(file, fcntl.LOCK_EX, 0.0)
+                    removed += self._folder.unlink(path)
+                finally:
+                    os.close(file)
+            except OSError:
+                kept += state.st_size
+        return removed, kept
 
     def reserve(self, num_bytes: int) -> bool:
         """Make room for a file that is about to be written; return False if this is impossible."""
@@ -160,6 +171,17 @@ class FileBudget:
             with suppress(OSError):  # more precise than the time that the system would set
                 self._folder.set_time_of_use(path, time.time_ns())
 
+    @property
+    def used_bytes(self) -> int:
+        """The bytes that all processes have counted, or the last count if one is being changed."""
+        if self._mutex.acquire(blocking=False):
+            try:
+                if self._is_open and (count := self._read()) is not None:
+                    self._last_used = count.used
+            finally:
+                self._mutex.release()
+        return self._last_used
+
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         with self._mutex:
@@ -195,7 +217,7 @@ class FileBudget:
                 try:
                     yield count
                 finally:
-                    self.used_bytes = count.used
+                    self._last_used = count.used
                     self._write(count)
             finally:
                 fcntl.flock(self._counter, fcntl.LOCK_UN)

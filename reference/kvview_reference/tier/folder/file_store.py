@@ -9,23 +9,26 @@
    file that a power cut left half-written fails its seal.
 2. A file that fails its seal is removed, so that the next put stores it again (TIER-4).
 3. ``max_bytes`` is a budget of this namespace, for all processes together (TIER-8).
+4. The folder of a namespace that belongs to one run is removed when the run ends, or later if the
+   run was killed; see ``namespace_folder``.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 from kvview import ConfigError
 from kvview.tier import Namespace, TierUsage
 from kvview_reference.tier.deleting import DeletingStore
 from kvview_reference.tier.entry import EntryFormat
 from kvview_reference.tier.folder.file_budget import FileBudget
+from kvview_reference.tier.folder.namespace_folder import NamespaceFolder
 from kvview_reference.tier.folder.store_folder import NOTE, StoreFolder, key_of, path_of
 
 _CLAIMS = 10  # attempts, because two openers may remove each other's half-written note
@@ -60,17 +63,18 @@ class FileStore(DeletingStore):
         if max_bytes is not None and max_bytes <= 0:
             raise ConfigError(f"max_bytes must be more than 0, got {max_bytes}")
         self._format = EntryFormat(namespace, checksum)
-        self._folder = Path(root, namespace.digest.hex())
         with ExitStack() as on_error:
+            self._folder = NamespaceFolder(root, namespace)
+            on_error.callback(self._folder.close)
             try:
-                self._files = StoreFolder(self._folder, make=True)
+                self._files = StoreFolder(self._folder.path)
                 on_error.callback(self._files.close)
                 self._files.make_folder("half")
                 self._claim(namespace)
                 self._budget = FileBudget(self._files, max_bytes)
             except OSError as error:
                 raise ConfigError(
-                    f"the folder {str(self._folder)!r} cannot be used: {error}"
+                    f"the folder {str(self._folder.path)!r} cannot be used: {error}"
                 ) from None
             on_error.callback(self._budget.close)
             super().__init__(namespace, threads=threads)
@@ -116,9 +120,9 @@ class FileStore(DeletingStore):
             return False
         half = f"half/{uuid.uuid4().hex}"
         try:
-            self._write_file(half, [head, page])
-            self._budget.used(half)
-            self._budget.commit(half, path, num_bytes)
+            with self._written(half, [head, page]):
+                self._budget.used(half)
+                self._budget.commit(half, path, num_bytes)
         except BaseException:
             with suppress(OSError):
                 self._budget.give_up(half, num_bytes)
@@ -134,7 +138,7 @@ class FileStore(DeletingStore):
         self._later(partial(self._touch, [*keys]))
 
     def usage(self) -> TierUsage:
-        """Return the bytes of all files, as this process last read the count."""
+        """Return the bytes of all files, which all processes count together."""
         return TierUsage(self._budget.used_bytes, self._budget.max_bytes)
 
     def on_evicted(self, evicted: Callable[[Sequence[bytes]], None], /) -> None:
@@ -151,6 +155,7 @@ class FileStore(DeletingStore):
         super().close()
         self._budget.close()
         self._files.close()
+        self._folder.close()
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -160,12 +165,15 @@ class FileStore(DeletingStore):
         """Return the path of a key's file in the folder."""
         return path_of(key)
 
-    def _write_file(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Write a new file completely or not at all."""
+    @contextmanager
+    def _written(self, path: str, parts: Sequence[bytes | memoryview]) -> Iterator[None]:
+        """Write a new file completely or not at all, and keep its lock while it is renamed."""
         file = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # before the first byte
             if os.writev(file, parts) != sum(map(len, parts)):
                 raise OSError(errno.ENOSPC, "only a part of the page was written")
+            yield
         except BaseException:
             with suppress(OSError):
                 self._files.unlink(path)
@@ -180,12 +188,12 @@ class FileStore(DeletingStore):
                 note = self._files.read_note(NOTE).decode("utf-8", "replace")
                 break
             half = f"half/{uuid.uuid4().hex}"
-            with suppress(FileNotFoundError):  # another process opened the folder and removed it
-                self._write_file(half, [namespace.to_json().encode()])
+            content = namespace.to_json().encode()
+            with suppress(FileNotFoundError), self._written(half, [content]):
                 self._files.rename(half, NOTE)
         else:
             raise OSError(f"{NOTE} cannot be kept")
-        where = str(self._folder)
+        where = str(self._folder.path)
         try:
             found = Namespace.from_json(note)
         except ConfigError as error:

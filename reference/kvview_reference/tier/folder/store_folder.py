@@ -48,16 +48,13 @@ class StoreFolder:
 
     Args:
         path: Path of the folder.
-        make: Whether to create the folder if it is missing.
 
     Raises:
         OSError: The folder cannot be opened.
     """
 
-    def __init__(self, path: Path, *, make: bool) -> None:
+    def __init__(self, path: Path) -> None:
         try:
-            if make:
-                path.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, _FOLDER)
         except ValueError as error:  # the path has a zero byte
             raise OSError(str(error)) from None

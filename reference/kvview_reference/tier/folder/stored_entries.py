@@ -86,7 +86,7 @@ def entries_of_folder(root: str) -> Iterator[StoredNamespace]:
         if path.is_symlink() or not path.is_dir():
             continue
         try:
-            folder = StoreFolder(path, make=False)
+            folder = StoreFolder(path)
         except OSError as error:
             yield StoredNamespace(name, error, iter(()))
             continue
