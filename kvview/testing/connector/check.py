@@ -16,7 +16,6 @@ from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import (
     FAILED_BY_THEMSELVES,
-    Gap,
     loads_that_failed,
     notes_on,
 )
@@ -33,6 +32,7 @@ from kvview.testing.connector.scenario.scenario import Scenario, to_script
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.connector.seed import SeedResult, SeedRunner
 from kvview.testing.placeholders import in_size
+from kvview.testing.results.law_broken import Gap
 from kvview.testing.supervision import watchdog
 
 # Maximum of seeds with a hook that does not return, because each takes the whole time limit.

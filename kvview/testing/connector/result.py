@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.exercised.author_code import Unrun
-from kvview.testing.connector.exercised.coverage import Gap, not_exercised, replaced_parts
+from kvview.testing.connector.exercised.coverage import not_exercised, replaced_parts
 from kvview.testing.connector.scenario.scenario import Scenario
+from kvview.testing.results.law_broken import Gap
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvview.laws import titled
-from kvview.testing.connector_checks import COVERAGE, NotExercised
+from kvview.testing.results.law_broken import COVERAGE, NotExercised
 from kvview.testing.results.report import CheckResult, Outcome, Report
 from kvview.urls import law_url
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
+Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "transform", "handoff"]
 """The contract of a target."""
 
 Factory = Callable[..., Any]

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from kvview.errors import ConfigError, KVViewError, one_line
 from kvview.testing.effort import current_effort
-from kvview.testing.placeholders import FOLDER
+from kvview.testing.placeholders import FOLDER, in_size
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Conformance, example
 from kvview.testing.tier.io_watch import files_of_at_most, open_files
@@ -32,6 +32,9 @@ _NO_FOLDER = (
     f"url=http://127.0.0.1:8765{FOLDER}"
 )
 _IN_A_FOLDER = "the place of the store is not a folder of this machine"
+
+# A part of a connector may have sizes as options, which are then larger than the kit needs.
+_BLOCKS, _BLOCK_BYTES = 4096, 65_536
 
 _MANY = {b"key %d" % number: 4096 for number in range(40)}
 _SIX = {b"old %d" % number: 9000 for number in range(6)}
@@ -349,6 +352,7 @@ def suite_of(store: type[TierStore], options: Mapping[str, Any]) -> type[TierCon
     if inspect.isabstract(store):
         lacking = ", ".join(sorted(vars(store)["__abstractmethods__"]))
         raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
+    options = in_size(options, _BLOCKS, _BLOCK_BYTES)
     _require_options(store, options)
     members = {"store": store, "options": dict(options), "is_of_target": True}
     members["__module__"] = store.__module__

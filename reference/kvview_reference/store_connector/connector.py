@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -207,6 +207,20 @@ class StoreConnector(Connector):
             max_memory=self.options.cpu_bytes,
             uses_host_pages=self._num_host_pages > 0,
         )
+
+    @classmethod
+    @override
+    def checked_parts(cls, options: Mapping[str, Any]) -> Iterable[tuple[Any, Mapping[str, Any]]]:
+        """List the store with its options, the transform, and the class of the policy."""
+        given = {**cls.defaults, **options}
+        own = {name: given.pop(name, None) for name in StoreOptions.model_fields}
+        store = load_target(own["store"]) if own["store"] else cls.store
+        policy = own["policy"] or cls.policy
+        if isinstance(policy, str):
+            policy = load_target(policy) if ":" in policy else None
+        transform = None if cls.transform is Transform else cls.transform
+        parts: Any = (store, given), (transform, {}), (policy, {})
+        return [(part, settings) for part, settings in parts if part is not None]
 
     @classmethod
     def tier_store(cls) -> Any:

@@ -8,7 +8,6 @@ by combinations of conditions, called cells, such as ``loads/several/mixed/mamba
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from kvview.geometry import (
@@ -20,6 +19,7 @@ from kvview.geometry import (
     SlidingWindow,
 )
 from kvview.testing.connector.scenario.scenario import Scenario
+from kvview.testing.results.law_broken import Gap
 
 FEWEST_SEEDS = 15
 """Minimum number of seeds with a kind of geometry for its cells to be required."""
@@ -57,23 +57,6 @@ _KINDS: dict[str, tuple[type[CacheGroup], str]] = {
 }
 _HITS = {"no-gpu-hit": "nothing hit on the GPU", "gpu-hit": "a GPU hit before it"}
 _ENDS = {"late": "late", "failed": "failed", "aborted": "aborted", "reset": "in flight at a reset"}
-
-
-@dataclass(frozen=True)
-class Gap:
-    """An event that no run exercised, or code that no run reached.
-
-    Args:
-        name: Stable name for expected failures, such as ``"loads"``,
-            ``"loads/several/mixed/mamba/gpu-hit/failed"`` or ``"my_connector.py:12"``.
-        what: Description of the gap in the report.
-    """
-
-    name: str
-    what: str
-
-    def __str__(self) -> str:
-        return self.what if self.what.startswith(self.name) else f"{self.name}: {self.what}"
 
 
 def rows_of(geometry: CacheGeometry) -> Iterator[str]:

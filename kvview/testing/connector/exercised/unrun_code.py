@@ -9,8 +9,9 @@ from typing import Any
 
 from kvview.testing.connector.exercised.author_code import AuthorCode, Unrun
 from kvview.testing.connector.exercised.branches import ARE_CHEAP, Branches, lines_of, why_not
-from kvview.testing.connector.exercised.coverage import FEWEST_SEEDS, Gap
+from kvview.testing.connector.exercised.coverage import FEWEST_SEEDS
 from kvview.testing.placeholders import is_sized
+from kvview.testing.results.law_broken import Gap
 
 _ENOUGH_SEEDS = 200  # further seeds rarely reach other code
 _MEASURED_FIRST, _MEASURED_EVERY = 20, 5
