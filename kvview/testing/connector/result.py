@@ -75,7 +75,7 @@ class SimulationResult:
             without the bytes of pages that the tier holds.
         allocated_at: The line that allocated most of the memory in the last third, if the run
             confirms growth.
-        load_error: Error of the first load that failed without an injected failure.
+        first_error: Error of the first job that failed without an injected failure.
     """
 
     scenario: Scenario
@@ -85,7 +85,7 @@ class SimulationResult:
     loads_of_rounds: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
     allocated_at: str = ""
-    load_error: str = ""
+    first_error: str = ""
 
 
 def failure_at_the_end(
@@ -187,8 +187,10 @@ class ConnectorRuns:
 
     @property
     def not_exercised(self) -> Sequence[Gap]:
-        """Events that no run exercised, and code that no run reached."""
-        return [*not_exercised(self.coverage), *self.gaps]
+        """Jobs that failed by themselves, events that no run exercised, and code that never ran."""
+        causes = [gap for gap in self.gaps if gap.name.startswith("failed ")]
+        others = [gap for gap in self.gaps if gap not in causes]
+        return [*causes, *not_exercised(self.coverage), *others]
 
     @property
     def replaced(self) -> Sequence[str]:

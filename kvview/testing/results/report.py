@@ -58,6 +58,11 @@ class CheckResult:
         return self.check.name
 
     @property
+    def full_name(self) -> str:
+        """Name of the check, after the name of its part if it checks one."""
+        return f"{self.part} {self.check.name}".lstrip()
+
+    @property
     def law(self) -> str:
         """Law of the check."""
         return self.check.law

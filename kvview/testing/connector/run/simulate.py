@@ -329,7 +329,7 @@ class Run:
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
             tuple(self._memory.sizes),
             self._memory.allocated_at,
-            next((e for p in self.stage.parts if (e := p.record.counts.load_error)), ""),
+            next((e for p in self.stage.parts if (e := p.record.counts.first_error)), ""),
         )
 
 
