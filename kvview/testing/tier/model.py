@@ -50,6 +50,7 @@ class TierModel:
         max_bytes: The budget in bytes, or None.
         evicts_by_use: Whether recently used keys are evicted after other keys (TIER-8).
         names_evicted: Whether the store names the keys that it evicts (TIER-8).
+        finds: Whether lookups find keys.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class TierModel:
         *,
         evicts_by_use: bool = False,
         names_evicted: bool = False,
+        finds: bool = True,
     ) -> None:
+        self.finds = finds
         self.max_bytes = max_bytes
         self.evicts_by_use = evicts_by_use
         self.names_evicted = names_evicted
@@ -204,7 +207,7 @@ class TierModel:
 
     def must_be_found(self, key: bytes) -> bool:
         """Whether a lookup must find a key, because the key is held and no job may change this."""
-        is_sure = key in self.held and not self.is_faulty and not self.is_closed
+        is_sure = self.finds and key in self.held and not self.is_faulty and not self.is_closed
         return is_sure and not self._moves(key)
 
     def answer(self, key: bytes, flag: bool) -> Promises:

@@ -13,7 +13,7 @@ from traceback import walk_tb
 from typing import Any
 
 from kvview.connector.hook_errors import places_in
-from kvview.errors import line_of
+from kvview.errors import one_line
 from kvview.targets import target_of
 from kvview.testing.placeholders import in_folder
 from kvview.testing.supervision.source_lines import at_places
@@ -160,7 +160,7 @@ class OpenedStore:
                     return bool(getattr(make, name)(store, *args))
                 except Exception as error:
                     places = places_in(walk_tb(error.__traceback__), make.__module__)
-                    self.errors[name, bytes(args[0])] = f"{line_of(error)}{at_places(places)}"
+                    self.errors[name, bytes(args[0])] = f"{one_line(error)}{at_places(places)}"
                     raise
 
             call.__name__ = name

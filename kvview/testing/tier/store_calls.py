@@ -79,6 +79,7 @@ class TierCalls(ContractMachine):
             budget,
             evicts_by_use=self.can(C.TOUCH),
             names_evicted=names_evicted and budget is not None,
+            finds=self.can(C.LOOKUPS),
         )
 
     def continue_with(self, opened: OpenedStore) -> None:
@@ -171,6 +172,10 @@ class TierCalls(ContractMachine):
             error = error or ("" if flag else self.opened.errors.get((method, key), ""))
         if not job.is_get:
             self.suite.first_errors.setdefault(method, error) if error else None
+        return self._shown(error)
+
+    @staticmethod
+    def _shown(error: str) -> str:
         return f"; the first exception: {error}" if error else ""
 
     @observable("TIER-3")
@@ -270,5 +275,7 @@ class TierCalls(ContractMachine):
                 self.learn_evictions()
             else:
                 self.await_evictions(partial(self.model.must_be_found, key))
-            self.judge(self.model.answer(key, bool(flag)), flag)
+            error = "" if flag else self._shown(self.opened.errors.get(("has", key), ""))
+            promises = self.model.answer(key, bool(flag))
+            self.judge(((law, what + error, kept) for law, what, kept in promises), flag)
         return [bool(flag) for flag in flags]

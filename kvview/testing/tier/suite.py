@@ -137,6 +137,8 @@ class TierConformance(Conformance):
                 error = next(iter(cls.first_errors.values()), "")
                 text = f"no page was ever stored{kind.removeprefix('stores')}"
                 found.append(Gap(kind, text + (error and f"; the first exception: {error}")))
+        if found:
+            return found
         reason = cls.reasons().get(C.GONE, "")
         if reason and C.BUDGET in cls.capabilities():
             text = f"the bytes that the store occupies cannot be counted, because {reason}"
@@ -151,7 +153,8 @@ class TierConformance(Conformance):
     def source(cls) -> str:
         if not cls.is_of_target:
             return super().source()
-        made = f"suite_of(load_target({importable(cls.store)!r}), {cls.options!r})"
+        lacks = f", lacks={cls.lacks!r}" if cls.lacks else ""
+        made = f"suite_of(load_target({importable(cls.store)!r}), {cls.options!r}{lacks})"
         place = "from kvview.testing.tier.suite import suite_of"
         return f"from kvview.testing import load_target\n{place}\n\n{cls.__name__} = {made}"
 
@@ -221,7 +224,7 @@ class TierConformance(Conformance):
             machine.open_again()
             machine.look([*_MANY])
 
-    @example("TIER-7", C.REOPEN)
+    @example("TIER-7", C.REOPEN, C.LOOKUPS)
     def test_tier_7_another_process(self, machine: TierMachine) -> None:
         """Other processes: a lookup finds keys that they store, and misses keys they delete."""
         machine.start()
@@ -248,7 +251,7 @@ class TierConformance(Conformance):
                 return
             machine.true(time.monotonic() < end, what, found, repr([*expected.values()]))
 
-    @example("TIER-8", C.BUDGET)
+    @example("TIER-8", C.BUDGET, C.LOOKUPS)
     def test_tier_8_full_store(self, machine: TierMachine) -> None:
         """Full store: the pages that are found fit in the budget, and lookups pin no page."""
         most = 200_000
@@ -462,12 +465,15 @@ def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
 # --- classes of stores ---
 
 
-def suite_of(store: type[TierStore], options: Mapping[str, Any]) -> type[TierConformance]:
+def suite_of(
+    store: type[TierStore], options: Mapping[str, Any], lacks: Collection[str] = ()
+) -> type[TierConformance]:
     """Make the suite of a class of stores.
 
     Args:
         store: The class.
         options: Options of the class; ``{tmp}`` in a text is replaced by a new folder.
+        lacks: Names of the capabilities that the user of the store does not need.
 
     Raises:
         ConfigError: The class lacks a method, or cannot be made with these options.
@@ -480,7 +486,12 @@ def suite_of(store: type[TierStore], options: Mapping[str, Any]) -> type[TierCon
         raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
     options = in_size(options, _BLOCKS, _BLOCK_BYTES)
     _require_options(store, options)
-    members = {"store": store, "options": dict(options), "is_of_target": True}
+    members = {
+        "store": store,
+        "options": dict(options),
+        "is_of_target": True,
+        "lacks": tuple(lacks),
+    }
     members["__module__"] = store.__module__
     return type(f"Test{store.__name__}", (TierConformance,), members)
 
@@ -544,9 +555,10 @@ def _reasons(suite: type[TierConformance]) -> dict[C, str]:
     is_seen = trial.has_files or not trial.is_stored
     has_files = "" if is_local and is_seen else has_place or _IN_A_FOLDER
     reasons = {C.REOPEN: has_place, C.NAMESPACES: has_place, C.DAMAGE: has_files, C.GONE: has_files}
-    reasons[C.KILL], reasons[C.VERIFIES] = has_place, has_files
+    # Another process may not see a page that a store keeps in the memory of this process.
+    reasons[C.KILL], reasons[C.VERIFIES] = "" if places else _NO_FOLDER, has_files
     if not importable(store):
-        reasons[C.KILL] = has_place or "another process cannot import the class of the store"
+        reasons[C.KILL] = reasons[C.KILL] or "another process cannot import the class of the store"
     if "max_bytes" not in inspect.signature(store).parameters:
         reasons[C.BUDGET] = "the store takes no option max_bytes"
     if not getattr(store, "verifies", False):
