@@ -21,7 +21,7 @@ vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -64,6 +64,30 @@ class Connector(Hooked):
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.config = config
+
+    @classmethod
+    def checked_parts(cls, options: Mapping[str, Any]) -> Iterable[tuple[Any, Mapping[str, Any]]]:
+        """List the parts that satisfy laws of their own, such as a store.
+
+        ``kvview check`` checks these parts together with the connector.
+
+        Args:
+            options: Options of the connector, in which placeholders may remain.
+
+        Returns:
+            Targets of ``kvview check``, each with its options.
+
+        Examples:
+            Name a class of stores, with the options that it receives:
+
+            >>> class Store: ...
+            >>> class Mine(Connector):
+            ...     @classmethod
+            ...     def checked_parts(cls, options): return [(Store, {"root": options["root"]})]
+            >>> [part.__name__ for part, _ in Mine.checked_parts({"root": "{tmp}"})]
+            ['Store']
+        """
+        return ()
 
     def make_scheduler(self) -> SchedulerConnector:
         """Build the scheduler half.

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvview.targets import load_target
     from kvview.testing.checks import Check, all_checks
-    from kvview.testing.connector_checks import NotExercised
     from kvview.testing.effort import Effort
     from kvview.testing.handoff.suite import HandoffConformance
     from kvview.testing.offloading.suite import OffloadingConformance
     from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
     from kvview.testing.pool.suite import PoolConformance
-    from kvview.testing.results.law_broken import LawBroken
+    from kvview.testing.results.law_broken import LawBroken, NotExercised
     from kvview.testing.results.report import CheckResult, Outcome, Report
     from kvview.testing.runner import read_expected_failures, run_checks
     from kvview.testing.suites.capability import Capability
@@ -55,13 +54,12 @@ __all__ = [
 _MODULES = {
     "kvview.targets": ("load_target",),
     "kvview.testing.checks": ("Check", "all_checks"),
-    "kvview.testing.connector_checks": ("NotExercised",),
     "kvview.testing.effort": ("Effort",),
     "kvview.testing.handoff.suite": ("HandoffConformance",),
     "kvview.testing.offloading.suite": ("OffloadingConformance",),
     "kvview.testing.parametrize": ("BoundCheck", "parametrize_with_checks"),
     "kvview.testing.pool.suite": ("PoolConformance",),
-    "kvview.testing.results.law_broken": ("LawBroken",),
+    "kvview.testing.results.law_broken": ("LawBroken", "NotExercised"),
     "kvview.testing.results.report": ("CheckResult", "Outcome", "Report"),
     "kvview.testing.runner": ("read_expected_failures", "run_checks"),
     "kvview.testing.suites.capability": ("Capability",),

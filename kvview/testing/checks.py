@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from kvview.testing.results.law_broken import COVERAGE, Gap, NotExercised
 from kvview.testing.suites.capability import Capability, Contract, Factory
 
 EXCEPTIONS = "exceptions"
@@ -19,6 +20,7 @@ EXCEPTIONS = "exceptions"
 _FAMILIES = ("CONN", "HAND", "POOL", "GUARD", "GEO", "OFF", "EVENT", "XFER", "TIER")
 
 CheckFunction = Callable[[Factory], None]
+FindGaps = Callable[[Factory], Sequence[Gap]]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Check:
         contract: The contract of the harnesses that the check accepts.
         requires: Capabilities without which the check is skipped.
         function: The check itself.
+        gaps: For a check of the coverage, lists the parts of the check that are missing.
     """
 
     name: str
@@ -38,11 +41,30 @@ class Check:
     contract: Contract
     requires: tuple[Capability, ...]
     function: CheckFunction
+    gaps: FindGaps | None = None
 
     @property
     def summary(self) -> str:
         """Summary of the part of the law that the check tests, in one line."""
         return (self.function.__doc__ or "").strip().partition("\n")[0]
+
+
+def coverage_check(name: str, summary: str, contract: Contract, gaps: FindGaps) -> Check:
+    """Make the check that nothing is missing.
+
+    Args:
+        name: Name of the check.
+        summary: Its promise, in one line.
+        contract: The contract of its targets.
+        gaps: Lists the missing parts.
+    """
+
+    def run(factory: Factory) -> None:
+        if found := gaps(factory):
+            raise NotExercised(found)
+
+    run.__doc__ = summary
+    return Check(name, COVERAGE, contract, (), run, gaps)
 
 
 CHECKS: list[Check] = []
@@ -56,6 +78,7 @@ def all_checks() -> Sequence[Check]:
     import_module("kvview.testing.connector_checks")  # each module registers its checks
     for contract in _SUITES:
         import_module(f"kvview.testing.{contract}.suite")
+    import_module("kvview.testing.tier.transform")
     return CHECKS
 
 

@@ -6,31 +6,23 @@ the first broken law.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvview.errors import ConfigError
 from kvview.laws import laws as all_laws
-from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, CheckFunction
+from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, CheckFunction, coverage_check
 from kvview.testing.effort import Effort, current_effort
-from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.results.law_broken import Gap, LawBroken, NotExercised
 from kvview.testing.suites.capability import Factory
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorFailure, ConnectorRuns
     from kvview.testing.connector.check import GoesOn
-    from kvview.testing.connector.exercised.coverage import Gap
 
-COVERAGE = "coverage"
-"""Name used instead of a law if the runs did not exercise an event or some code.
-
-An expected failure names a gap with this word first (``coverage: loads``).
-"""
 NUM_SEEDS = 200
 """Default number of simulated runs of a connector."""
 
-_GAPS_IN_WORDS = 2
 _NO_EXCEPTION = "No hook and no thread raises, and hooks return values that an engine can use."
 
 _NUMBERS = {
@@ -49,28 +41,6 @@ If a run breaks a law that is not listed, the check of any other law fails.
 
 class NotJudged(Exception):
     """The runs ended at a failure, so they do not show whether the law of the check holds."""
-
-
-class NotExercised(LawBroken):
-    """The runs broke no law, but parts of the check are missing.
-
-    Args:
-        gaps: The missing parts.
-        num_seeds: Number of seeds that were run.
-    """
-
-    def __init__(self, gaps: Sequence[Gap], num_seeds: int) -> None:
-        num_more = len(gaps) - _GAPS_IN_WORDS
-        texts = [gap.what for gap in gaps[:_GAPS_IN_WORDS]]
-        texts += [f"and {num_more} more"] if num_more > 0 else []
-        super().__init__(
-            COVERAGE,
-            "; ".join(texts),
-            got=", ".join(gap.name for gap in gaps),
-            expected=f"each of them in {num_seeds} seeds",
-            script="",
-        )
-        self.gaps = gaps
 
 
 def shared_runs(factory: Factory) -> ConnectorRuns:
@@ -143,7 +113,7 @@ def checks_in(runs: str, laws: Sequence[str], coverage: str) -> list[Check]:
     name = f"check_any_other_law_in_{runs}"
     checks.append(_made(name, "*", "No other law is broken.", any_other))
     name = f"check_coverage_of_{runs}"
-    return [*checks, coverage_check(name, coverage, lambda gap: True)]
+    return [*checks, coverage_check(name, coverage, "connector", _gaps)]
 
 
 def _made(name: str, law: str, summary: str, run: CheckFunction) -> Check:
@@ -160,34 +130,11 @@ def _law_check(law: str, runs: str) -> Check:
     return _made(f"check_{law.lower().replace('-', '_')}_in_{runs}", law, summary, run)
 
 
-def coverage_check(name: str, summary: str, concerns: Callable[[Gap], bool]) -> Check:
-    """Make the check that the runs exercised every item that the caller selects."""
-
-    def run(factory: Factory) -> None:
-        runs = shared_runs(factory)
-        gaps = [gap for gap in runs.not_exercised if concerns(gap)]
-        _require_all_seeds(runs)
-        if gaps:
-            raise NotExercised(gaps, runs.num_seeds)
-
-    return _made(name, COVERAGE, summary, run)
-
-
-def with_expected_gaps(checks: Sequence[Check], patterns: Sequence[str]) -> list[Check]:
-    """Return the given checks, and one more check for each pattern of names of expected gaps."""
-
-    def is_unexpected(gap: Gap) -> bool:
-        return not any(fnmatch.fnmatchcase(gap.name, pattern) for pattern in patterns)
-
-    def of_pattern(pattern: str) -> Check:
-        name, summary = f"{COVERAGE}: {pattern}", f"{pattern} is exercised."
-        return coverage_check(name, summary, lambda gap: fnmatch.fnmatchcase(gap.name, pattern))
-
-    own = [
-        coverage_check(one.name, one.summary, is_unexpected) if one.law == COVERAGE else one
-        for one in checks
-    ]
-    return own + [of_pattern(pattern) for pattern in patterns]
+def _gaps(factory: Factory) -> Sequence[Gap]:
+    """List the items that the runs did not exercise."""
+    runs = shared_runs(factory)
+    _require_all_seeds(runs)
+    return runs.not_exercised
 
 
 def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law: str = "") -> None:
@@ -206,11 +153,9 @@ def check_law(factory: Factory, laws: Callable[[str], bool], expected: str, law:
         raise _broken(failures, runs, expected)
     _require_all_seeds(runs)
     if runs.replaced and law.startswith("XFER-"):
-        from kvview.testing.connector.exercised.coverage import Gap
-
         parts = ", ".join(runs.replaced)
         text = f"{law} depends on a part of the connector that the check replaced: {parts}"
-        raise NotExercised([Gap(law, text)], runs.num_seeds)
+        raise NotExercised([Gap(law, text)])
 
 
 def _require_all_seeds(runs: ConnectorRuns) -> None:

@@ -83,6 +83,7 @@ def parametrize_with_checks(
             marks.append(pytest.mark.skip(reason=item.skip_reason))
         elif item.xfail_reason:
             marks.append(pytest.mark.xfail(reason=item.xfail_reason, raises=LawBroken, strict=True))
-        bound = BoundCheck(item.check, factory, effort)
-        params.append(pytest.param(bound, id=item.check.name, marks=marks))
+        bound = BoundCheck(item.check, item.factory, item.effort(effort))
+        name = f"{item.part}-{item.check.name}" if item.part else item.check.name
+        params.append(pytest.param(bound, id=name, marks=marks))
     return pytest.mark.parametrize("check", params)

@@ -7,30 +7,31 @@ import fnmatch
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import Unpack
 
+from kvview.connector import Connector
 from kvview.errors import ConfigError, line_of
 from kvview.input_files import read_file
-from kvview.testing.checks import EXCEPTIONS, Check, checks_for
+from kvview.testing.checks import EXCEPTIONS, Check, FindGaps, checks_for, coverage_check
 from kvview.testing.connector_checks import (
-    COVERAGE,
     LAWS,
     NUM_SEEDS,
-    NotExercised,
     NotJudged,
     checks_in,
-    with_expected_gaps,
 )
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.offloading.policy import is_cache_policy, suite_of_policy
-from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.results.law_broken import COVERAGE, Gap, LawBroken, NotExercised
 from kvview.testing.results.report import CheckResult, Outcome, Report
 from kvview.testing.suites.capability import Contract, Factory
+from kvview.testing.suites.conformance import Conformance
 from kvview.testing.suites.inspect_target import inspect_target
 from kvview.testing.tier.suite import TierConformance, suite_of
+from kvview.testing.tier.transform import is_transform, suite_of_transform
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
@@ -48,13 +49,24 @@ class PlannedCheck:
 
     Args:
         check: The check.
+        factory: The target of the check, or a part of the target.
+        part: Name of the part; empty for the target itself.
         skip_reason: Reason why the check cannot run; empty if it can run.
         xfail_reason: Reason why the check is expected to fail; empty if it is expected to pass.
     """
 
     check: Check
+    factory: Factory
+    part: str
     skip_reason: str
     xfail_reason: str
+
+    def effort(self, effort: Effort) -> Effort:
+        """Return the settings of the check: steps and many seeds concern only the target itself."""
+        if not self.part:
+            return effort
+        most = int(getattr(self.factory, "num_runs", NUM_SEEDS))
+        return replace(effort, steps=None, seeds=min(effort.seeds or most, most))
 
 
 def plan_checks(
@@ -64,12 +76,12 @@ def plan_checks(
     expected_failures: Mapping[str, str] | None = None,
     select: Sequence[str] = (),
 ) -> tuple[Contract, list[PlannedCheck]]:
-    """Return the checks that a run would contain, in order.
+    """Return the checks that a run would contain, in order: those of the parts come first.
 
     Raises:
         ConfigError: The target is not usable, or a name matches no check.
     """
-    contract, capabilities = inspect_target(factory)
+    contract = inspect_target(factory)[0]
     names = [] if contract == "connector" else effort.for_connectors()
     if contract == "tier":
         names = [name for name in names if name != "options"]
@@ -79,34 +91,95 @@ def plan_checks(
             f"{contract}; drop the option"
         )
     expected = dict(expected_failures or {})
-    checks = checks_for(contract)
-    if effort.inference:
-        checks = checks_in("real_inference", TOKEN_LAWS, _TOKENS_ARE_COMPARED)
-    prefix = f"{COVERAGE}: "
-    gaps = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
-    if contract == "connector" and gaps:
-        checks = with_expected_gaps(checks, gaps)
-    _require_known("expected_failures", expected, checks, lambda name, c: name == c.name)
-    _require_known("select", select, checks, _matches)
     for name, reason in expected.items():
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(f"expected_failures: {name} needs a reason")
     planned = []
-    for check in checks:
-        if select and not any(_matches(pattern, check) for pattern in select):
-            continue
-        missing = [name for name in check.requires if name not in capabilities]
-        skip = f"the implementation lacks {', '.join(missing)}" if missing else ""
-        if missing and isinstance(factory, type) and issubclass(factory, TierConformance):
-            skip = factory.reason_without(missing)
-        planned.append(PlannedCheck(check, skip, expected.get(check.name, "")))
+    for target, part in [*_parts_of(factory, effort), (factory, "")]:
+        kind, capabilities = inspect_target(target)
+        checks = checks_for(kind)
+        if effort.inference:
+            checks = checks_in("real_inference", TOKEN_LAWS, _TOKENS_ARE_COMPARED)
+        for check in checks:
+            missing = [name for name in check.requires if name not in capabilities]
+            skip = f"the implementation lacks {', '.join(missing)}" if missing else ""
+            if missing and isinstance(target, type) and issubclass(target, TierConformance):
+                skip = target.reason_without(missing)
+            planned.append(PlannedCheck(check, target, part, skip, expected.get(check.name, "")))
+    planned = _with_expected_gaps(planned, expected)
+    checks = [item.check for item in planned]
+    _require_known("expected_failures", expected, checks, lambda name, c: name == c.name)
+    _require_known("select", select, checks, _matches)
+    if select:
+        planned = [item for item in planned if any(_matches(one, item.check) for one in select)]
     return contract, planned
 
 
+def _parts_of(factory: Factory, effort: Effort) -> list[tuple[Factory, str]]:
+    """Return the suites of the parts of a connector, each with the name of the part.
+
+    The parts do not depend on the engine, so only runs in the reference engine check them.
+    """
+    is_on_reference = effort.engine in (None, "reference") and not effort.inference
+    if not is_on_reference or not (isinstance(factory, type) and issubclass(factory, Connector)):
+        return []
+    found: list[tuple[Factory, str]] = []
+    for part, options in factory.checked_parts(effort.options):
+        name = getattr(part, "__qualname__", repr(part))
+        suite = as_target(part, replace(effort, options=options))
+        if not (isinstance(suite, type) and issubclass(suite, Conformance)):
+            raise ConfigError(
+                f"{factory.__qualname__}.checked_parts names {name}, which is not a store, a "
+                "transform, a cache policy or a suite; name only such parts"
+            )
+        found.append((suite, name))
+    return found
+
+
+def _with_expected_gaps(
+    planned: Sequence[PlannedCheck], expected: Mapping[str, str]
+) -> list[PlannedCheck]:
+    """Return the checks, in which each pattern of names of expected gaps has a check of its own."""
+    prefix = f"{COVERAGE}: "
+    reasons = {name.removeprefix(prefix): expected[name] for name in expected if prefix in name}
+    sources = [item for item in planned if item.check.gaps is not None]
+    if not reasons or not sources:
+        return [*planned]
+
+    def other_gaps(gaps: FindGaps, factory: Factory) -> list[Gap]:
+        found = gaps(factory)
+        return [gap for gap in found if not any(_fits(gap, one) for one in reasons)]
+
+    def gaps_of(pattern: str, factory: Factory) -> list[Gap]:
+        found = (gap for one in sources if one.check.gaps for gap in one.check.gaps(one.factory))
+        return [gap for gap in found if _fits(gap, pattern)]
+
+    result = []
+    for item in planned:
+        check = item.check
+        if check.gaps is not None:
+            gaps = partial(other_gaps, check.gaps)
+            check = coverage_check(check.name, check.summary, check.contract, gaps)
+        result.append(replace(item, check=check))
+    for pattern, reason in reasons.items():
+        summary = f"{pattern} is exercised."
+        made = coverage_check(
+            f"{prefix}{pattern}", summary, planned[-1].check.contract, partial(gaps_of, pattern)
+        )
+        result.append(PlannedCheck(made, planned[-1].factory, "", "", reason))
+    return result
+
+
+def _fits(gap: Gap, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(gap.name, pattern)
+
+
 def as_target(found: Factory, effort: Effort) -> Factory:
-    """Return a target itself, or the suite of a class of stores or cache policies."""
+    """Return a target itself, or the suite of a class of stores, transforms or cache policies."""
     if isinstance(found, type) and is_tier_store(found):
         return suite_of(found, effort.options)
+    if is_transform(found):
+        return suite_of_transform(found)
     return suite_of_policy(found) if is_cache_policy(found) else found
 
 
@@ -126,7 +199,8 @@ def run_checks(
     1. No check runs unless the target and all names are usable.
     2. A check whose capabilities the implementation lacks is skipped, with the reason.
     3. Ctrl-C ends the run; the results so far are returned.
-    4. The checks of a connector share one set of simulated runs. The first failure ends the runs,
+    4. The parts that a connector lists (:meth:`~kvview.Connector.checked_parts`) are checked first.
+    5. The checks of a connector share one set of simulated runs. The first failure ends the runs,
        unless it is expected. Laws that need all seeds then have no result.
 
     Args:
@@ -157,7 +231,7 @@ def run_checks(
     is_interrupted = False
     for item in planned:
         try:
-            result = run_planned(factory, item, effort)
+            result = run_planned(item, effort)
             results.append(result)
             if on_result is not None:
                 on_result(result)
@@ -190,16 +264,16 @@ def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable
     return lambda law: keep_going or (law if law in named else "*") not in judged
 
 
-def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> CheckResult:
+def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
     """Run one check, unless it is skipped."""
-    check, expected = planned.check, planned.xfail_reason
+    check, expected, part = planned.check, planned.xfail_reason, planned.part
     if planned.skip_reason:
-        return CheckResult(check, Outcome.SKIPPED, reason=planned.skip_reason)
+        return CheckResult(check, Outcome.SKIPPED, 0.0, planned.skip_reason, part=part)
     failure = None
     start = time.perf_counter()
     try:
-        with use_effort(effort):
-            check.function(factory)
+        with use_effort(planned.effort(effort)):
+            check.function(planned.factory)
     except LawBroken as broken:
         failure = broken
     except ModuleNotFoundError as error:
@@ -225,7 +299,7 @@ def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> Chec
         outcome = Outcome.EXPECTED_FAILURE
     else:
         outcome = Outcome.NOT_CHECKED if isinstance(failure, NotExercised) else Outcome.FAILED
-    return CheckResult(check, outcome, seconds, expected, failure)
+    return CheckResult(check, outcome, seconds, expected, failure, part)
 
 
 def read_expected_failures(path: str | Path) -> dict[str, str]:

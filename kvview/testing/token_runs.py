@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from kvview.errors import ConfigError
-from kvview.testing.connector.exercised.coverage import Gap
 from kvview.testing.connector.result import ConnectorRuns
 from kvview.testing.connector.run.engine import load_factory_class
+from kvview.testing.results.law_broken import Gap
 
 ENGINE = "vllm"
 """The engine that serves models by default."""

@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 from kvview.testing import connector_checks
 from kvview.testing.connector.exercised.coverage import notes_on
 from kvview.testing.connector.result import ConnectorRuns
-from kvview.testing.connector_checks import NotExercised, check_law
+from kvview.testing.connector_checks import check_law
+from kvview.testing.results.law_broken import NotExercised
 
 
 def test_the_laws_of_transfers_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Mutant:
             return one.check.law != self.law, not one.check.law.startswith(f"{family}-")
 
         for one in sorted(planned, key=place):
-            failure = run_planned(self.factory, one, effort).failure
+            failure = run_planned(one, effort).failure
             if failure is not None:
                 return failure
         return None

@@ -17,7 +17,7 @@ from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.targets import load_connector
 from kvview.testing.connector import check_connector, generate_scenario
-from kvview.testing.connector.confirm.load_errors import first_load_error
+from kvview.testing.connector.confirm.first_error import first_error
 from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.exercised.lines import Lines
 from kvview.testing.connector.exercised.unrun_code import UnrunCode
@@ -202,6 +202,6 @@ async def load():
 
     def play() -> SimulationResult:
         asyncio.run(code["load"]())
-        return SimulationResult(generate_scenario(0), None, (), load_error="a page was missing")
+        return SimulationResult(generate_scenario(0), None, (), first_error="a page was missing")
 
-    assert first_load_error([str(file)], play) == "a page was missing"
+    assert first_error([str(file)], play) == "a page was missing"

@@ -63,7 +63,7 @@ def test_a_wrong_store_is_red(wrong: Variant, request: pytest.FixtureRequest) ->
     options = {"port": request.getfixturevalue("port")} if is_remote else {"root": "{tmp}"}
     suite, effort = suite_of(wrong.load(), options), Effort(is_brief=True)
     plan = plan_checks(suite, effort, select=wrong.notes["check"].split(", "))[1]
-    failures = [run_planned(suite, planned, effort).failure for planned in plan]
+    failures = [run_planned(planned, effort).failure for planned in plan]
     laws = {failure.law for failure in failures if failure}
     selected = {planned.check.law for planned in plan}
     assert wrong.law in selected

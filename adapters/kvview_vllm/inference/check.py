@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvview import ConfigError
 from kvview.targets import name_target
-from kvview.testing.connector.exercised.coverage import Gap, notes_on
+from kvview.testing.connector.exercised.coverage import notes_on
 from kvview.testing.connector.result import ConnectorFailure
+from kvview.testing.results.law_broken import Gap
 from kvview.testing.supervision import watchdog
 from kvview.testing.token_runs import TokenRuns
 from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured

@@ -16,8 +16,9 @@ from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import (
     FAILED_BY_THEMSELVES,
-    Gap,
-    loads_that_failed,
+    STORES_FAILED_BY_THEMSELVES,
+    failed_by_themselves,
+    is_headline,
     notes_on,
 )
 from kvview.testing.connector.exercised.unrun_code import UnrunCode
@@ -33,6 +34,7 @@ from kvview.testing.connector.scenario.scenario import Scenario, to_script
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.connector.seed import SeedResult, SeedRunner
 from kvview.testing.placeholders import in_size
+from kvview.testing.results.law_broken import Gap
 from kvview.testing.supervision import watchdog
 
 # Maximum of seeds with a hook that does not return, because each takes the whole time limit.
@@ -117,6 +119,7 @@ def check_connector(
     check.notes += check.notes_on_chance()
     check.notes += [] if check.failures else check.code.notes(check.gaps())
     check.notes += notes_on(check.coverage)
+    check.notes += check.notes_on_failures()
     return ConnectorRuns(
         connector_class.__name__,
         engines.name,
@@ -179,14 +182,14 @@ class _Check:
         self._num_timeouts = 0
         self._to_shrink: list[int] = []  # indices in self.failures
         self._is_confirmed = True  # unless the failure is the first, which is shrunk before
-        self._fails_to_load: Scenario | None = None
-        self._first_load_error = ""
+        self._fails_alone: Scenario | None = None
+        self._first_error = ""
 
     def run(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> bool:
         """Run the seeds, then shrink and explain the failures; returns whether Ctrl-C ended it."""
         try:
             self._run_seeds(seeds, on_progress)
-            self._find_first_load_error()
+            self._find_first_error()
             self._shrink_failures()
             self._explain()
         except KeyboardInterrupt:
@@ -232,8 +235,9 @@ class _Check:
             self.coverage["refused geometries"] += 1
             return
         self.coverage.update(result.coverage)
-        if result.coverage.get(FAILED_BY_THEMSELVES) and self._fails_to_load is None:
-            self._fails_to_load = result.scenario
+        fails = (FAILED_BY_THEMSELVES, STORES_FAILED_BY_THEMSELVES)
+        if self._fails_alone is None and any(map(result.coverage.get, fails)):
+            self._fails_alone = result.scenario
         if ended.note:
             self._of_chance.append(ended.note)
         if result.failure is None:
@@ -246,13 +250,13 @@ class _Check:
             self._to_shrink.append(len(self.failures))
         self.failures.append(failure)
 
-    def _find_first_load_error(self) -> None:
-        """Find the exception behind the first load that failed without an injected failure."""
-        if self._fails_to_load is None or self._runner.code is None or self.failures:
+    def _find_first_error(self) -> None:
+        """Find the exception behind the first job that failed without an injected failure."""
+        if self._fails_alone is None or self._runner.code is None:
             return
-        task = Task(SeedRunner.first_load_error, (self._fails_to_load,))
+        task = Task(SeedRunner.first_error, (self._fails_alone,))
         error = next(self._processes.map([task]))
-        self._first_load_error = error if isinstance(error, str) else ""
+        self._first_error = error if isinstance(error, str) else ""
 
     def notes_on_chance(self) -> list[str]:
         """Describe the first seed whose runs differed, and count the other such seeds."""
@@ -260,12 +264,21 @@ class _Check:
         more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
         return [note + more for note in self._of_chance[:1]]
 
+    def notes_on_failures(self) -> list[str]:
+        """Describe stores and loads that failed by themselves, unless they are gaps."""
+        found = self._failed_by_themselves()
+        is_red = bool(self.failures)
+        return [one.what for one in found if is_red or not is_headline(one, self.coverage)]
+
     def gaps(self) -> list[Gap]:
-        """List the missing parts of the check that the coverage does not count."""
+        """List the missing parts of the check that the coverage does not count; causes first."""
+        failed = [one for one in self._failed_by_themselves() if is_headline(one, self.coverage)]
+        return [*failed, *self.code.gaps(self.num_seeds)]
+
+    def _failed_by_themselves(self) -> Iterator[Gap]:
         has_store = getattr(self._connector_class, "store", None) is not None
         may_evict = has_store and "store_blocks" not in self._options
-        failed = loads_that_failed(self.coverage, self._first_load_error, may_evict=may_evict)
-        return [*failed, *self.code.gaps(self.num_seeds)]
+        return failed_by_themselves(self.coverage, self._first_error, may_evict=may_evict)
 
     def _shrink_failures(self) -> None:
         """Shrink the first failure of each law."""

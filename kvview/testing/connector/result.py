@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.exercised.author_code import Unrun
-from kvview.testing.connector.exercised.coverage import Gap, not_exercised, replaced_parts
+from kvview.testing.connector.exercised.coverage import not_exercised, replaced_parts
 from kvview.testing.connector.scenario.scenario import Scenario
+from kvview.testing.results.law_broken import Gap
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class SimulationResult:
         loads_of_rounds: Number of tokens that requests were to load, round by round.
         kept_bytes: Minimum number of bytes to which the halves refer in each sixth of a long run,
             without the bytes of pages that the tier holds.
-        load_error: Error of the first load that failed without an injected failure.
+        first_error: Error of the first job that failed without an injected failure.
     """
 
     scenario: Scenario
@@ -81,7 +82,7 @@ class SimulationResult:
     coverage: Mapping[str, int] = field(default_factory=dict)
     loads_of_rounds: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
-    load_error: str = ""
+    first_error: str = ""
 
 
 def failure_at_the_end(
@@ -183,8 +184,10 @@ class ConnectorRuns:
 
     @property
     def not_exercised(self) -> Sequence[Gap]:
-        """Events that no run exercised, and code that no run reached."""
-        return [*not_exercised(self.coverage), *self.gaps]
+        """Jobs that failed by themselves, events that no run exercised, and code that never ran."""
+        causes = [gap for gap in self.gaps if gap.name.startswith("failed ")]
+        others = [gap for gap in self.gaps if gap not in causes]
+        return [*causes, *not_exercised(self.coverage), *others]
 
     @property
     def replaced(self) -> Sequence[str]:

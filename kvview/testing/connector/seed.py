@@ -12,7 +12,7 @@ from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
 from kvview.targets import is_connector, is_engine_connector
 from kvview.testing.connector.confirm import repeat
-from kvview.testing.connector.confirm.load_errors import first_load_error
+from kvview.testing.connector.confirm.first_error import first_error
 from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.exercised.coverage import EVENTS_WANTED
 from kvview.testing.connector.exercised.lines import Lines, LineTracer
@@ -166,12 +166,12 @@ class SeedRunner:
         differs = repeat.difference(result, again)
         return f"not deterministic: seed {seed} was run twice: {differs}" if differs else ""
 
-    def first_load_error(self, scenario: Scenario) -> str:
-        """Return the exception behind the first load that fails in a run, as one line."""
-        assert self.code is not None, "only connectors of kvview have loads of their own"
+    def first_error(self, scenario: Scenario) -> str:
+        """Return the exception behind the first job that fails in a run, as one line."""
+        assert self.code is not None, "only connectors of kvview have jobs of their own"
         alone = replace(scenario, worker_half="job_by_job")
         run = partial(simulate, self._connector_class, alone, self._options, engines=self._engines)
-        return first_load_error(self.code.paths, run)
+        return first_error(self.code.paths, run)
 
     def explain(self, result: SimulationResult) -> SimulationResult:
         """Repeat a run whose jobs do not end, and add the exception that may have caused this.
@@ -179,7 +179,7 @@ class SeedRunner:
         A thread pool catches the exceptions of its tasks, so no hook and no thread raises them.
         """
         failure = result.failure
-        error = self.first_load_error(result.scenario) if self.code is not None else ""
+        error = self.first_error(result.scenario) if self.code is not None else ""
         if failure is None or not error:
             return result
         message = f"{failure.message}. The first exception in its code: {error}"

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from kvview.laws import hint_of, titled
 from kvview.urls import law_url
+
+COVERAGE = "coverage"
+"""Name used instead of a law if the runs did not exercise an event or some code.
+
+An expected failure names a gap with this word first (``coverage: loads``).
+"""
+_GAPS_IN_WORDS = 2
 
 
 class LawBroken(AssertionError):
@@ -58,6 +66,43 @@ class LawBroken(AssertionError):
             f"{self.law}: {self.what}\n  got:      {self.got}\n  expected: {self.expected}\n"
             f"  law:      {titled(self.law)}, {self.law_url}\n\n{self.script}"
         )
+
+
+@dataclass(frozen=True)
+class Gap:
+    """An event that no run exercised, code that no run reached, or a law that cannot be checked.
+
+    Args:
+        name: Stable name for expected failures, such as ``"loads"``,
+            ``"loads/several/mixed/mamba/gpu-hit/failed"`` or ``"my_connector.py:12"``.
+        what: Description of the gap in the report.
+    """
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return self.what if self.what.startswith(self.name) else f"{self.name}: {self.what}"
+
+
+class NotExercised(LawBroken):
+    """No law was broken, but parts of the check are missing.
+
+    Args:
+        gaps: The missing parts.
+    """
+
+    def __init__(self, gaps: Sequence[Gap]) -> None:
+        num_more = len(gaps) - _GAPS_IN_WORDS
+        texts = [gap.what for gap in gaps[:_GAPS_IN_WORDS]]
+        texts += [f"and {num_more} more"] if num_more > 0 else []
+        super().__init__(
+            COVERAGE,
+            "; ".join(texts),
+            got=", ".join(gap.name for gap in gaps),
+            expected="nothing is missing",
+        )
+        self.gaps = gaps
 
 
 @cache

@@ -42,6 +42,7 @@ class CheckResult:
         seconds: Duration of the check in seconds.
         reason: Reason why the check was skipped or expected to fail; otherwise empty.
         failure: The failure, expected or not; None if the check passed.
+        part: Name of the part that was checked; empty for the target itself.
     """
 
     check: Check
@@ -49,11 +50,17 @@ class CheckResult:
     seconds: float = 0.0
     reason: str = ""
     failure: LawBroken | None = None
+    part: str = ""
 
     @property
     def name(self) -> str:
         """Name of the check."""
         return self.check.name
+
+    @property
+    def full_name(self) -> str:
+        """Name of the check, after the name of its part if it checks one."""
+        return f"{self.part} {self.check.name}".lstrip()
 
     @property
     def law(self) -> str:
@@ -126,12 +133,15 @@ class Report:
             failure = result.failure
             if failure is None:
                 return f"red: {result.check.name} passed, but is expected to fail"
-            return f"red: {titled(failure.law)}: {failure.what}"
+            part = f"{result.part}: " if result.part else ""
+            return f"red: {part}{titled(failure.law)}: {failure.what}"
         if self.is_interrupted:
             checks = f"{len(self.results)} of {self.num_selected} checks"
             return f"interrupted: {checks if self.runs is None else self.runs.progress()}"
         for result in self.not_checked:
-            return f"not checked: {result.failure.what if result.failure else result.check.name}"
+            part = f"{result.part}: " if result.part else ""
+            what = result.failure.what if result.failure else result.check.name
+            return f"not checked: {part}{what}"
         if self.is_clean:
             return "green: every law that was checked holds"
         return "not checked: no check has a result"

@@ -41,6 +41,7 @@ class CheckModel(_Model):
     Args:
         law: Number of the law; with '*', several laws; 'coverage' for exercised items.
         reason: Why the check was skipped or was expected to fail, or empty.
+        part: Name of the part of a connector that was checked, such as its store, or empty.
     """
 
     name: str
@@ -52,6 +53,7 @@ class CheckModel(_Model):
     seconds: float
     reason: str
     failure: FailureModel | None
+    part: str = ""
 
 
 class GapModel(_Model):
@@ -121,7 +123,7 @@ class ReportModel(_Model):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     target: str
-    contract: Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
+    contract: Literal["pool", "offloading", "transfer", "connector", "tier", "transform", "handoff"]
     seed: int
     is_clean: bool
     is_interrupted: bool

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvview.laws import titled
-from kvview.testing.connector_checks import COVERAGE, NotExercised
+from kvview.testing.results.law_broken import COVERAGE, NotExercised
 from kvview.testing.results.report import CheckResult, Outcome, Report
 from kvview.urls import law_url
 
@@ -27,6 +27,8 @@ def show_report(console: Console, report: Report) -> None:
     print_line(console, report.summary(), "")
     if report.runs is not None and report.runs.is_cut_short and not report.is_interrupted:
         print_line(console, "the first failure ends the runs; --keep-going plays all seeds", "")
+    for note in () if report.runs is None else report.runs.notes:
+        print_line(console, note, "yellow")
     for number, result in enumerate(report.failures):
         _show_failure(console, result, is_in_the_verdict=number == 0)
     for result in report.not_checked:
@@ -49,9 +51,7 @@ def _show_gaps(console: Console, result: CheckResult) -> None:
 
 
 def _show_runs(console: Console, runs: ConnectorRuns) -> None:
-    """Print the notes of simulated runs, and the share of the author's code that ran."""
-    for note in runs.notes:
-        print_line(console, note, "yellow")
+    """Print the parts that were not simulated, and the share of the author's code that ran."""
     if runs.left_out:
         print_line(console, f"not simulated: {'; '.join(runs.left_out)}", "dim")
     if runs.num_statements:
@@ -70,7 +70,7 @@ def _show_checks(console: Console, report: Report) -> None:
         if result.outcome is Outcome.SKIPPED:
             skipped[result.reason] = skipped.get(result.reason, 0) + 1
         elif result.outcome is Outcome.EXPECTED_FAILURE:
-            print_line(console, f"{result.outcome}: {result.check.name}: {result.reason}", "yellow")
+            print_line(console, f"{result.outcome}: {result.full_name}: {result.reason}", "yellow")
     for reason, number in skipped.items():
         print_line(console, f"skipped: {number} checks: {reason}", "dim")
 
@@ -79,10 +79,10 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
     failure = result.failure
     console.print()
     if failure is None:
-        text = f"{result.check.name} passed, but is expected to fail: {result.reason}"
+        text = f"{result.full_name} passed, but is expected to fail: {result.reason}"
         print_line(console, text, "bold red")
         return
-    text = f"{titled(failure.law)} ({result.check.name})"
+    text = f"{titled(failure.law)} ({result.full_name})"
     print_line(console, text if is_in_the_verdict else f"{text}: {failure.what}", "bold red")
     rows = [("got", failure.got), ("expected", failure.expected), ("law", failure.law_url)]
     rows.append(("try", failure.hint))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "handoff"]
+Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "transform", "handoff"]
 """The contract of a target."""
 
 Factory = Callable[..., Any]
@@ -178,6 +178,8 @@ class Capability(StrEnum):
     """The place of the store is a folder that the kit can remove while the store is open."""
     BUDGET = "budget", "tier"
     """The store takes the option ``max_bytes``, and the kit can count the bytes of its files."""
+    LOOKUPS = "lookups", "tier"
+    """Lookups find stored keys; a connector that makes no lookups needs no such store."""
     KILL = "kill", "tier"
     """Another process can import the class of the store."""
     THREADED = "threaded", "tier"

@@ -497,14 +497,20 @@ def _register(suite: type[Conformance]) -> None:
 
 def _check_of_law(name: str, law: str, label: Label, contract: Contract) -> Check:
     def run(suite: Any) -> None:
-        effort = current_effort()
-        if suite.Machine not in effort.shared:
-            effort.shared[suite.Machine] = find_failures(suite, effort)
-        if failure := effort.shared[suite.Machine].get(law):
+        if failure := failures_of(suite).get(law):
             raise failure
 
     run.__name__, run.__doc__ = name, label.summary
     return Check(name, law, contract, label.needs, run)
+
+
+def failures_of(suite: type[Conformance]) -> Mapping[str, LawBroken]:
+    """Return the failures of a suite's machine, which runs once for all checks."""
+    effort = current_effort()
+    if suite.Machine not in effort.shared:
+        effort.shared[suite.Machine] = find_failures(suite, effort)
+    found: Mapping[str, LawBroken] = effort.shared[suite.Machine]
+    return found
 
 
 def _calling(name: str, doc: str | None) -> Callable[[Any], None]:

@@ -19,6 +19,9 @@ OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""
 
 
+_MOST_REFUSED = 10  # keys; a store that refuses three keys in ten never reaches this number
+
+
 @lru_cache(maxsize=256)
 def bytes_of(key: bytes, num_bytes: int) -> bytes:
     """Return the bytes that the checks put under a key."""
@@ -47,6 +50,7 @@ class TierModel:
         max_bytes: The budget in bytes, or None.
         evicts_by_use: Whether recently used keys are evicted after other keys (TIER-8).
         names_evicted: Whether the store names the keys that it evicts (TIER-8).
+        finds: Whether lookups find keys.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class TierModel:
         *,
         evicts_by_use: bool = False,
         names_evicted: bool = False,
+        finds: bool = True,
     ) -> None:
+        self.finds = finds
         self.max_bytes = max_bytes
         self.evicts_by_use = evicts_by_use
         self.names_evicted = names_evicted
@@ -79,6 +85,11 @@ class TierModel:
         self.is_closed = False
         self.has_deleted = False
         """Whether deleted keys may still occupy bytes."""
+        self.refused: set[bytes] = set()
+        """Keys whose puts failed without a reason since the last put that succeeded."""
+        self.refused_again: set[bytes] = set()
+        """Those of them whose last get had failed (TIER-4)."""
+        self.has_stored = False
         self.is_faulty = False
         """Whether the medium is missing or full, or the store has a fault, so that any key may
         fail."""
@@ -113,15 +124,17 @@ class TierModel:
         size, most = job.sizes[key], self.max_bytes
         if most is not None and size > most:
             yield "TIER-8", f"a page of {size} bytes fails in a budget of {most}", not flag
-        elif not flag and not (self.is_closed or self.is_faulty):
-            law = "TIER-4" if key in self.failed else "TIER-8" if most else "TIER-7"
-            may_fail = not self.has_room(size) or key in job.crossed
-            yield law, f"key {key!r} is stored", may_fail
+        elif not flag and self.has_room(size) and key not in job.crossed:
+            yield from self._refused(key)
         if not flag:
             self._doubt([key])
             if self.is_faulty or key in job.crossed:
                 self.either[key] = size
             return
+        self.has_stored = True
+        self.refused.clear()
+        if key in self.failed:
+            self.refused_again.clear()
         self.failed.discard(key)
         self.gone.discard(key)
         self._forget(key)
@@ -130,6 +143,19 @@ class TierModel:
         if self.is_faulty or key in job.crossed or key in self.damaged:
             self._doubt([key])
         self._make_room()
+
+    def _refused(self, key: bytes) -> Promises:
+        """Refuse a page that has room, which a store may do with some keys but not with all."""
+        if self.is_closed or self.is_faulty:
+            return
+        self.refused.add(key)
+        self.refused_again |= {key} & self.failed
+        what = "a store that has stored a page also stores one of"
+        law = "TIER-7" if self.max_bytes is None else "TIER-8"
+        is_right = len(self.refused) < _MOST_REFUSED or not self.has_stored
+        yield law, f"{what} {_MOST_REFUSED} pages in a row", is_right
+        is_right = len(self.refused_again) < _MOST_REFUSED or not self.has_stored
+        yield "TIER-4", f"{what} {_MOST_REFUSED} keys whose loads had failed", is_right
 
     def _loaded(self, job: KeyJob, key: bytes, flag: bool) -> Promises:
         is_sure = self._is_sure(job, key)
@@ -181,7 +207,7 @@ class TierModel:
 
     def must_be_found(self, key: bytes) -> bool:
         """Whether a lookup must find a key, because the key is held and no job may change this."""
-        is_sure = key in self.held and not self.is_faulty and not self.is_closed
+        is_sure = self.finds and key in self.held and not self.is_faulty and not self.is_closed
         return is_sure and not self._moves(key)
 
     def answer(self, key: bytes, flag: bool) -> Promises:

@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
+from kvview.connector.hook_errors import places_in
+from kvview.errors import one_line
 from kvview.targets import target_of
 from kvview.testing.placeholders import in_folder
+from kvview.testing.supervision.source_lines import at_places
 from kvview.testing.tier.file_damage import damage_files
 from kvview.testing.tier.io_watch import break_connections, open_sockets
 from kvview.testing.tier.writer import Writer
@@ -52,6 +56,8 @@ class OpenedStore:
         self._gate.set()
         self.callers: set[int] = set()
         """The threads that were inside a blocking call of the store, if they are known."""
+        self.errors: dict[tuple[str, bytes], str] = {}
+        """The last exception of each blocking call and key, with its line of source."""
         self._foreign_sockets = open_sockets()
         gated = self._gated(made_of) if issubclass(made_of, Threaded) else made_of
         try:
@@ -155,7 +161,12 @@ class OpenedStore:
             def call(store: Any, *args: Any) -> bool:
                 self.callers.add(threading.get_ident())
                 self._gate.wait()
-                return bool(getattr(make, name)(store, *args))
+                try:
+                    return bool(getattr(make, name)(store, *args))
+                except Exception as error:
+                    places = places_in(walk_tb(error.__traceback__), make.__module__)
+                    self.errors[name, bytes(args[0])] = f"{one_line(error)}{at_places(places)}"
+                    raise
 
             call.__name__ = name
             return call

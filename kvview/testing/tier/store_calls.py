@@ -57,6 +57,8 @@ class TierCalls(ContractMachine):
         self.reported: list[bytearray] = []
         self.evicted: list[bytes] = []
         self.num_jobs = 0
+        self.max_bytes: int | None = None
+        """The budget that the kit has set; the model also knows a budget by default."""
         self.woken = threading.Event()
         self.waits_for_wake_up = False
 
@@ -67,14 +69,17 @@ class TierCalls(ContractMachine):
 
     def open(self, max_bytes: int | None) -> None:
         """Start with a new store in a new place."""
+        self.max_bytes = max_bytes
         self.pages.clear()
         self.evicted.clear()
         self.continue_with(self.call(self.suite, "open", max_bytes))
         names_evicted = any(hasattr(self.store, n) for n in ("on_evicted", "take_evicted"))
+        budget = max_bytes or self.suite.budget
         self.model = TierModel(
-            max_bytes,
+            budget,
             evicts_by_use=self.can(C.TOUCH),
-            names_evicted=names_evicted and max_bytes is not None,
+            names_evicted=names_evicted and budget is not None,
+            finds=self.can(C.LOOKUPS),
         )
 
     def continue_with(self, opened: OpenedStore) -> None:
@@ -137,7 +142,9 @@ class TierCalls(ContractMachine):
         for job, flags in list(self.ask("poll")):
             known = self.model.jobs.get(job)
             self.await_evictions(partial(self.model.lacks, job, list(flags)))
-            self.judge(self.model.report(job, list(flags)), flags)
+            error = self._count(job, flags)
+            promises = self.model.report(job, list(flags))
+            self.judge(((law, what + error, kept) for law, what, kept in promises), flags)
             assert known is not None, "the model knows the outcome"
             keys, pages = self.pages.pop(job)
             for key, page, flag in zip(keys, pages, flags, strict=True):
@@ -150,6 +157,26 @@ class TierCalls(ContractMachine):
             self.reported = [*self.reported, *pages][-_MOST_REPORTED:]
             reports[job] = [bool(flag) for flag in flags]
         return reports
+
+    def _count(self, number: int, flags: Sequence[bool]) -> str:
+        """Count the keys of a reported job; returns the first exception of a key that failed."""
+        job = self.model.jobs.get(number)
+        if job is None:
+            return ""
+        kind, method = ("loads", "read_into") if job.is_get else ("stores", "write")
+        if self.max_bytes is not None:
+            kind += " with a budget"
+        error = ""
+        for key, flag in zip(job.sizes, flags, strict=False):
+            self.suite.seen[kind] += bool(flag)
+            error = error or ("" if flag else self.opened.errors.get((method, key), ""))
+        if not job.is_get:
+            self.suite.first_errors.setdefault(method, error) if error else None
+        return self._shown(error)
+
+    @staticmethod
+    def _shown(error: str) -> str:
+        return f"; the first exception: {error}" if error else ""
 
     @observable("TIER-3")
     def pages_are_left_alone(self) -> None:
@@ -230,19 +257,25 @@ class TierCalls(ContractMachine):
         job = self.submit(method, sizes)
         return self.drain()[job]
 
-    def look(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look up keys until every result is known, and check the results."""
+    def results(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Look up keys until every result is known."""
         with self.patiently("every lookup is answered", "TIER-5") as wait:
             while True:
                 flags = list(self.ask("lookup", list(keys)))
                 self.equal(len(flags), len(keys), "lookup gives one flag for each key", "TIER-7")
                 if None not in flags:
-                    break
+                    return flags
                 wait(flags)
+
+    def look(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look up keys until every result is known, and check the results."""
+        flags = self.results(keys)
         for key, flag in zip(keys, flags, strict=True):
             if flag:
                 self.learn_evictions()
             else:
                 self.await_evictions(partial(self.model.must_be_found, key))
-            self.judge(self.model.answer(key, bool(flag)), flag)
+            error = "" if flag else self._shown(self.opened.errors.get(("has", key), ""))
+            promises = self.model.answer(key, bool(flag))
+            self.judge(((law, what + error, kept) for law, what, kept in promises), flag)
         return [bool(flag) for flag in flags]

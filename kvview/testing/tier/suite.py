@@ -6,8 +6,10 @@ import gc
 import inspect
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -15,10 +17,12 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from kvview.errors import ConfigError, KVViewError, one_line
+from kvview.testing.checks import CHECKS, coverage_check
 from kvview.testing.effort import current_effort
-from kvview.testing.placeholders import FOLDER
+from kvview.testing.placeholders import FOLDER, in_size
+from kvview.testing.results.law_broken import Gap
 from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.conformance import Conformance, example
+from kvview.testing.suites.conformance import Conformance, example, failures_of, runs_of
 from kvview.testing.tier.io_watch import files_of_at_most, open_files
 from kvview.testing.tier.machine import TierMachine
 from kvview.testing.tier.model import bytes_of
@@ -31,7 +35,14 @@ _NO_FOLDER = (
     f"no option of the store has {FOLDER}, a new folder name, such as root={FOLDER} or "
     f"url=http://127.0.0.1:8765{FOLDER}"
 )
-_IN_A_FOLDER = "the place of the store is not a folder of this machine"
+_IN_A_FOLDER = f"the store writes nothing under {FOLDER} on this machine"
+
+# A part of a connector may have sizes as options, which are then larger than the kit needs.
+_BLOCKS, _BLOCK_BYTES = 4096, 65_536
+
+_BUDGET_OF_NO_EFFECT = 64 << 20
+_FEWEST_RUNS = 15
+_STALE = 1.2  # seconds after which no result of an earlier lookup is returned
 
 _MANY = {b"key %d" % number: 4096 for number in range(40)}
 _SIX = {b"old %d" % number: 9000 for number in range(6)}
@@ -59,15 +70,17 @@ class TierConformance(Conformance):
     """Options of the class; ``{tmp}`` in a text is replaced by a new folder."""
     patience: ClassVar[float] = 10.0
     """Seconds to wait for a result before it counts as missing."""
+    _lacking: ClassVar[list[Mapping[C, str]]]
     is_of_target: ClassVar[bool] = False
     """Whether :func:`suite_of` has made the suite."""
-    reasons: ClassVar[Mapping[C, str]] = {}
-    """The capabilities that class and options lack, each with the reason."""
+    seen: ClassVar[Counter[str]]
+    """Number of pages that were stored and loaded, with and without a budget."""
+    first_errors: ClassVar[dict[str, str]]
+    """The first exception of a failed put, if any, by the name of the method."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if hasattr(cls, "store"):
-            cls.reasons = _reasons(cls.store, cls.options)
+        cls.seen, cls.first_errors, cls._lacking = Counter(), {}, []
 
     def make(self, store: type[TierStore], namespace: Namespace, **options: Any) -> TierStore:
         """Make the store under test; override this method to make it in another way.
@@ -79,26 +92,69 @@ class TierConformance(Conformance):
         """
         return store(namespace, **options)  # type: ignore[call-arg]
 
+    @classmethod
+    def is_brief(cls) -> bool:
+        """Whether the runs are too few to require a budget in one of them."""
+        return runs_of(cls, current_effort()) < _FEWEST_RUNS
+
     def open(self, max_bytes: int | None = None) -> OpenedStore:
         """Open a store in a new folder, with a budget if one is given."""
         budget = {} if max_bytes is None else {"max_bytes": max_bytes}
         return OpenedStore(self.make, self.store, {**self.options, **budget})
 
+    @property
+    def budget(self) -> int | None:
+        """The budget that the store has by default, if the checks can exceed it."""
+        parameter = inspect.signature(self.store).parameters.get("max_bytes")
+        default = None if parameter is None else parameter.default
+        most = self.options.get("max_bytes", default)
+        return most if isinstance(most, int) and 0 < most < _BUDGET_OF_NO_EFFECT else None
+
     @override
     def has(self, capability: str) -> bool:
-        return super().has(capability) and capability not in self.reasons
+        return super().has(capability) and capability not in self.reasons()
 
     @classmethod
     @override
     def capabilities(cls) -> list[C]:
-        return [one for one in super().capabilities() if one not in cls.reasons]
+        return [one for one in super().capabilities() if one not in cls.reasons()]
+
+    @classmethod
+    def reasons(cls) -> Mapping[C, str]:
+        """Return the capabilities that class and options lack, each with the reason."""
+        if not cls._lacking:
+            cls._lacking.append(_reasons(cls))
+        return cls._lacking[0]
+
+    @classmethod
+    def gaps(cls) -> list[Gap]:
+        """Return the laws that the checks could not check, and the pages that were never moved."""
+        failures = failures_of(cls)
+        found = []
+        for kind in ("stores", "stores with a budget"):
+            is_needed = kind == "stores" or (C.BUDGET in cls.capabilities() and not cls.is_brief())
+            if is_needed and not cls.seen[kind] and not failures:
+                error = next(iter(cls.first_errors.values()), "")
+                text = f"no page was ever stored{kind.removeprefix('stores')}"
+                found.append(Gap(kind, text + (error and f"; the first exception: {error}")))
+        if found:
+            return found
+        reason = cls.reasons().get(C.GONE, "")
+        if reason and C.BUDGET in cls.capabilities():
+            text = f"the bytes that the store occupies cannot be counted, because {reason}"
+            found.append(Gap("TIER-8", f"TIER-8 is not checked completely: {text}"))
+        if reason and getattr(cls.store, "verifies", False):
+            text = f"damaged pages cannot be tried, because {reason}"
+            found.append(Gap("TIER-1", f"TIER-1 is not checked completely: {text}"))
+        return found
 
     @classmethod
     @override
     def source(cls) -> str:
         if not cls.is_of_target:
             return super().source()
-        made = f"suite_of(load_target({importable(cls.store)!r}), {cls.options!r})"
+        lacks = f", lacks={cls.lacks!r}" if cls.lacks else ""
+        made = f"suite_of(load_target({importable(cls.store)!r}), {cls.options!r}{lacks})"
         place = "from kvview.testing.tier.suite import suite_of"
         return f"from kvview.testing import load_target\n{place}\n\n{cls.__name__} = {made}"
 
@@ -106,7 +162,7 @@ class TierConformance(Conformance):
     def reason_without(cls, missing: Collection[C]) -> str:
         """Return the reason why a check is skipped, as a hint to the author of the store."""
         declared = "the suite declares that the store lacks it"
-        return "; ".join(dict.fromkeys(cls.reasons.get(one, declared) for one in missing))
+        return "; ".join(dict.fromkeys(cls.reasons().get(one, declared) for one in missing))
 
     @override
     @contextmanager
@@ -135,7 +191,7 @@ class TierConformance(Conformance):
             machine.move("put", {key: others[key] for key in [*others][:40]})
             _check_held(machine, machine.model.held)
 
-    @example("TIER-8", C.BUDGET, C.KILL)
+    @example("TIER-8", C.BUDGET, C.KILL, C.GONE)
     def test_tier_8_killed_process(self, machine: TierMachine) -> None:
         """Processes: the budget counts the bytes that a killed process was writing."""
         machine.start(max_bytes=400_000)
@@ -150,6 +206,72 @@ class TierConformance(Conformance):
         for number in range(12):
             machine.move("put", {b"%d new %d" % (number, n): 20_000 for n in range(6)})
             _fits(machine)
+
+    # --- keys that appear and vanish ---
+
+    @example("TIER-7", C.DELETE)
+    def test_tier_7_deleted_keys(self, machine: TierMachine) -> None:
+        """Deletes: a deleted key stays a miss, also after a while and in another process."""
+        machine.start()
+        machine.move("put", _MANY)
+        deleted = [*_MANY][::2]
+        machine.ask("delete", deleted)
+        machine.model.delete(deleted)
+        machine.drain()
+        time.sleep(_STALE)
+        machine.look([*_MANY])
+        if machine.can(C.REOPEN):
+            machine.open_again()
+            machine.look([*_MANY])
+
+    @example("TIER-7", C.REOPEN, C.LOOKUPS)
+    def test_tier_7_another_process(self, machine: TierMachine) -> None:
+        """Other processes: a lookup finds keys that they store, and misses keys they delete."""
+        machine.start()
+        machine.move("put", _SIX)
+        flags = dict(zip(_SIX, machine.look([*_SIX, *_MANY]), strict=False))
+        other = machine.open_in_place()
+        if isinstance(other, KVViewError):  # one process at a time
+            return
+        keys = [*_MANY][:6]
+        other.put(1, keys, [memoryview(bytes_of(key, _MANY[key])) for key in keys])
+        expected = dict(zip(keys, finished(other, self.patience), strict=True))
+        if machine.can(C.DELETE):
+            other.delete([*_SIX])
+            flags = dict.fromkeys(_SIX, False)
+            finished(other, self.patience)
+        other.close()
+        expected |= flags
+        end = time.monotonic() + self.patience
+        what = "a lookup follows the puts and deletes of another process"
+        while True:
+            time.sleep(_STALE / 4)
+            found = machine.results([*expected])
+            if found == [*expected.values()]:
+                return
+            machine.true(time.monotonic() < end, what, found, repr([*expected.values()]))
+
+    @example("TIER-8", C.BUDGET, C.LOOKUPS)
+    def test_tier_8_full_store(self, machine: TierMachine) -> None:
+        """Full store: the pages that are found fit in the budget, and lookups pin no page."""
+        most = 200_000
+        machine.start(max_bytes=most)
+        for key in _MANY | _SIX:
+            machine.move("put", {key: 9000})
+        time.sleep(_STALE)
+        num_found = sum(machine.look([*_MANY, *_SIX]))
+        what = "the pages that lookups find fit in the budget"
+        got = f"{num_found} pages of 9,000 bytes"
+        machine.true(num_found * 9000 <= most, what, got, f"at most {most:,} bytes")
+        end = time.monotonic() + self.patience
+        for number in range(1 << 30):
+            machine.look([*_MANY, *_SIX])
+            flags = machine.move("put", {b"new %d %d" % (number, one): 9000 for one in range(4)})
+            if any(flags) or not num_found:
+                return
+            what = "a full store stores new pages after its pages were looked up"
+            machine.true(time.monotonic() < end, what, flags, "evicts pages to make room")
+            machine.model.refused.clear()
 
     # --- media that are full, gone or damaged ---
 
@@ -190,10 +312,10 @@ class TierConformance(Conformance):
                 break
             machine.drain()
             end, flags = time.monotonic() + self.patience, [False]
-            while not all(flags):
+            while 2 * flags.count(False) > len(flags):  # a store may refuse some keys
                 what = "a store works again after its connections were broken"
                 got = f"{flags.count(False)} of {len(flags)} keys fail"
-                expected = "every key is stored and loaded"
+                expected = "most keys are stored and loaded"
                 machine.true(time.monotonic() < end, what, got, expected)
                 flags = machine.move("put", sizes) + machine.move("get", sizes)
 
@@ -297,6 +419,16 @@ class TierConformance(Conformance):
         machine.equal(left, [], "close leaves no thread of the store's")
 
 
+CHECKS.append(
+    coverage_check(
+        "check_coverage_of_stores",
+        "Pages were stored, and the place of the store shows every law.",
+        "tier",
+        lambda suite: suite.gaps(),  # type: ignore[attr-defined]
+    )
+)
+
+
 def _check_held(machine: TierMachine, sizes: Mapping[bytes, int]) -> None:
     machine.look([*sizes])
     machine.move("get", sizes)
@@ -333,12 +465,15 @@ def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
 # --- classes of stores ---
 
 
-def suite_of(store: type[TierStore], options: Mapping[str, Any]) -> type[TierConformance]:
+def suite_of(
+    store: type[TierStore], options: Mapping[str, Any], lacks: Collection[str] = ()
+) -> type[TierConformance]:
     """Make the suite of a class of stores.
 
     Args:
         store: The class.
         options: Options of the class; ``{tmp}`` in a text is replaced by a new folder.
+        lacks: Names of the capabilities that the user of the store does not need.
 
     Raises:
         ConfigError: The class lacks a method, or cannot be made with these options.
@@ -349,8 +484,14 @@ def suite_of(store: type[TierStore], options: Mapping[str, Any]) -> type[TierCon
     if inspect.isabstract(store):
         lacking = ", ".join(sorted(vars(store)["__abstractmethods__"]))
         raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
+    options = in_size(options, _BLOCKS, _BLOCK_BYTES)
     _require_options(store, options)
-    members = {"store": store, "options": dict(options), "is_of_target": True}
+    members = {
+        "store": store,
+        "options": dict(options),
+        "is_of_target": True,
+        "lacks": tuple(lacks),
+    }
     members["__module__"] = store.__module__
     return type(f"Test{store.__name__}", (TierConformance,), members)
 
@@ -371,18 +512,55 @@ def _require_options(store: type[TierStore], options: Mapping[str, Any]) -> None
         ) from None
 
 
-def _reasons(store: type[TierStore], options: Mapping[str, Any]) -> dict[C, str]:
+@dataclass(frozen=True)
+class _Trial:
+    """The result of storing a page and opening the store again.
+
+    Args:
+        is_stored: Whether the put succeeded.
+        has_files: Whether the page is in a file of the folder.
+        is_found: Whether the reopened store has the page.
+    """
+
+    is_stored: bool = False
+    has_files: bool = False
+    is_found: bool = False
+
+
+def _try(suite: TierConformance) -> _Trial:
+    key, page = b"a trial", memoryview(bytes_of(b"a trial", 4096))
+    try:
+        opened = suite.open()
+    except Exception:  # the inspection of the suite reports it
+        return _Trial()
+    try:
+        opened.store.put(1, [key], [page])
+        is_stored = finished(opened.store, suite.patience) == [True]
+        has_files = opened.occupied_bytes() > 0
+        opened = opened.reopen()
+        opened.store.get(1, [key], [memoryview(bytearray(4096))])
+        return _Trial(is_stored, has_files, finished(opened.store, suite.patience) == [True])
+    except Exception:  # the checks find it
+        return _Trial()
+    finally:
+        opened.end()
+
+
+def _reasons(suite: type[TierConformance]) -> dict[C, str]:
     """Return the capabilities that a class and its options lack, each with the reason."""
+    store, options, trial = suite.store, suite.options, _try(suite())
     places = [str(value) for value in options.values() if FOLDER in str(value)]
-    has_place = "" if places else _NO_FOLDER  # the place may be on a server
+    has_place = "" if places or trial.is_found else _NO_FOLDER
     is_local = any(place.partition("://")[0] in (place, "file") for place in places)
-    has_files = "" if is_local else has_place or _IN_A_FOLDER
+    is_seen = trial.has_files or not trial.is_stored
+    has_files = "" if is_local and is_seen else has_place or _IN_A_FOLDER
     reasons = {C.REOPEN: has_place, C.NAMESPACES: has_place, C.DAMAGE: has_files, C.GONE: has_files}
-    reasons[C.KILL], reasons[C.BUDGET], reasons[C.VERIFIES] = has_place, has_files, has_files
+    # Another process may not see a page that a store keeps in the memory of this process.
+    reasons[C.KILL], reasons[C.VERIFIES] = "" if places else _NO_FOLDER, has_files
     if not importable(store):
-        reasons[C.KILL] = has_place or "another process cannot import the class of the store"
+        reasons[C.KILL] = reasons[C.KILL] or "another process cannot import the class of the store"
     if "max_bytes" not in inspect.signature(store).parameters:
-        reasons[C.BUDGET] = has_files or "the store takes no option max_bytes"
+        reasons[C.BUDGET] = "the store takes no option max_bytes"
     if not getattr(store, "verifies", False):
         reasons[C.VERIFIES] = (
             has_files or "the store does not set verifies = True, so the guard finds damaged pages"

@@ -86,6 +86,14 @@ class MultiConnector(Connector):
             f"{index}: {child.connector}" for index, child in enumerate(options.connectors)
         ]
 
+    @classmethod
+    @override
+    def checked_parts(cls, options: Mapping[str, Any]) -> Iterable[tuple[Any, Mapping[str, Any]]]:
+        """List the parts of the children."""
+        children = parse_options(MultiOptions, options).connectors
+        kinds = ((load_connector(child.connector), child.options) for child in children)
+        return [part for kind, given in kinds for part in kind.checked_parts(given)]
+
     @override
     def make_scheduler(self) -> SchedulerConnector:
         return MultiScheduler([child.make_scheduler() for child in self.children], self.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -224,6 +224,24 @@ class StoreConnector(Connector):
             lookup_deadline=options.lookup_deadline,
             checksum="xxh3" if find_spec("xxhash") else "crc32",
         )
+
+    @classmethod
+    @override
+    def checked_parts(cls, options: Mapping[str, Any]) -> Iterable[tuple[Any, Mapping[str, Any]]]:
+        """List the store with its options, the transform, and the class of the policy."""
+        given = {**cls.defaults, **options}
+        own = {name: given.pop(name, None) for name in StoreOptions.model_fields}
+        store: Any = load_target(own["store"]) if own["store"] else cls.store
+        policy = own["policy"] or cls.policy
+        if isinstance(policy, str):
+            policy = load_target(policy) if ":" in policy else None
+        transform = None if cls.transform is Transform else cls.transform
+        if store is not None and _never_finds(store):  # then the connector makes no lookups
+            from kvview.testing.tier.suite import suite_of  # imports Hypothesis
+
+            store = suite_of(store, given, lacks=["lookups"])
+        parts: Any = (store, given), (transform, {}), (policy, {})
+        return [(part, settings) for part, settings in parts if part is not None]
 
     @classmethod
     def tier_store(cls) -> Any:

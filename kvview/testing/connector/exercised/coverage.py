@@ -8,7 +8,6 @@ by combinations of conditions, called cells, such as ``loads/several/mixed/mamba
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from kvview.geometry import (
@@ -20,6 +19,7 @@ from kvview.geometry import (
     SlidingWindow,
 )
 from kvview.testing.connector.scenario.scenario import Scenario
+from kvview.testing.results.law_broken import Gap
 
 FEWEST_SEEDS = 15
 """Minimum number of seeds with a kind of geometry for its cells to be required."""
@@ -32,6 +32,7 @@ LOADS_LEFT_ALONE = "loads without an injected failure"
 FAILED_BY_THEMSELVES = "of these, loads that failed"
 STORES_LEFT_ALONE = "stores without an injected failure"
 STORES_FAILED_BY_THEMSELVES = "of these, stores that failed"
+FAILED_STORES = "failed stores"
 FEWEST_STEADY_SEEDS = 4
 """Minimum number of steady runs for one of them to be required to load enough."""
 
@@ -57,23 +58,6 @@ _KINDS: dict[str, tuple[type[CacheGroup], str]] = {
 }
 _HITS = {"no-gpu-hit": "nothing hit on the GPU", "gpu-hit": "a GPU hit before it"}
 _ENDS = {"late": "late", "failed": "failed", "aborted": "aborted", "reset": "in flight at a reset"}
-
-
-@dataclass(frozen=True)
-class Gap:
-    """An event that no run exercised, or code that no run reached.
-
-    Args:
-        name: Stable name for expected failures, such as ``"loads"``,
-            ``"loads/several/mixed/mamba/gpu-hit/failed"`` or ``"my_connector.py:12"``.
-        what: Description of the gap in the report.
-    """
-
-    name: str
-    what: str
-
-    def __str__(self) -> str:
-        return self.what if self.what.startswith(self.name) else f"{self.name}: {self.what}"
 
 
 def rows_of(geometry: CacheGeometry) -> Iterator[str]:
@@ -161,18 +145,12 @@ def notes_on(coverage: Mapping[str, int]) -> Iterator[str]:
     """Yield notes for the reader about facts that break no law."""
     for part in replaced_parts(coverage):
         yield f"the check replaced a part of the connector, which is therefore not checked: {part}"
-    if num_failed := coverage.get(STORES_FAILED_BY_THEMSELVES):
-        num_stores = coverage[STORES_LEFT_ALONE]
-        yield (
-            f"{num_failed} of {num_stores} stores failed without an injected failure, so the "
-            "engine computes their blocks again"
-        )
 
 
-def loads_that_failed(
+def failed_by_themselves(
     coverage: Mapping[str, int], first_error: str, *, may_evict: bool = False
 ) -> Iterator[Gap]:
-    """Find loads that failed although the check injected no failure.
+    """Describe the stores and loads that failed although the check injected no failure.
 
     A server computes the blocks of a failed load again, or fails the request
     (``kv_load_failure_policy`` "fail" of vLLM). So a connector with such failed loads is useless,
@@ -180,15 +158,19 @@ def loads_that_failed(
 
     Args:
         coverage: Number of occurrences of each event, over all seeds.
-        first_error: The exception behind the first of these loads, with its line of source; empty
-            if unknown.
+        first_error: The exception behind the first of these failures, with its line of source;
+            empty if unknown.
         may_evict: Whether a store of pages may have evicted them, because the connector does not
             know how many pages the store holds.
     """
-    num_failed, num_loads = coverage.get(FAILED_BY_THEMSELVES, 0), coverage.get(LOADS_LEFT_ALONE, 0)
-    if num_failed:
-        text = f"{num_failed} of {num_loads} loads failed without an injected failure"
-        text += first_error and f"; the first: {first_error}"
+    error = first_error and f"; the first: {first_error}"
+    if num_failed := coverage.get(STORES_FAILED_BY_THEMSELVES, 0):
+        num_stores = coverage[STORES_LEFT_ALONE]
+        text = f"{num_failed} of {num_stores} stores failed without an injected failure{error}"
+        yield Gap(FAILED_STORES, text)
+    if num_failed := coverage.get(FAILED_BY_THEMSELVES, 0):
+        num_loads = coverage[LOADS_LEFT_ALONE]
+        text = f"{num_failed} of {num_loads} loads failed without an injected failure{error}"
         if may_evict:
             text += (
                 ". If the store evicts pages by itself, let the connector evict instead (--option "
@@ -196,3 +178,11 @@ def loads_that_failed(
                 "failed loads' with this reason in --expected-failures"
             )
         yield Gap("failed loads", text)
+
+
+def is_headline(failed: Gap, coverage: Mapping[str, int]) -> bool:
+    """Whether failures make the check incomplete: any load, or more than half of all stores."""
+    num_failed, num_stores = (
+        coverage.get(name, 0) for name in (STORES_FAILED_BY_THEMSELVES, STORES_LEFT_ALONE)
+    )
+    return failed.name != FAILED_STORES or 2 * num_failed > num_stores

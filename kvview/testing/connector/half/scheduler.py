@@ -59,8 +59,8 @@ class JobCounts:
     def __init__(self, geometry: CacheGeometry) -> None:
         self.coverage: Counter[str] = Counter()
         self.num_tokens_to_load = 0
-        self.load_error = ""
-        """Error of the first load that failed without an injected failure."""
+        self.first_error = ""
+        """Error of the first job that failed without an injected failure."""
         self._rows = list(rows_of(geometry))
         self._loading: set[PlannedJob] = set()
         # Loads that neither a reset nor an abort ended.
@@ -80,6 +80,7 @@ class JobCounts:
         if not job.is_load and not any(one.may_fail for one in job.on_ranks):
             self.coverage[STORES_LEFT_ALONE] += 1
             self.coverage[STORES_FAILED_BY_THEMSELVES] += not success
+            self._keep_error(job)
         if job.is_load:
             if not success:
                 self._count("failed", job)
@@ -88,10 +89,13 @@ class JobCounts:
             if job in self._left_alone and not any(one.may_fail for one in job.on_ranks):
                 self.coverage[LOADS_LEFT_ALONE] += 1
                 self.coverage[FAILED_BY_THEMSELVES] += not success
-                errors = (one.result.error for one in job.on_ranks if one.result)
-                self.load_error = self.load_error or next(filter(None, errors), "")
+                self._keep_error(job)
             self._loading.discard(job)
             self._left_alone.discard(job)
+
+    def _keep_error(self, job: PlannedJob) -> None:
+        errors = (one.result.error for one in job.on_ranks if one.result)
+        self.first_error = self.first_error or next(filter(None, errors), "")
 
     def on_aborted(self, request_id: str) -> None:
         """Count the loads of an aborted request."""

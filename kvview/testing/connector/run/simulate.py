@@ -322,7 +322,7 @@ class Run:
             dict(self.coverage),
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
             tuple(self._memory.sizes),
-            next((e for p in self.stage.parts if (e := p.record.counts.load_error)), ""),
+            next((e for p in self.stage.parts if (e := p.record.counts.first_error)), ""),
         )
 
 

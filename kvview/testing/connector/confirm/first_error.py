@@ -1,7 +1,7 @@
-"""The exception behind a load that failed without an injected failure.
+"""The exception behind a job that failed without an injected failure.
 
 A worker half turns an exception into a :class:`~kvview.TransferResult` with the text of the
-exception, so the traceback is lost. So a seed with a load that failed in this way is run once more,
+exception, so the traceback is lost. So a seed with a job that failed in this way is run once more,
 and each exception that passes through the author's code is recorded.
 """
 
@@ -35,19 +35,19 @@ class _Error:
         return f"{self.kind.__name__}: {self.text}".removesuffix(": ") + f" at {self.place}"
 
 
-def first_load_error(paths: Collection[str], play: Callable[[], SimulationResult]) -> str:
-    """Run a connector and return the exception behind its first failed load, as one line.
+def first_error(paths: Collection[str], play: Callable[[], SimulationResult]) -> str:
+    """Run a connector and return the exception behind its first failed job, as one line.
 
     Args:
         paths: Files of the author.
         play: Runs the connector, in this process only.
 
     Returns:
-        The exception with its line of source, or the error in the result of the load if no
+        The exception with its line of source, or the error in the result of the job if no
         exception was recorded.
     """
     recorder = _Recorder(frozenset(paths))
-    text = line_of(recorder.run(play).load_error)
+    text = line_of(recorder.run(play).first_error)
     errors = recorder.errors
     behind = (one for one in errors if one.text and one.text in text)
     failures = [one for one in errors if not issubclass(one.kind, _CONTROL_FLOW)]

@@ -1,0 +1,154 @@
+"""Stores that refuse pages, that have a budget by default, or whose place the kit cannot see."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from examples.compressed_memory import CompressedConnector
+from examples.folder_store import FolderStore
+from examples.host_memory import HostMemoryConnector
+from kvview.testing import NotExercised, Outcome, Report, run_checks
+from kvview.testing.effort import Effort
+from kvview.testing.runner import plan_checks
+from kvview.tier import Namespace, Threaded
+from kvview_reference.store_connector import StoreConnector, Transform
+from kvview_reference.tier import FileStore
+
+
+class OnAServer(Threaded):
+    """Keeps pages outside of every folder, where another store of the namespace finds them."""
+
+    pages: ClassVar[dict[bytes, bytes]] = {}
+
+    def __init__(self, namespace: Namespace, max_bytes: int = 0) -> None:
+        self.prefix, self.max_bytes = namespace.digest, max_bytes
+        super().__init__(namespace, threads=1)
+
+    def has(self, key: bytes, /) -> bool:
+        return self.prefix + key in self.pages
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        found = self.pages.get(self.prefix + key, b"")
+        if len(found) == len(page):
+            page[:] = found
+        return len(found) == len(page)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        if self.max_bytes and len(page) > self.max_bytes:
+            return False
+        self.pages[self.prefix + key] = bytes(page)
+        mine = [name for name in self.pages if name.startswith(self.prefix)]
+        while self.max_bytes and sum(len(self.pages[name]) for name in mine) > self.max_bytes:
+            del self.pages[mine.pop(0)]
+        return True
+
+
+class IsDown(FolderStore):
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        raise ConnectionError("the server is down")
+
+
+class RefusesSome(FolderStore):
+    """Right: it stores seven of ten keys."""
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        return sum(key) % 10 >= 3 and super().write(key, page)
+
+
+class SmallByDefault(FileStore):
+    """Right: it keeps 3 MB, unless an option sets another budget."""
+
+    def __init__(self, namespace: Namespace, root: str, max_bytes: int = 3_000_000) -> None:
+        super().__init__(namespace, root=root, max_bytes=max_bytes)
+
+
+def gaps_in(report: Report) -> dict[str, str]:
+    found = [one.failure for one in report.not_checked if isinstance(one.failure, NotExercised)]
+    return {gap.name: gap.what for failure in found for gap in failure.gaps}
+
+
+def test_a_store_on_a_server_names_the_laws_that_the_kit_cannot_check() -> None:
+    select = ["TIER-9", "TIER-10", "check_tier_8", "coverage"]
+    report = run_checks(OnAServer, seeds=15, steps=6, select=select)
+    assert not report.failures
+    assert "cannot be counted, because" in gaps_in(report)["TIER-8"]
+    outcomes = {one.name: one.outcome for one in report}
+    assert outcomes["check_tier_10"] == outcomes["check_tier_9"] == Outcome.PASSED
+    accepted = {"coverage: TIER-8": "the server has a budget of its own"}
+    report = run_checks(
+        OnAServer, seeds=15, steps=2, select=["coverage"], expected_failures=accepted
+    )
+    assert report.is_clean
+
+
+def test_a_store_that_stores_nothing_is_not_checked_and_names_the_exception() -> None:
+    report = run_checks(IsDown, options={"root": "{tmp}"}, seeds=3, steps=6, select=["coverage"])
+    assert report.verdict().startswith("not checked: no page was ever stored; the first exception")
+    assert 'raise ConnectionError("the server is down")' in report.verdict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", [RefusesSome, SmallByDefault])
+def test_a_right_but_unusual_store_is_green(store: Any) -> None:
+    report = run_checks(store, options={"root": "{tmp}"}, seeds=15)
+    assert report.is_clean, [str(result.failure) for result in report.failures]
+
+
+# --- the parts of a connector ---
+
+
+class Truncates(Transform):
+    """Wrong: it drops zeros at the end of a page."""
+
+    def encode(self, key: bytes, page: memoryview) -> bytes:
+        return bytes(page).rstrip(b"\0")
+
+    def decode(self, key: bytes, data: memoryview, page: memoryview) -> None:
+        page[: len(data)] = data
+
+
+class SaysStored(FolderStore):
+    """Wrong: a write that fails is reported as a success."""
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        try:
+            return super().write(key, page) and len(page) < 2000
+        finally:
+            self._path(key).unlink() if len(page) == 4096 else None
+
+    def has(self, key: bytes, /) -> bool:
+        return True
+
+
+class Wrong(StoreConnector):
+    store = SaysStored
+    transform = Truncates
+
+
+def test_a_check_of_a_connector_checks_its_parts_first() -> None:
+    options = {"root": "{tmp}", "cpu_blocks": "{blocks}", "weights": "{tmp}"}
+    select = ["check_tier_7", "check_transform_*", "CONN-12"]
+    report = run_checks(Wrong, options=options, seeds=15, select=select)
+    broken = [(one.part, one.law) for one in report.failures]
+    assert ("SaysStored", "TIER-7") in broken
+    assert ("Truncates", "TIER-1") in broken
+    assert "SaysStored" in report.verdict()
+
+
+def _laws(connector: Any, **options: Any) -> set[tuple[str, str]]:
+    _, planned = plan_checks(connector, Effort(options=options))
+    return {(one.part, one.check.law) for one in planned if not one.skip_reason}
+
+
+def test_parts_follow_from_the_options() -> None:
+    assert ("Zlib", "TIER-1") in _laws(CompressedConnector, cpu_bytes="{bytes}")
+    store = f"{__name__}:OnAServer"
+    assert ("OnAServer", "TIER-9") in _laws(StoreConnector, store=store, weights="w")
+    assert {part for part, _ in _laws(StoreConnector)} == {""}
+
+
+def test_a_connector_without_lookups_needs_none_of_its_store() -> None:
+    report = run_checks(HostMemoryConnector, seeds=2, select=["check_tier_7"])
+    assert report.is_clean, [str(result.failure) for result in report.failures]
