@@ -35,11 +35,13 @@ class KeyJob:
     Args:
         sizes: Number of bytes of the page of each key.
         is_get: Whether the job is a load.
+        first: Keys of a put that no earlier put has named; a store may refuse a key each time.
         crossed: Keys that another job or a delete used while this job was in flight.
     """
 
     sizes: Mapping[bytes, int]
     is_get: bool
+    first: set[bytes] = field(default_factory=set)
     crossed: set[bytes] = field(default_factory=set)
 
 
@@ -107,6 +109,7 @@ class TierModel:
             new.crossed |= both
         self.jobs[job] = new
         if not is_get:
+            new.first.update(key for key in sizes if key not in self.sizes)
             self.sizes |= sizes
 
     def report(self, number: int, flags: Sequence[bool]) -> Promises:
@@ -124,7 +127,7 @@ class TierModel:
         size, most = job.sizes[key], self.max_bytes
         if most is not None and size > most:
             yield "TIER-8", f"a page of {size} bytes fails in a budget of {most}", not flag
-        elif not flag and self.has_room(size) and key not in job.crossed:
+        elif not flag and self.has_room(size) and key in job.first - job.crossed:
             yield from self._refused(key)
         if not flag:
             self._doubt([key])
