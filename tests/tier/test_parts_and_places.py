@@ -10,8 +10,10 @@ from examples.compressed_memory import CompressedConnector
 from examples.folder_store import FolderStore
 from examples.host_memory import HostMemoryConnector
 from kvview.testing import NotExercised, Outcome, Report, run_checks
+from kvview.testing.checks import coverage_check
 from kvview.testing.effort import Effort
-from kvview.testing.runner import plan_checks
+from kvview.testing.results.law_broken import Gap
+from kvview.testing.runner import PlannedCheck, plan_checks, run_planned
 from kvview.tier import Namespace, Threaded
 from kvview_reference.store_connector import StoreConnector, Transform
 from kvview_reference.tier import FileStore
@@ -136,6 +138,19 @@ def test_a_check_of_a_connector_checks_its_parts_first() -> None:
     assert ("SaysStored", "TIER-7") in broken
     assert ("Truncates", "TIER-1") in broken
     assert "SaysStored" in report.verdict()
+
+
+def test_failures_of_their_own_come_before_other_gaps() -> None:
+    results = []
+    for name in ("TIER-8", "failed loads"):
+
+        def gaps(factory: Any, name: str = name) -> list[Gap]:
+            return [Gap(name, f"{name}!")]
+
+        check = coverage_check(f"check_{name}", "", "connector", gaps)
+        results.append(run_planned(PlannedCheck(check, Wrong, "", "", ""), Effort()))
+    report = Report("target", "connector", 0, 1, results, 2)
+    assert report.verdict() == "not checked: failed loads!"
 
 
 def _laws(connector: Any, **options: Any) -> set[tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvview.laws import titled
 from kvview.testing.checks import Check
-from kvview.testing.results.law_broken import LawBroken
+from kvview.testing.results.law_broken import LawBroken, NotExercised
 from kvview.testing.suites.capability import Contract
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ class CheckResult:
         return self.check.summary
 
 
+def _names_a_cause(failure: LawBroken | None) -> bool:
+    """Whether jobs failed by themselves, because of which other checks may be incomplete."""
+    return isinstance(failure, NotExercised) and failure.gaps[0].name.startswith("failed ")
+
+
 @dataclass(frozen=True)
 class Report:
     """Results of a run, in the order in which the checks ran.
@@ -108,8 +113,9 @@ class Report:
 
     @property
     def not_checked(self) -> list[CheckResult]:
-        """The results of checks whose law or event was not exercised."""
-        return [result for result in self.results if result.outcome is Outcome.NOT_CHECKED]
+        """The results of checks whose law or event was not exercised; the causes come first."""
+        found = [result for result in self.results if result.outcome is Outcome.NOT_CHECKED]
+        return sorted(found, key=lambda result: not _names_a_cause(result.failure))
 
     @property
     def seconds(self) -> float:
