@@ -214,7 +214,7 @@ class StoreConnector(Connector):
         """List the store with its options, the transform, and the class of the policy."""
         given = {**cls.defaults, **options}
         own = {name: given.pop(name, None) for name in StoreOptions.model_fields}
-        store = load_target(own["store"]) if own["store"] else cls.store
+        store: Any = load_target(own["store"]) if own["store"] else cls.store
         policy = own["policy"] or cls.policy
         if isinstance(policy, str):
             policy = load_target(policy) if ":" in policy else None
