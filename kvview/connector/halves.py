@@ -67,7 +67,7 @@ class Connector(Hooked):
 
     @classmethod
     def checked_parts(cls, options: Mapping[str, Any]) -> Iterable[tuple[Any, Mapping[str, Any]]]:
-        """List the parts that satisfy laws of their own, such as a store.
+        """List the parts that satisfy further laws, such as a store.
 
         ``kvview check`` checks these parts together with the connector.
 

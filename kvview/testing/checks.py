@@ -78,7 +78,7 @@ def all_checks() -> Sequence[Check]:
     import_module("kvview.testing.connector_checks")  # each module registers its checks
     for contract in _SUITES:
         import_module(f"kvview.testing.{contract}.suite")
-    import_module("kvview.testing.tier.transform")
+    import_module("kvview.testing.tier.transform_suite")
     return CHECKS
 
 

@@ -31,7 +31,7 @@ from kvview.testing.suites.capability import Contract, Factory
 from kvview.testing.suites.conformance import Conformance
 from kvview.testing.suites.inspect_target import inspect_target
 from kvview.testing.tier.suite import TierConformance, suite_of
-from kvview.testing.tier.transform import is_transform, suite_of_transform
+from kvview.testing.tier.transform_suite import is_transform, suite_of_transform
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
 
@@ -139,7 +139,7 @@ def _parts_of(factory: Factory, effort: Effort) -> list[tuple[Factory, str]]:
 def _with_expected_gaps(
     planned: Sequence[PlannedCheck], expected: Mapping[str, str]
 ) -> list[PlannedCheck]:
-    """Return the checks, in which each pattern of names of expected gaps has a check of its own."""
+    """Return the checks, in which each pattern of names of expected gaps also has a check."""
     prefix = f"{COVERAGE}: "
     reasons = {name.removeprefix(prefix): expected[name] for name in expected if prefix in name}
     sources = [item for item in planned if item.check.gaps is not None]

@@ -377,8 +377,10 @@ class TierMachine(TierCalls):
         if self.can(C.DELETE):
             other.delete(keys)
         other.close()
+        only_law, self.only_law = self.only_law, "TIER-10"
         self.submit("get", {key: self.model.sizes[key] for key in keys})
         self.wait()
+        self.only_law = only_law
 
     # --- faults of the medium ---
 

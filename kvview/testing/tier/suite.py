@@ -450,11 +450,12 @@ def _kill_writer(machine: TierMachine, seed: int) -> None:
     both, first, second = (_draw_keys(rng, number) for number in (20, 600, 60))
     writers = [machine.opened.start_writer(both | keys) for keys in (first, second)]
     writers[0].kill(rng.randrange(60), rng.random() * 0.002)
+    model.share()
     for writer, keys in zip(writers, (first, second), strict=True):
         model.sizes |= both | keys
         model.either |= {k: size for k, size in (both | keys).items() if k not in model.held}
         for key in writer.stored() or ():
-            if model.max_bytes is None and "max_bytes" not in machine.suite.options:
+            if model.max_bytes is None:
                 model.use([key])
 
 
