@@ -46,8 +46,25 @@ SEEDS_OF_A_RELEASE = 100
 """Default number of seeds for each release."""
 
 
+class ShardNumber(click.ParamType[tuple[int, int]]):
+    """A shard and the number of shards, as ``3/8``."""
+
+    name = "K/N"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[int, int]:
+        """Read the two numbers."""
+        if isinstance(value, tuple):
+            return value
+        number, slash, of = str(value).partition("/")
+        if not (slash and number.isdecimal() and of.isdecimal()):
+            self.fail(f"{value!r} is not a shard; give its number and the number of shards, as 3/8")
+        return int(number), int(of)
+
+
 @click.command()
-@click.argument("target")
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET")
 @click.option(
     "--select",
     multiple=True,
@@ -124,6 +141,17 @@ SEEDS_OF_A_RELEASE = 100
     is_flag=True,
     help="Run all seeds of a connector; by default the first failing seed ends the run.",
 )
+@click.option(
+    "--shard",
+    type=ShardNumber(),
+    default=(1, 1),
+    help="Run only the K-th of N parts of a connector's seeds; --merge adds up their reports.",
+)
+@click.option(
+    "--merge",
+    is_flag=True,
+    help="Make one verdict of the reports (--json) of all shards, which are the arguments.",
+)
 @json_option(
     {
         "report": "kvview.testing.results.schema:ReportModel",
@@ -132,7 +160,8 @@ SEEDS_OF_A_RELEASE = 100
 )
 @RESULT_OPTION
 def check(
-    target: str,
+    targets: tuple[str, ...],
+    merge: bool,
     expected_failures_file: str | None,
     vllm: tuple[str, ...],
     options: tuple[str, ...],
@@ -156,6 +185,14 @@ def check(
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     is_piped = "-" in (json_file, result_file)
     console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
+    if merge:
+        from kvview.testing.results.merge import read_shards
+
+        target, settings["merged"] = read_shards(targets)
+    elif len(targets) == 1:
+        target = targets[0]
+    else:
+        raise click.UsageError(f"check takes one TARGET, got {len(targets)}; --merge takes reports")
     if vllm and settings["inference"]:
         raise ConfigError(
             "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "

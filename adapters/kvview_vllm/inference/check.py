@@ -183,7 +183,8 @@ class _Check:
             if others := [broken.arrangement for broken in alike[1:]]:
                 message += f". In {', '.join(others)} too"
             for seed in sorted({seed for broken in alike for seed in broken.seeds}):
-                found.append(ConnectorFailure(seed, law, message, self._script(seed, message)))
+                script = self._script(seed, message)
+                found.append(ConnectorFailure(seed, law, message, script, filed_under=law))
         return found
 
     def _leave_out(self, *parts: str) -> None:

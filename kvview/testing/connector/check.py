@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -12,16 +11,13 @@ from typing import Any
 
 import torch
 
+from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import (
     FAILED_BY_THEMSELVES,
     STORES_FAILED_BY_THEMSELVES,
-    failed_by_themselves,
-    is_headline,
-    notes_on,
 )
-from kvview.testing.connector.exercised.unrun_code import UnrunCode
 from kvview.testing.connector.processes import Died, Processes, Task, default_processes
 from kvview.testing.connector.result import (
     ConnectorFailure,
@@ -33,8 +29,8 @@ from kvview.testing.connector.run.engine import EngineFactory, load_engines
 from kvview.testing.connector.scenario.scenario import Scenario, to_script
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.connector.seed import SeedResult, SeedRunner
+from kvview.testing.connector.tally import Tally
 from kvview.testing.placeholders import in_size
-from kvview.testing.results.law_broken import Gap
 from kvview.testing.supervision import watchdog
 
 # Maximum of seeds with a hook that does not return, because each takes the whole time limit.
@@ -59,6 +55,7 @@ def check_connector(
     steps: int | None = None,
     hook_seconds: float = watchdog.HOOK_SECONDS,
     processes: int | None = None,
+    shard: tuple[int, int] = (1, 1),
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
@@ -89,6 +86,7 @@ def check_connector(
             (:mod:`~kvview.testing.supervision.watchdog`).
         processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
             The default is one process per core, but 0 for a single seed or if a fork is not safe.
+        shard: Number of the shard to run, from 1, and number of shards; all seeds by default.
 
     Returns:
         The results; after Ctrl-C, the results so far.
@@ -103,6 +101,7 @@ def check_connector(
     number = processes
     if number is None:
         number = default_processes() if seeds > 1 else 0  # because a fork takes as long as a seed
+    numbers = in_order(first_seed, seeds)[shard[0] - 1 :: shard[1]]
     start = time.perf_counter()
     with watchdog.limit(hook_seconds), _one_thread(), Processes(runner, number) as made:
         check = _Check(
@@ -115,26 +114,10 @@ def check_connector(
             ends_at_first=not keep_going and max_shrink_runs > 0,
             max_shrink_runs=max_shrink_runs,
         )
-        is_interrupted = check.run(in_order(first_seed, seeds), on_progress)
-    check.notes += check.notes_on_chance()
-    check.notes += [] if check.failures else check.code.notes(check.gaps())
-    check.notes += notes_on(check.coverage)
-    check.notes += check.notes_on_failures()
-    return ConnectorRuns(
-        connector_class.__name__,
-        engines.name,
-        first_seed,
-        check.num_seeds,
-        check.failures,
-        time.perf_counter() - start,
-        dict(check.coverage),
-        is_interrupted,
-        steps,
-        check.notes,
-        seeds,
-        check.gaps(),
-        check.code.num_statements,
-        check.code.unrun,
+        is_interrupted = check.run(numbers, on_progress)
+    seconds = time.perf_counter() - start
+    return check.tally.runs(
+        engines.name, first_seed, seconds, is_interrupted, steps, len(numbers), shard
     )
 
 
@@ -173,17 +156,11 @@ class _Check:
         self._ends_at_first = ends_at_first
         self._max_shrink_runs = max_shrink_runs
         self._shrink_runs_left = 2 * max_shrink_runs
-        self.failures: list[ConnectorFailure] = []
-        self.coverage: Counter[str] = Counter()
-        self.notes: list[str] = []
-        self.num_seeds = 0
-        self.code = UnrunCode(runner.code)
-        self._of_chance: list[str] = []  # one note for each seed whose two runs differed
+        self.tally = Tally(connector_class, options, runner.code)
         self._num_timeouts = 0
-        self._to_shrink: list[int] = []  # indices in self.failures
+        self._to_shrink: list[int] = []  # indices in self.tally.failures
         self._is_confirmed = True  # unless the failure is the first, which is shrunk before
         self._fails_alone: Scenario | None = None
-        self._first_error = ""
 
     def run(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> bool:
         """Run the seeds, then shrink and explain the failures; returns whether Ctrl-C ended it."""
@@ -206,7 +183,7 @@ class _Check:
                 (
                     seed,
                     place % repeat.EVERY == _SAMPLE,
-                    not self.code.is_complete,
+                    not self.tally.code.is_complete,
                     self._ends_at_first,
                 ),
             )
@@ -217,38 +194,38 @@ class _Check:
                 if isinstance(result, Died):
                     result = SeedResult(_death(self._runner.scenario(seed), result))
                 self._take(seed, result)
-                self.num_seeds += 1
+                self.tally.num_seeds += 1
                 if on_progress is not None:
-                    on_progress(self.num_seeds, len(self.failures))
-                if self._num_timeouts == _MAX_TIMEOUTS and self.num_seeds < len(seeds):
-                    told = f"ended after {self.num_seeds} of {len(seeds)} seeds"
-                    self.notes.append(f"{told}: hooks do not return")
+                    on_progress(self.tally.num_seeds, len(self.tally.failures))
+                if self._num_timeouts == _MAX_TIMEOUTS and self.tally.num_seeds < len(seeds):
+                    told = f"ended after {self.tally.num_seeds} of {len(seeds)} seeds"
+                    self.tally.notes.append(f"{told}: hooks do not return")
                     return
-                has_failed = bool(self.failures) and self.failures[-1].seed == seed
-                if has_failed and not self._goes_on(self.failures[-1].filed_under):
+                has_failed = bool(self.tally.failures) and self.tally.failures[-1].seed == seed
+                if has_failed and not self._goes_on(self.tally.failures[-1].filed_under):
                     return
 
     def _take(self, seed: int, ended: SeedResult) -> None:
-        self.code.add(ended.lines)
+        self.tally.code.add(ended.lines)
         result = ended.result
         if result is None:
-            self.coverage["refused geometries"] += 1
+            self.tally.coverage["refused geometries"] += 1
             return
-        self.coverage.update(result.coverage)
+        self.tally.coverage.update(result.coverage)
         fails = (FAILED_BY_THEMSELVES, STORES_FAILED_BY_THEMSELVES)
         if self._fails_alone is None and any(map(result.coverage.get, fails)):
             self._fails_alone = result.scenario
         if ended.note:
-            self._of_chance.append(ended.note)
+            self.tally.of_chance.append(ended.note)
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
         self._is_confirmed = ended.is_confirmed
         failure = self._to_failure(seed, result, ended.is_repeatable)
-        known = {one.filed_under for one in self.failures}
+        known = {one.filed_under for one in self.tally.failures}
         if ended.may_shrink and failure.filed_under not in known:
-            self._to_shrink.append(len(self.failures))
-        self.failures.append(failure)
+            self._to_shrink.append(len(self.tally.failures))
+        self.tally.failures.append(failure)
 
     def _find_first_error(self) -> None:
         """Find the exception behind the first job that failed without an injected failure."""
@@ -256,40 +233,18 @@ class _Check:
             return
         task = Task(SeedRunner.first_error, (self._fails_alone,))
         error = next(self._processes.map([task]))
-        self._first_error = error if isinstance(error, str) else ""
-
-    def notes_on_chance(self) -> list[str]:
-        """Describe the first seed whose runs differed, and count the other such seeds."""
-        others = len(self._of_chance) - 1
-        more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
-        return [note + more for note in self._of_chance[:1]]
-
-    def notes_on_failures(self) -> list[str]:
-        """Describe stores and loads that failed by themselves, unless they are gaps."""
-        found = self._failed_by_themselves()
-        is_red = bool(self.failures)
-        return [one.what for one in found if is_red or not is_headline(one, self.coverage)]
-
-    def gaps(self) -> list[Gap]:
-        """List the missing parts of the check that the coverage does not count; causes first."""
-        failed = [one for one in self._failed_by_themselves() if is_headline(one, self.coverage)]
-        return [*failed, *self.code.gaps(self.num_seeds)]
-
-    def _failed_by_themselves(self) -> Iterator[Gap]:
-        has_store = getattr(self._connector_class, "store", None) is not None
-        may_evict = has_store and "store_blocks" not in self._options
-        return failed_by_themselves(self.coverage, self._first_error, may_evict=may_evict)
+        self.tally.first_error = error if isinstance(error, str) else ""
 
     def _shrink_failures(self) -> None:
         """Shrink the first failure of each law."""
         for place in self._to_shrink:
-            found = self.failures[place]
+            found = self.tally.failures[place]
             smallest = SeedResult(found.result)
             if found.law != "CONN-5":
                 smallest = self._shrink(place, SeedRunner.simulate)
                 if smallest.breaks(found.law):
                     continue
-                self.failures[place] = found
+                self.tally.failures[place] = found
             if not self._is_confirmed:
                 assert found.result is not None, "simulated runs have results"
                 confirmed = self._confirm(found.seed, found.result)
@@ -297,11 +252,11 @@ class _Check:
                 self._is_confirmed = True
                 if not confirmed.may_shrink:
                     continue
-            before = self.failures[place]
+            before = self.tally.failures[place]
             if smallest.breaks(before.law):
                 self._put(place, smallest)
             if not self._shrink(place, SeedRunner.simulate_both).breaks(before.law):
-                self.failures[place] = before
+                self.tally.failures[place] = before
 
     def _shrink(self, place: int, simulate: Simulate) -> SeedResult:
         """Shrink a failure, and repeat its smallest run.
@@ -313,7 +268,7 @@ class _Check:
         Returns:
             The smallest run. Its law may be another one, and its repetition may differ.
         """
-        before = self.failures[place]
+        before = self.tally.failures[place]
         assert before.result is not None, "simulated runs have results"
         most = min(self._max_shrink_runs, self._shrink_runs_left)
         shrinker = Shrinker(before.result, partial(self._run_all, simulate), most)
@@ -322,7 +277,7 @@ class _Check:
         finally:  # so that the smallest run so far is reported after Ctrl-C
             self._shrink_runs_left -= most - shrinker.runs_left
             if shrinker.best is not before.result:
-                self.failures[place] = self._to_failure(before.seed, shrinker.best, True)
+                self.tally.failures[place] = self._to_failure(before.seed, shrinker.best, True)
         if shrinker.best is before.result and self._is_confirmed:
             return SeedResult(before.result)
         smallest = self._confirm(before.seed, shrinker.best)
@@ -341,17 +296,17 @@ class _Check:
 
     def _put(self, place: int, ended: SeedResult) -> None:
         assert ended.result is not None, "only failures are confirmed"
-        seed = self.failures[place].seed
-        self.failures[place] = self._to_failure(seed, ended.result, ended.is_repeatable)
+        seed = self.tally.failures[place].seed
+        self.tally.failures[place] = self._to_failure(seed, ended.result, ended.is_repeatable)
 
     def _explain(self) -> None:
         """Add the exception that may be the cause to the first CONN-3 failure."""
-        for place, failure in enumerate(self.failures):
+        for place, failure in enumerate(self.tally.failures):
             if failure.filed_under == "CONN-3" and failure.result is not None:
                 explained = next(self._processes.map([Task(SeedRunner.explain, (failure.result,))]))
                 if not isinstance(explained, Died):
                     message = explained.failure.message
-                    self.failures[place] = replace(failure, message=message, result=explained)
+                    self.tally.failures[place] = replace(failure, message=message, result=explained)
                 return
 
     def _run_all(
@@ -381,7 +336,11 @@ class _Check:
             self._engines,
             times=1 if is_repeatable else _TRIES,
         )
-        return ConnectorFailure(seed, failure.law, failure.message, script, result)
+        law, message = failure.law, failure.message
+        filed_under = EXCEPTIONS if failure.is_hook_error else law
+        return ConnectorFailure(
+            seed, law, message, script, filed_under, failure.hint, failure.log, result
+        )
 
 
 def _death(scenario: Scenario, died: Died) -> SimulationResult:

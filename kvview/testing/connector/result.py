@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.exercised.author_code import Unrun
@@ -102,37 +103,45 @@ class ConnectorFailure:
         law: Number of the law that was broken, ``"CONN-4"`` for example.
         message: The event that broke the law, in the smallest run that was found.
         script: Python code that reproduces the failure.
-        result: The simulated run of the script; None for a run of a real model.
+        filed_under: The broken law, or :data:`EXCEPTIONS` if the connector raised.
+        hint: The remedy; None for the hint of the law.
+        log: The last hooks, transfers and holds of the script's run.
+        result: The simulated run of the script; None for a run of a real model or of a shard.
     """
 
     seed: int
     law: str
     message: str
     script: str
+    filed_under: str
+    hint: str | None = None
+    log: Sequence[str] = ()
     result: SimulationResult | None = None
 
-    @property
-    def log(self) -> Sequence[str]:
-        """The last hooks, transfers and holds of the script's run."""
-        failure = None if self.result is None else self.result.failure
-        return () if failure is None else failure.log
 
-    @property
-    def hint(self) -> str | None:
-        """The remedy; None for the hint of the law."""
-        failure = None if self.result is None else self.result.failure
-        return None if failure is None else failure.hint
+@dataclass(frozen=True)
+class Shard:
+    """The data of a shard that the merge of all shards needs, beyond its coverage.
 
-    @property
-    def is_hook_error(self) -> bool:
-        """Whether a hook raised an exception, or returned a value that no engine can use."""
-        failure = None if self.result is None else self.result.failure
-        return failure is not None and failure.is_hook_error
+    Args:
+        number: Number of the shard, from 1.
+        of: Number of shards.
+        options: Options of the connector.
+        failures: Failures of the shard's seeds.
+        notes: Notes that do not follow from the other data.
+        lines: Lines of the author's code that ran, by file.
+        of_chance: One note for each seed whose two runs differed.
+        first_error: The exception behind the first job that failed without an injected failure.
+    """
 
-    @property
-    def filed_under(self) -> str:
-        """The broken law, or :data:`EXCEPTIONS` if the connector raised."""
-        return EXCEPTIONS if self.is_hook_error else self.law
+    number: int
+    of: int
+    options: Mapping[str, Any]
+    failures: Sequence[ConnectorFailure]
+    notes: Sequence[str]
+    lines: Mapping[str, Sequence[int]]
+    of_chance: Sequence[str]
+    first_error: str
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,7 @@ class ConnectorRuns:
         num_statements: Number of statements in the functions of the author's code that the
             connector uses.
         unrun: Statements of these functions that no run reached.
+        shard: Data for the merge of all shards; None if the runs are no shard of a check.
     """
 
     connector: str
@@ -172,6 +182,7 @@ class ConnectorRuns:
     gaps: Sequence[Gap] = ()
     num_statements: int = 0
     unrun: Sequence[Unrun] = ()
+    shard: Shard | None = None
 
     @property
     def is_cut_short(self) -> bool:

@@ -176,6 +176,8 @@ class Report:
         if self.runs is None:
             return f"{self.num_seeds} seeds from {self.seed}"
         number = self.runs.num_asked or self.runs.num_seeds
+        if (shard := self.runs.shard) is not None:
+            return f"engine {self.runs.engine}, shard {shard.number}/{shard.of}: {number} seeds"
         return f"engine {self.runs.engine}, {number} seeds from {self.runs.first_seed}"
 
     @property

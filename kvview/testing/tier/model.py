@@ -149,8 +149,8 @@ class TierModel:
 
     def _refused(self, key: bytes) -> Promises:
         """Refuse a page that has room, which a store may do with some keys but not with all."""
-        if self.is_closed or self.is_faulty:
-            return
+        if self.is_closed or self.is_faulty or key in self.either:
+            return  # the store may have refused a key in either before
         self.refused.add(key)
         self.refused_again |= {key} & self.failed
         what = "a store that has stored a page also stores one of"

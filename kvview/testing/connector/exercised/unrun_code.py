@@ -26,7 +26,8 @@ class UnrunCode:
 
     def __init__(self, code: AuthorCode | None) -> None:
         self._code = code if code is not None and code.paths else None
-        self._ran: dict[str, set[int]] = {}
+        self.ran: dict[str, set[int]] = {}
+        """The lines that ran, by file."""
         self._why_not = why_not()
         self.is_complete = self._code is None
         """Whether further seeds need not be measured, because all code ran."""
@@ -37,7 +38,7 @@ class UnrunCode:
             return
         has_new_lines = False
         for path, new in lines.items():
-            known = self._ran.setdefault(path, set())
+            known = self.ran.setdefault(path, set())
             has_new_lines |= not known.issuperset(new)
             known.update(new)
         if has_new_lines:
@@ -48,12 +49,12 @@ class UnrunCode:
     @cached_property
     def num_statements(self) -> int:
         """Number of statements in the functions of the code; 0 without a measurement."""
-        return self._code.num_statements(self._ran) if self._code and self._ran else 0
+        return self._code.num_statements(self.ran) if self._code and self.ran else 0
 
     @cached_property
     def unrun(self) -> Sequence[Unrun]:
         """Statements that no seed reached; empty without a measurement."""
-        return self._code.unrun(self._ran) if self._code and self._ran else ()
+        return self._code.unrun(self.ran) if self._code and self.ran else ()
 
     def gaps(self, num_seeds: int) -> list[Gap]:
         """Return the statements that a complete check must reach, each as a named gap.

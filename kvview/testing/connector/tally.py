@@ -1,0 +1,177 @@
+"""The results of many seeds of a connector, added up, on one machine or over the shards of several.
+
+A shard is every n-th seed of a check, in the order in which the seeds run, so that the seeds that
+detect the most faults are divided among all shards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvview.errors import ConfigError
+from kvview.targets import is_connector
+from kvview.testing.connector.exercised.author_code import AuthorCode
+from kvview.testing.connector.exercised.coverage import (
+    failed_by_themselves,
+    is_headline,
+    notes_on,
+)
+from kvview.testing.connector.exercised.unrun_code import UnrunCode
+from kvview.testing.connector.result import ConnectorFailure, ConnectorRuns, Shard
+from kvview.testing.connector.scenario.seed_order import in_order
+from kvview.testing.results.law_broken import Gap
+
+if TYPE_CHECKING:
+    from kvview.testing.results.schema import RunsModel
+
+
+class Tally:
+    """The results of seeds: failures, coverage, and the author's code that ran.
+
+    Args:
+        connector_class: The connector.
+        options: Its options.
+        code: The author's code; None if kvview cannot read it.
+    """
+
+    def __init__(
+        self, connector_class: type, options: Mapping[str, Any], code: AuthorCode | None
+    ) -> None:
+        self._connector_class = connector_class
+        self._options = options
+        self.code = UnrunCode(code)
+        self.num_seeds = 0
+        self.failures: list[ConnectorFailure] = []
+        self.coverage: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.of_chance: list[str] = []
+        """One note for each seed whose two runs differed."""
+        self.first_error = ""
+        """The exception behind the first job that failed without an injected failure."""
+
+    def runs(
+        self,
+        engine: str,
+        first_seed: int,
+        seconds: float,
+        is_interrupted: bool,
+        steps: int | None,
+        num_asked: int,
+        shard: tuple[int, int] = (1, 1),
+    ) -> ConnectorRuns:
+        """Make the results.
+
+        Args:
+            engine: Name of the engine.
+            first_seed: The first seed.
+            seconds: Duration.
+            is_interrupted: Whether an interrupt ended the check before the last seed.
+            steps: Requested minimum of steps in a run.
+            num_asked: Number of seeds that were requested.
+            shard: Number of the shard, from 1, and number of shards.
+        """
+        gaps = self._gaps()
+        return ConnectorRuns(
+            self._connector_class.__name__,
+            engine,
+            first_seed,
+            self.num_seeds,
+            self.failures,
+            seconds,
+            dict(self.coverage),
+            is_interrupted,
+            steps,
+            [*self.notes, *self._more_notes(gaps)],
+            num_asked,
+            gaps,
+            self.code.num_statements,
+            self.code.unrun,
+            None if shard == (1, 1) else self._shard(*shard),
+        )
+
+    def _shard(self, number: int, of: int) -> Shard:
+        lines = {os.path.relpath(path): sorted(ran) for path, ran in self.code.ran.items()}
+        failures, notes = self.failures, self.notes
+        return Shard(
+            number, of, self._options, failures, notes, lines, self.of_chance, self.first_error
+        )
+
+    def add_shard(self, runs: RunsModel) -> None:
+        """Add the results of a shard."""
+        shard = runs.shard
+        assert shard is not None, "the report is one of a shard"
+        self.num_seeds += runs.num_seeds
+        self.coverage.update(runs.coverage)
+        self.code.add({os.path.abspath(path): ran for path, ran in shard.lines.items()})
+        self.failures += [ConnectorFailure(**dict(one)) for one in shard.failures]
+        self.notes += shard.notes
+        self.of_chance += shard.of_chance
+        self.first_error = self.first_error or shard.first_error
+
+    def _gaps(self) -> list[Gap]:
+        """List the missing parts of the check that the coverage does not count; causes first."""
+        failed = [one for one in self._failed() if is_headline(one, self.coverage)]
+        return [*failed, *self.code.gaps(self.num_seeds)]
+
+    def _failed(self) -> Iterator[Gap]:
+        has_store = getattr(self._connector_class, "store", None) is not None
+        may_evict = has_store and "store_blocks" not in self._options
+        return failed_by_themselves(self.coverage, self.first_error, may_evict=may_evict)
+
+    def _more_notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
+        others = len(self.of_chance) - 1
+        more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
+        yield from (note + more for note in self.of_chance[:1])
+        if not self.failures:
+            yield from self.code.notes(gaps)
+        yield from notes_on(self.coverage)
+        for failed in self._failed():
+            if self.failures or not is_headline(failed, self.coverage):
+                yield failed.what
+
+
+def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> ConnectorRuns:
+    """Add up the runs of all shards of a check.
+
+    Args:
+        connector_class: The connector.
+        shards: The runs of each shard, in any order.
+
+    Raises:
+        ConfigError: The runs are not all shards of one check.
+    """
+    options = _options_of_all(shards)
+    first, *_ = shards
+    code = AuthorCode(connector_class) if is_connector(connector_class) else None
+    tally = Tally(connector_class, options, code)
+    for runs in shards:
+        tally.add_shard(runs)
+    num_asked = sum(runs.num_asked for runs in shards)
+    order = in_order(first.first_seed, num_asked)
+    tally.failures.sort(key=lambda failure: order.index(failure.seed))
+    seconds = max(runs.seconds for runs in shards)
+    is_interrupted = any(runs.is_interrupted for runs in shards)
+    return tally.runs(
+        first.engine, first.first_seed, seconds, is_interrupted, first.steps, num_asked
+    )
+
+
+def _options_of_all(shards: Sequence[RunsModel]) -> Mapping[str, Any]:
+    """Return the options of a check, of which all shards are given."""
+    found = {runs.shard.number for runs in shards if runs.shard is not None}
+    checks = {(runs.engine, runs.first_seed, runs.steps) for runs in shards}
+    first = shards[0].shard if shards else None
+    if first is None or len(checks) > 1 or len(found) < len(shards):
+        raise ConfigError(
+            "--merge needs one report of each shard of one check; run kvview check TARGET --shard "
+            "1/2 --json 1.json, then 2/2 with the same other arguments"
+        )
+    if missing := sorted(set(range(1, first.of + 1)) - found):
+        names = ", ".join(f"{one}/{first.of}" for one in missing)
+        raise ConfigError(f"--merge needs every shard, and {names} is missing; give its report too")
+    if any(runs.shard is None or runs.shard.options != first.options for runs in shards):
+        raise ConfigError("--merge needs shards with equal options; run them with the same command")
+    return first.options
