@@ -242,6 +242,17 @@ class ReadsItsRanks(HostConnector):
         assert {cache.numel() for cache in kv_caches.values()} == {num_blocks * per_block}
 
 
+class OneRankReports(HostConnector):
+    """Reports the end of a copy on the first rank only; all ranks copy in the same step."""
+
+    def get_finished_count(self) -> int:
+        return 1
+
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+        ended = super().get_finished(finished_req_ids)
+        return (None, None) if self._vllm_config.parallel_config.rank else ended
+
+
 _FILE = Path(__file__)
 
 

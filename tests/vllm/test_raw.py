@@ -43,6 +43,7 @@ from tests.vllm.raw_connectors import (
     DoesNothing,
     GroupsConnector,
     HostConnector,
+    OneRankReports,
     ReadsItsRanks,
     faults,
     load_fault,
@@ -152,11 +153,12 @@ KILLED = Scenario(  # the last rank, while it stores
 )
 
 
-def test_a_right_connector_is_clean_on_several_ranks(engines: VLLMEngines) -> None:
-    assert simulate(HostConnector, KILLED, engines=engines).failure is None
+@pytest.mark.parametrize("connector", [HostConnector, OneRankReports])
+def test_a_right_connector_is_clean_on_several_ranks(connector: type, engines: VLLMEngines) -> None:
+    assert simulate(connector, KILLED, engines=engines).failure is None
     for seed, ranks in ((1, (2, 2)), (5, (2, 2, 2))):
         scenario = replace(generate_scenario(seed), ranks=ranks)
-        result = simulate(HostConnector, scenario, engines=engines)
+        result = simulate(connector, scenario, engines=engines)
         assert result.failure is None, result.failure
         assert result.coverage["with several ranks"]
         assert result.coverage["loads"]

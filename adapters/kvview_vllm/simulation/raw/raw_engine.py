@@ -161,17 +161,17 @@ class RawHarness(VLLMHarness):
         own = copy.deepcopy(config), config_of_scheduler(cache_config)
         # The process is started first, so that it does not get changes to modules by the
         # scheduler's side.
-        self.worker: Any
-        if scenario.ranks:
-            numbers = range(len(scenario.ranks))
-            self.worker = RawRanks([RemoteRawWorker(partial(make_worker, n)) for n in numbers])
-        else:
-            self.worker = RemoteRawWorker(make_worker) if self._has_process else make_worker()
+        workers: list[Any] = []
         try:
+            for number in range(len(scenario.ranks) or 1):
+                make = partial(make_worker, number)
+                workers.append(RemoteRawWorker(make) if self._has_process else make())
             with registered(recorded):
                 scheduler = VLLMScheduler(*own, geometry, plain=settings.is_plain)
+            self.worker = RawRanks(workers, scheduler.real) if scenario.ranks else workers[0]
         except BaseException:
-            self.worker.close()
+            for worker in workers:
+                worker.close()
             raise
         longest = config.model_config.max_model_len
         super().__init__(scenario, scheduler, longest, plays_handoffs=settings.plays_handoffs)

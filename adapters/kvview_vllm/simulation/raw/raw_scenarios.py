@@ -27,6 +27,7 @@ _NEVER_PLAYED = (
     "pipeline parallelism: ranks have all layers",
     "hits of different lengths in the groups",
     "kv_load_tiers of a request",
+    "handshake metadata of the workers",
     "a forward pass that still runs when a transfer starts",
 )
 
