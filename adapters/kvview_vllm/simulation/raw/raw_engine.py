@@ -168,7 +168,9 @@ class RawHarness(VLLMHarness):
                 workers.append(RemoteRawWorker(make) if self._has_process else make())
             with registered(recorded):
                 scheduler = VLLMScheduler(*own, geometry, plain=settings.is_plain)
-            self.worker = RawRanks(workers, scheduler.real) if scenario.ranks else workers[0]
+            self.worker: Any = workers[0]
+            if scenario.ranks:
+                self.worker = RawRanks(workers, scheduler.real)
         except BaseException:
             for worker in workers:
                 worker.close()
