@@ -19,6 +19,7 @@ from kvview.testing.connector_checks import (
     COVERAGE,
     LAWS,
     NUM_SEEDS,
+    NotApplicable,
     NotExercised,
     NotJudged,
     checks_in,
@@ -200,6 +201,8 @@ def run_planned(factory: Factory, planned: PlannedCheck, effort: Effort) -> Chec
     try:
         with use_effort(effort):
             check.function(factory)
+    except NotApplicable as reason:
+        return CheckResult(check, Outcome.SKIPPED, reason=str(reason))
     except LawBroken as broken:
         failure = broken
     except ModuleNotFoundError as error:

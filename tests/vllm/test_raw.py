@@ -28,6 +28,8 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.scenario.generate import INVALID_CAPS
 from kvview.testing.connector.scenario.scenario import Fate
+from kvview.testing.results.report import Outcome
+from kvview.testing.runner import run_checks
 from kvview_vllm.releases.compat import calls
 from kvview_vllm.releases.compat.calls import ended_requests_take_no_output
 from kvview_vllm.releases.compat.shapes import find_class
@@ -41,6 +43,7 @@ from tests.vllm.ported import After, Before
 from tests.vllm.raw_connectors import (
     TAKES_CONFIG,
     DoesNothing,
+    EventsConnector,
     GroupsConnector,
     HostConnector,
     OneRankReports,
@@ -64,6 +67,11 @@ has_pool = pytest.mark.skipif(
 )
 has_groups = pytest.mark.skipif(
     not can_load_in_groups(), reason="this release simulates one group only"
+)
+
+
+has_events = pytest.mark.skipif(
+    not calls.can_name_groups(), reason="events of this release are not simulated"
 )
 
 
@@ -268,6 +276,29 @@ def test_a_promise_of_too_many_tokens_names_the_law(engines: VLLMEngines) -> Non
     )
 
 
+@has_events
+def test_events_of_a_right_connector_are_compared(engines: VLLMEngines) -> None:
+    runs = check_connector(EventsConnector, seeds=2, engines=engines)
+    assert [*runs.failures, *runs.not_exercised] == []
+    assert runs.coverage["events"]
+
+
+@has_events
+@each_of("faults of events")
+def test_a_wrong_event_is_found(fault: Variant, engines: VLLMEngines) -> None:
+    if fault.name == "RemovesTwice" and not capabilities.can_reset_connectors():
+        pytest.skip("no reset reaches the connector")
+    expected = "EVENT-1" if fault.name == "RemovesTwice" else "EVENT-2"
+    assert first_failure(fault.load(), engines).law == expected
+
+
+def test_laws_that_raw_runs_do_not_show_are_skipped(engines: VLLMEngines) -> None:
+    report = run_checks(HostConnector, engine="vllm", seeds=2)
+    passed = {one.check.law for one in report if one.outcome is Outcome.PASSED}
+    assert passed.isdisjoint({"OFF-1", "CONN-13", *(f"EVENT-{n}" for n in range(1, 6))})
+    assert {"XFER-1", "CONN-3", "CONN-4"} <= passed
+
+
 def test_a_connector_that_does_nothing_is_not_clean(engines: VLLMEngines) -> None:
     runs = check_connector(DoesNothing, seeds=2, engines=engines)
     assert not runs.failures
@@ -305,8 +336,8 @@ def test_vsim_3_runs_without_a_connector_are_clean() -> None:
 @pytest.mark.parametrize(
     ("seed", "where", "name"),
     [
-        (69, "harness", "aborted_loads_keep_blocks"),  # vLLM PR 32255
-        (0, "fit", "ended_requests_take_no_output"),  # vLLM PR 33377
+        (69, "raw_engine", "aborted_loads_keep_blocks"),  # vLLM PR 32255
+        (0, "raw_scenarios", "ended_requests_take_no_output"),  # vLLM PR 33377
     ],
 )
 def test_vsim_2_an_event_is_skipped_only_where_the_release_is_wrong(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvview.targets import is_engine_connector
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import (
@@ -28,7 +29,7 @@ from kvview.testing.connector.result import (
     Failure,
     SimulationResult,
 )
-from kvview.testing.connector.run.engine import EngineFactory, load_engines
+from kvview.testing.connector.run.engine import EngineFactory, load_engines, own_runs
 from kvview.testing.connector.scenario.scenario import Scenario, to_script
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.connector.seed import SeedResult, SeedRunner
@@ -132,6 +133,9 @@ def check_connector(
         check.gaps(),
         check.code.num_statements,
         check.code.unrun,
+        own_runs(engines, connector_class).laws_of_own
+        if is_engine_connector(connector_class)
+        else None,
     )
 
 

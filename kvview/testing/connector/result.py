@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvview.testing.checks import EXCEPTIONS
@@ -158,6 +158,7 @@ class ConnectorRuns:
         num_statements: Number of statements in the functions of the author's code that the
             connector uses.
         unrun: Statements of these functions that no run reached.
+        laws: Laws that a run can break; None for all laws of connectors.
     """
 
     connector: str
@@ -174,6 +175,7 @@ class ConnectorRuns:
     gaps: Sequence[Gap] = ()
     num_statements: int = 0
     unrun: Sequence[Unrun] = ()
+    laws: Collection[str] | None = None
 
     @property
     def is_cut_short(self) -> bool:

@@ -30,7 +30,11 @@ from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.build import samples
-from kvview_vllm.releases.compat.calls import aborted_loads_keep_blocks, num_preemptions
+from kvview_vllm.releases.compat.calls import (
+    aborted_loads_keep_blocks,
+    can_name_groups,
+    num_preemptions,
+)
 from kvview_vllm.releases.cpu.process_groups import join
 from kvview_vllm.releases.cpu.worker_caches import (
     CacheKind,
@@ -38,10 +42,12 @@ from kvview_vllm.releases.cpu.worker_caches import (
     has_pending_work,
     make_config,
     make_layers,
+    overridden,
     supports_several_groups,
 )
 from kvview_vllm.simulation.engine_core import LaunchedStep, VLLMHarness
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder, free_queue, make_recorded
+from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 from kvview_vllm.simulation.raw.transfer_config import registered
 from kvview_vllm.simulation.raw.worker.ranks import RawRanks
 from kvview_vllm.simulation.raw.worker.role import RawStep, RawWorker, RemoteRawWorker
@@ -178,6 +184,8 @@ class RawHarness(VLLMHarness):
         longest = config.model_config.max_model_len
         super().__init__(scenario, scheduler, longest, plays_handoffs=settings.plays_handoffs)
         recorder.record_pool(scheduler.pool)
+        if can_name_groups() and "take_events" in overridden(connector_class):
+            recorder.events = ReportedEvents(scheduler.real)
 
     def _configure(
         self,
@@ -225,6 +233,7 @@ class RawHarness(VLLMHarness):
                 num_groups=len(geometry.groups),
                 has_states=any(isinstance(group, Mamba) for group in geometry.groups),
                 ranks=ranks,
+                publishes_events=can_name_groups(),
                 **cpu_scheduler.sizes_of(scenario),
             )
         self._settings.adjust(config)
@@ -351,6 +360,8 @@ class RawHarness(VLLMHarness):
 
     @override
     def _launch_step(self, output: Any, chunks: Mapping[str, Chunk]) -> _Launched:
+        if self._recorder.events is not None:
+            self._recorder.events.note_requests()
         step: RawStep | bytes = RawStep(output, self._batch(output, chunks), self._loads())
         if self._has_process:  # so that the message keeps its contents until it is read
             with hook("pickling what build_connector_meta returned", "CONN-3"):
