@@ -107,7 +107,13 @@ def test_the_template_of_kvview_new_is_clean_and_has_loaded(engines: VLLMEngines
 
 def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns) -> None:
     left_out = " ".join(runs.left_out)
-    for part in ("pipeline parallelism", "different lengths", "kv_load_tiers", "kvview partition"):
+    for part in (
+        "layers with other names",
+        "pipeline parallelism",
+        "different lengths",
+        "kv_load_tiers",
+        "kvview partition",
+    ):
         assert part in left_out
     assert "an end with transfers in flight, unless a rank is killed" in left_out
     assert ("several steps in flight" in left_out) != ended_requests_take_no_output()

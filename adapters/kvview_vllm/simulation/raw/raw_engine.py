@@ -462,7 +462,7 @@ class RawHarness(VLLMHarness):
         raise InvariantBroken(
             "XFER-1",
             f"request {wrong.request_id!r} reads wrong bytes at token {wrong.position}, in block "
-            f"{wrong.block_id}, layer {wrong.layer}, head {wrong.head}: there is "
+            f"{wrong.block_id}, layer {wrong.layer}, head {wrong.head}: it holds "
             f"{self._words.name(wrong.word)} "
             f"({source})",
         )

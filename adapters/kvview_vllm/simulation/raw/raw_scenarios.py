@@ -29,6 +29,7 @@ _NEVER_PLAYED = (
     "hits of different lengths in the groups",
     "kv_load_tiers of a request",
     "handshake metadata of the workers",
+    "layers with other names in the forward context than at their registration",
     "a forward pass that still runs when a transfer starts",
 )
 
