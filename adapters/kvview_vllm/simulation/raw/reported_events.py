@@ -74,7 +74,7 @@ class ReportedEvents:
 
     def _count(self, event: Any, change: int) -> None:
         for block_hash in event.block_hashes:
-            name = event.medium, getattr(event, "group_idx", None), block_hash
+            name = event.medium, event.group_idx, block_hash
             if name in self._may_be_cleared:
                 self._may_be_cleared.discard(name)
                 self._advertised[name] = change < 0
