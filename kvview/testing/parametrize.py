@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Unpack
 
 from kvview.testing.checks import Check
-from kvview.testing.connector_checks import NotJudged
+from kvview.testing.connector_checks import NotApplicable, NotJudged
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.results.law_broken import LawBroken
 from kvview.testing.runner import as_target, goes_on_after, plan_checks
@@ -34,11 +34,11 @@ class BoundCheck:
     effort: Effort
 
     def __call__(self) -> None:
-        """Run the check: raise its failure, or skip the test if the runs ended too early."""
+        """Run the check: raise its failure, or skip the test if the runs cannot show its law."""
         try:
             with use_effort(self.effort):
                 self.check.function(self.factory)
-        except NotJudged as ended:
+        except (NotApplicable, NotJudged) as ended:
             import pytest
 
             pytest.skip(str(ended))

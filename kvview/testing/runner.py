@@ -20,6 +20,7 @@ from kvview.testing.checks import EXCEPTIONS, Check, FindGaps, checks_for, cover
 from kvview.testing.connector_checks import (
     LAWS,
     NUM_SEEDS,
+    NotApplicable,
     NotJudged,
     checks_in,
 )
@@ -281,6 +282,8 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
     try:
         with use_effort(planned.effort(effort)):
             check.function(planned.factory)
+    except NotApplicable as reason:
+        return CheckResult(check, Outcome.SKIPPED, reason=str(reason), part=part)
     except LawBroken as broken:
         failure = broken
     except ModuleNotFoundError as error:

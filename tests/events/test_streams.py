@@ -84,6 +84,21 @@ def test_the_blocks_of_each_medium() -> None:
     assert laws(fold, 7, stored(3, token_ids=[1])) == ["FORMAT"]
 
 
+def test_parents_and_tokens_agree_if_the_start_is_known() -> None:
+    first = stored(1), stored(2, parent_block_hash=1, token_ids=[8] * 4)
+    for first_sequence, is_known in ((0, True), (5, False)):
+        fold = StreamFold()
+        assert laws(fold, first_sequence, *first, stored(2, medium="CPU", token_ids=[])) == []
+        wrong = (
+            stored(3, parent_block_hash=9),  # never published
+            stored(2, medium="DISK", token_ids=[8] * 4),  # another parent
+            stored(1, medium="DISK", token_ids=[9] * 4),  # other tokens
+        )
+        right = stored(4, medium="DISK", parent_block_hash=2, group_idx=None)
+        found = laws(fold, first_sequence + 1, *wrong, right)
+        assert found == (["EVENT-2"] * 3 if is_known else [])
+
+
 def test_a_store_of_a_window_names_some_of_its_blocks() -> None:
     """As vLLM writes it: the tokens are those of three blocks."""
     fold = StreamFold()

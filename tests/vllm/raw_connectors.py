@@ -15,6 +15,7 @@ from tests.mutants.edits import Base, Variant, read_variants
 _base: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
 TAKES_CONFIG = hasattr(_base, "SupportsHMA")  # from 0.11.1
 SupportsHMA: Any = getattr(_base, "SupportsHMA", object)
+BlockStored: Any = importlib.import_module("vllm.distributed.kv_events").BlockStored
 
 Copies = list[tuple[bytes, int]]  # (key of a block, its place on the GPU) pairs
 Match = tuple[int | None, bool]
@@ -217,6 +218,50 @@ class GroupsConnector(HostConnector, SupportsHMA):  # type: ignore[misc]
         return self.keep(request, block_ids)
 
 
+class EventsConnector(HostConnector):
+    """Reports its stores, and their removal at a reset."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.described: dict[bytes, dict[str, Any]] = {}
+        self.advertised: set[bytes] = set()
+        self.events: list[Any] = []
+
+    def make(self, kind: str, **fields: Any) -> Any:
+        events = importlib.import_module("vllm.distributed.kv_events")
+        return getattr(events, kind)(medium="CPU", **fields)
+
+    def keep(self, request: Any, tables: Sequence[Sequence[int]]) -> Kept:
+        convert = importlib.import_module("vllm.v1.core.kv_cache_utils").maybe_convert_block_hash
+        parent = None
+        for number, block_hash in enumerate(request.block_hashes):
+            tokens = request.all_token_ids[number * 16 : (number + 1) * 16]
+            described: dict[str, Any]
+            described = {"block_hashes": [convert(block_hash)], "parent_block_hash": parent}
+            described |= {"token_ids": [*tokens], "block_size": 16, "lora_id": None}
+            self.described[self.key(0, block_hash)] = described
+            parent = convert(block_hash)
+        return super().keep(request, tables)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        lora = {"lora_name": None} if BlockStored.__struct_fields__.count("lora_name") else {}
+        for key in sorted(self.stored - self.advertised):
+            self.events.append(self.make("BlockStored", **self.described[key], **lora))
+        self.advertised |= self.stored
+
+    def reset_cache(self) -> bool:
+        for key in sorted(self.advertised):
+            hashes = self.described[key]["block_hashes"]
+            self.events.append(self.make("BlockRemoved", block_hashes=hashes))
+        self.advertised.clear()
+        return super().reset_cache()
+
+    def take_events(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
+
+
 class DoesNothing(HostConnector):
     """Runs degraded: it never finds a block."""
 
@@ -242,12 +287,23 @@ class ReadsItsRanks(HostConnector):
         assert {cache.numel() for cache in kv_caches.values()} == {num_blocks * per_block}
 
 
+class OneRankReports(HostConnector):
+    """Reports the end of a copy on the first rank only; all ranks copy in the same step."""
+
+    def get_finished_count(self) -> int:
+        return 1
+
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+        ended = super().get_finished(finished_req_ids)
+        return (None, None) if self._vllm_config.parallel_config.rank else ended
+
+
 _FILE = Path(__file__)
 
 
 def faults(family: str) -> list[Variant]:
     """Return the connectors with faults of one kind."""
-    base = Base("HostConnector", (_FILE,))
+    base = Base("EventsConnector" if family == "faults of events" else "HostConnector", (_FILE,))
     variants = read_variants(_FILE.with_suffix(".txt"), base)
     return [variant for variant in variants if variant.family == family]
 

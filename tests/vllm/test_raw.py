@@ -28,6 +28,8 @@ from kvview.testing.connector import (
 )
 from kvview.testing.connector.scenario.generate import INVALID_CAPS
 from kvview.testing.connector.scenario.scenario import Fate
+from kvview.testing.results.report import Outcome
+from kvview.testing.runner import run_checks
 from kvview_vllm.releases.compat import calls
 from kvview_vllm.releases.compat.calls import ended_requests_take_no_output
 from kvview_vllm.releases.compat.shapes import find_class
@@ -41,8 +43,10 @@ from tests.vllm.ported import After, Before
 from tests.vllm.raw_connectors import (
     TAKES_CONFIG,
     DoesNothing,
+    EventsConnector,
     GroupsConnector,
     HostConnector,
+    OneRankReports,
     ReadsItsRanks,
     faults,
     load_fault,
@@ -63,6 +67,11 @@ has_pool = pytest.mark.skipif(
 )
 has_groups = pytest.mark.skipif(
     not can_load_in_groups(), reason="this release simulates one group only"
+)
+
+
+has_events = pytest.mark.skipif(
+    not calls.can_name_groups(), reason="events of this release are not simulated"
 )
 
 
@@ -98,7 +107,13 @@ def test_the_template_of_kvview_new_is_clean_and_has_loaded(engines: VLLMEngines
 
 def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns) -> None:
     left_out = " ".join(runs.left_out)
-    for part in ("pipeline parallelism", "different lengths", "kv_load_tiers", "kvview partition"):
+    for part in (
+        "layers with other names",
+        "pipeline parallelism",
+        "different lengths",
+        "kv_load_tiers",
+        "kvview partition",
+    ):
         assert part in left_out
     assert "an end with transfers in flight, unless a rank is killed" in left_out
     assert ("several steps in flight" in left_out) != ended_requests_take_no_output()
@@ -175,11 +190,12 @@ KILLED = Scenario(  # the last rank, while it stores
 )
 
 
-def test_a_right_connector_is_clean_on_several_ranks(engines: VLLMEngines) -> None:
-    assert simulate(HostConnector, KILLED, engines=engines).failure is None
+@pytest.mark.parametrize("connector", [HostConnector, OneRankReports])
+def test_a_right_connector_is_clean_on_several_ranks(connector: type, engines: VLLMEngines) -> None:
+    assert simulate(connector, KILLED, engines=engines).failure is None
     for seed, ranks in ((1, (2, 2)), (5, (2, 2, 2))):
         scenario = replace(generate_scenario(seed), ranks=ranks)
-        result = simulate(HostConnector, scenario, engines=engines)
+        result = simulate(connector, scenario, engines=engines)
         assert result.failure is None, result.failure
         assert result.coverage["with several ranks"]
         assert result.coverage["loads"]
@@ -287,6 +303,29 @@ def test_a_promise_of_too_many_tokens_names_the_law(engines: VLLMEngines) -> Non
         "XFER-1",
         "CONN-3",
     )
+
+
+@has_events
+def test_events_of_a_right_connector_are_compared(engines: VLLMEngines) -> None:
+    runs = check_connector(EventsConnector, seeds=2, engines=engines)
+    assert [*runs.failures, *runs.not_exercised] == []
+    assert runs.coverage["events"]
+
+
+@has_events
+@each_of("faults of events")
+def test_a_wrong_event_is_found(fault: Variant, engines: VLLMEngines) -> None:
+    if fault.name == "RemovesTwice" and not capabilities.can_reset_connectors():
+        pytest.skip("no reset reaches the connector")
+    expected = "EVENT-1" if fault.name == "RemovesTwice" else "EVENT-2"
+    assert first_failure(fault.load(), engines).law == expected
+
+
+def test_laws_that_raw_runs_do_not_show_are_skipped(engines: VLLMEngines) -> None:
+    report = run_checks(HostConnector, engine="vllm", seeds=2)
+    passed = {one.check.law for one in report if one.outcome is Outcome.PASSED}
+    assert passed.isdisjoint({"OFF-1", "CONN-13", *(f"EVENT-{n}" for n in range(1, 6))})
+    assert {"XFER-1", "CONN-3", "CONN-4"} <= passed
 
 
 def test_a_connector_that_does_nothing_is_not_clean(engines: VLLMEngines) -> None:

@@ -43,6 +43,11 @@ class VLLMEngines:
         UnsupportedEngineError: The simulation cannot configure the installed vLLM.
     """
 
+    laws_of_own = (
+        *("CONN-2", "CONN-3", "CONN-4", "CONN-5", "CONN-10", "EVENT-1", "EVENT-2"),
+        *("POOL-1", "POOL-2", "POOL-4", "XFER-1"),
+    )
+
     def __init__(self) -> None:
         cpu_scheduler.prepare()
         self.name = capabilities.engine_name()

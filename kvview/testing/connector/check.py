@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvview.targets import is_engine_connector
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
@@ -25,7 +26,7 @@ from kvview.testing.connector.result import (
     Failure,
     SimulationResult,
 )
-from kvview.testing.connector.run.engine import EngineFactory, load_engines
+from kvview.testing.connector.run.engine import EngineFactory, load_engines, own_runs
 from kvview.testing.connector.scenario.scenario import Scenario, to_script
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.connector.seed import SeedResult, SeedRunner
@@ -114,6 +115,8 @@ def check_connector(
             ends_at_first=not keep_going and max_shrink_runs > 0,
             max_shrink_runs=max_shrink_runs,
         )
+        if is_engine_connector(connector_class):
+            check.tally.laws = own_runs(engines, connector_class).laws_of_own
         is_interrupted = check.run(numbers, on_progress)
     seconds = time.perf_counter() - start
     return check.tally.runs(

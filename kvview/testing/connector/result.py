@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,7 @@ class Shard:
         lines: Lines of the author's code that ran, by file.
         of_chance: One note for each seed whose two runs differed.
         first_error: The exception behind the first job that failed without an injected failure.
+        laws: Laws that a run can break; None for all laws of connectors.
     """
 
     number: int
@@ -142,6 +143,7 @@ class Shard:
     lines: Mapping[str, Sequence[int]]
     of_chance: Sequence[str]
     first_error: str
+    laws: Collection[str] | None
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class ConnectorRuns:
             connector uses.
         unrun: Statements of these functions that no run reached.
         shard: Data for the merge of all shards; None if the runs are no shard of a check.
+        laws: Laws that a run can break; None for all laws of connectors.
     """
 
     connector: str
@@ -183,6 +186,7 @@ class ConnectorRuns:
     num_statements: int = 0
     unrun: Sequence[Unrun] = ()
     shard: Shard | None = None
+    laws: Collection[str] | None = None
 
     @property
     def is_cut_short(self) -> bool:

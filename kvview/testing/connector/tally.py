@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvview.errors import ConfigError
@@ -51,6 +51,8 @@ class Tally:
         """One note for each seed whose two runs differed."""
         self.first_error = ""
         """The exception behind the first job that failed without an injected failure."""
+        self.laws: Collection[str] | None = None
+        """The laws that a run can break; None for all laws of connectors."""
 
     def runs(
         self,
@@ -90,6 +92,7 @@ class Tally:
             self.code.num_statements,
             self.code.unrun,
             None if shard == (1, 1) else self._shard(*shard),
+            self.laws,
         )
 
     def _shard(self, number: int, of: int) -> Shard:
@@ -110,6 +113,7 @@ class Tally:
         self.notes += shard.notes
         self.of_chance += shard.of_chance
         self.first_error = self.first_error or shard.first_error
+        self.laws = shard.laws
 
     def _gaps(self) -> list[Gap]:
         """List the missing parts of the check that the coverage does not count; causes first."""

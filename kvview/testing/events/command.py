@@ -65,7 +65,7 @@ def validate(
     json_file: str | None,
     **options: Any,
 ) -> None:
-    """Validate a stream against its format and the laws EVENT-1, EVENT-3 and EVENT-5.
+    """Validate a stream against its format and the laws EVENT-1, EVENT-2, EVENT-3 and EVENT-5.
 
     SOURCE is an endpoint, tcp://HOST:PORT or ipc://PATH, or a recording.
     """

@@ -10,7 +10,10 @@
    tier stay loadable.
 4. A store event of a sliding window may name fewer blocks than its tokens fill, because vLLM omits
    the blocks that the window never reads (``BlockPool.cache_full_blocks``).
-5. A stream does not show whether an advertised key is loadable (EVENT-2), and whether failed stores
+5. If the start of the stream is known, the parent of a stored block was published before, and one
+   block always has the same parent and the same tokens (EVENT-2). Readers drop other blocks. Blocks
+   of windows are not compared, because vLLM omits some of their parents.
+6. A stream does not show whether an advertised key is loadable, and whether failed stores
    emit no event (EVENT-4), so these laws are not checked. Compare :attr:`StreamFold.held` with the
    tier.
 """
@@ -80,6 +83,10 @@ class StreamFold:
     knows_all: bool = False
     _next: int | None = None
     _time: float = 0.0  # time of the last batch
+    # The parent, and the hash of the tokens, of each block of each size that was described. Events
+    # of tiers may lack the group.
+    _described: dict[tuple[Hash, int], tuple[Hash | None, int]] = field(default_factory=dict)
+    _published: set[Hash] = field(default_factory=set)
 
     def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
         """Apply one message.
@@ -131,6 +138,8 @@ class StreamFold:
             if sequence:
                 fault += f", and its first {sequence} messages are missing"
             self._held = FoldedEvents()
+            self._described.clear()
+            self._published.clear()
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
         elif sequence < expected:
@@ -169,6 +178,28 @@ class StreamFold:
             self._held.held.setdefault(medium, Counter())
             if isinstance(event, StoredEvent):
                 yield from _shape(event)
+                if self.knows_all:
+                    yield from self._content(event)
+                self._published.update(event.block_hashes)
+
+    def _content(self, event: StoredEvent) -> Iterator[tuple[str, str]]:
+        """Compare the parents and tokens of stored blocks with the events before (5.)."""
+        size, hashes, parent = event.block_size, event.block_hashes, event.parent_block_hash
+        if not event.token_ids or len(event.token_ids) != size * len(hashes):
+            return
+        if event.kv_cache_spec_kind not in (None, *FULL_KINDS):
+            return
+        if parent is not None and parent not in self._published:
+            yield "EVENT-2", f"names the parent {_named(parent)}, which was never published"
+        for number, block_hash in enumerate(hashes):
+            tokens = event.token_ids[number * size : (number + 1) * size]
+            told = parent, hash(tuple(tokens))
+            known = self._described.setdefault((block_hash, size), told)
+            if known[1] != told[1]:
+                yield "EVENT-2", f"stores {_named(block_hash)} with other tokens than before"
+            elif known[0] != parent:
+                yield "EVENT-2", f"stores {_named(block_hash)} with another parent than before"
+            parent = block_hash
 
 
 def _shape(event: StoredEvent) -> Iterator[tuple[str, str]]:

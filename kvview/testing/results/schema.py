@@ -107,6 +107,7 @@ class ShardModel(_Model):
         lines: Lines of the author's code that ran, by file.
         of_chance: One note for each seed whose two runs differed.
         first_error: The first exception behind a job that failed by itself, or empty.
+        laws: Laws that a run can break; null for all laws of connectors.
     """
 
     number: int
@@ -117,6 +118,7 @@ class ShardModel(_Model):
     lines: dict[str, list[int]]
     of_chance: list[str]
     first_error: str
+    laws: list[str] | None
 
 
 class RunsModel(_Model):

@@ -155,7 +155,7 @@ class KVViewHarness(VLLMHarness):
                 cpu_scheduler.make_worker_connector(configs.vllm, cache, rank)
                 for rank, cache in enumerate(caches)
             ]
-        self._aggregator = model_runner.make_aggregator(len(stages))
+        self._aggregator = model_runner.make_aggregator(scheduler.real, len(stages))
         for connector in self._connectors():
             connector.block_pool_view.now = clock
         self._published: PublishedEvents | None = None

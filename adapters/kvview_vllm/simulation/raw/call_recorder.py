@@ -15,6 +15,7 @@ from typing import Any
 from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.cpu.worker_caches import is_hook, overridden
+from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 
 _LAW_OF_METHOD = {
     "__init__": "CONN-1",
@@ -28,7 +29,7 @@ _LAW_OF_METHOD = {
     "request_finished_all_groups": "CONN-4",
     "reset_cache": "CONN-11",
     "shutdown": "CONN-4",
-    "take_events": "EVENT-3",
+    "take_events": "EVENT-2",
 }  # the others: CONN-3
 
 
@@ -42,6 +43,7 @@ class CallRecorder:
 
     def __init__(self, *, loads: bool = True) -> None:
         self.coverage: Counter[str] = Counter()
+        self.events: ReportedEvents | None = None  # of the scheduler's side, which is built later
         self.unanswered: set[str] = set()  # requests whose last result was None
         # First token, number of tokens, whether between steps.
         self.promised: dict[str, tuple[int, int, bool]] = {}
@@ -67,10 +69,17 @@ class CallRecorder:
                         raise
                     self.left_out.add("resets of the connector: reset_cache is not implemented")
                     return False
+                if name == "take_events":
+                    answer = list(answer)
         finally:
             self._inside.pop()
         if name == "get_num_new_matched_tokens":
             return self._promise(args[0], args[1], answer)
+        if name == "take_events" and self.events is not None:
+            self.events.check(answer)
+            self.coverage["events"] += len(answer)
+        if name == "reset_cache" and self.events is not None:
+            self.events.note_reset()
         if name == "update_state_after_alloc":
             num_tokens = args[2] if len(args) > 2 else kwargs["num_external_tokens"]
             self._note_load(args[0].request_id, num_tokens)

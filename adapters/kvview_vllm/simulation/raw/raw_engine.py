@@ -31,7 +31,11 @@ from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
 from kvview_vllm.releases.build import samples
-from kvview_vllm.releases.compat.calls import aborted_loads_keep_blocks, num_preemptions
+from kvview_vllm.releases.compat.calls import (
+    aborted_loads_keep_blocks,
+    can_name_groups,
+    num_preemptions,
+)
 from kvview_vllm.releases.cpu.process_groups import join
 from kvview_vllm.releases.cpu.worker_caches import (
     CacheKind,
@@ -39,10 +43,12 @@ from kvview_vllm.releases.cpu.worker_caches import (
     has_pending_work,
     make_config,
     make_layers,
+    overridden,
     supports_several_groups,
 )
 from kvview_vllm.simulation.engine_core import LaunchedStep, VLLMHarness
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder, free_queue, make_recorded
+from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 from kvview_vllm.simulation.raw.transfer_config import registered
 from kvview_vllm.simulation.raw.worker.ranks import RawRanks
 from kvview_vllm.simulation.raw.worker.role import RawStep, RawWorker, RemoteRawWorker
@@ -163,21 +169,25 @@ class RawHarness(VLLMHarness):
         own = copy.deepcopy(config), config_of_scheduler(cache_config)
         # The process is started first, so that it does not get changes to modules by the
         # scheduler's side.
-        self.worker: Any
-        if scenario.ranks:
-            numbers = range(len(scenario.ranks))
-            self.worker = RawRanks([RemoteRawWorker(partial(make_worker, n)) for n in numbers])
-        else:
-            self.worker = RemoteRawWorker(make_worker) if self._has_process else make_worker()
+        workers: list[Any] = []
         try:
+            for number in range(len(scenario.ranks) or 1):
+                make = partial(make_worker, number)
+                workers.append(RemoteRawWorker(make) if self._has_process else make())
             with registered(recorded):
                 scheduler = VLLMScheduler(*own, geometry, plain=settings.is_plain)
+            self.worker: Any = workers[0]
+            if scenario.ranks:
+                self.worker = RawRanks(workers, scheduler.real)
         except BaseException:
-            self.worker.close()
+            for worker in workers:
+                worker.close()
             raise
         longest = config.model_config.max_model_len
         super().__init__(scenario, scheduler, longest, plays_handoffs=settings.plays_handoffs)
         recorder.record_pool(scheduler.pool)
+        if can_name_groups() and "take_events" in overridden(connector_class):
+            recorder.events = ReportedEvents(scheduler.real)
 
     def _configure(
         self,
@@ -225,6 +235,7 @@ class RawHarness(VLLMHarness):
                 num_groups=len(geometry.groups),
                 has_states=any(isinstance(group, Mamba) for group in geometry.groups),
                 ranks=ranks,
+                publishes_events=can_name_groups(),
                 **cpu_scheduler.sizes_of(scenario),
             )
         self._settings.adjust(config)
@@ -355,6 +366,8 @@ class RawHarness(VLLMHarness):
 
     @override
     def _launch_step(self, output: Any, chunks: Mapping[str, Chunk]) -> _Launched:
+        if self._recorder.events is not None:
+            self._recorder.events.note_requests()
         step: RawStep | bytes = RawStep(output, self._batch(output, chunks), self._loads())
         if self._has_process:  # so that the message keeps its contents until it is read
             with hook("pickling what build_connector_meta returned", "CONN-3"):
@@ -455,7 +468,7 @@ class RawHarness(VLLMHarness):
         raise InvariantBroken(
             "XFER-1",
             f"request {wrong.request_id!r} reads wrong bytes at token {wrong.position}, in block "
-            f"{wrong.block_id}, layer {wrong.layer}, head {wrong.head}: there is "
+            f"{wrong.block_id}, layer {wrong.layer}, head {wrong.head}: it holds "
             f"{self._words.name(wrong.word)} "
             f"({source})",
         )

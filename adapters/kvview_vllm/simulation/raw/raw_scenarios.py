@@ -8,6 +8,7 @@ from dataclasses import replace
 from kvview import CacheGeometry, CacheGroup, FullAttention, Mamba, SlidingWindow
 from kvview.testing.connector.scenario.scenario import Add, Event, HoldBlocks, Reset, Scenario
 from kvview_vllm.releases.compat.calls import (
+    can_name_groups,
     ended_requests_take_no_output,
     has_draft_models,
     preemptions_drop_drafts,
@@ -27,6 +28,8 @@ _NEVER_PLAYED = (
     "pipeline parallelism: ranks have all layers",
     "hits of different lengths in the groups",
     "kv_load_tiers of a request",
+    "handshake metadata of the workers",
+    "layers with other names in the forward context than at their registration",
     "a forward pass that still runs when a transfer starts",
 )
 
@@ -89,6 +92,7 @@ class RawEngines:
             ends_abruptly=False,
         )
         fitting.drop_aliases()
+        fitting.drop(not can_name_groups(), "events of the connector")
         resets = any(isinstance(event, Reset) for event in scenario.events)
         fitting.drop(resets and not capabilities.can_reset_connectors(), "resets of the connector")
         return fitting.scenario, [*left_out, *fitting.left_out]

@@ -195,6 +195,14 @@ def computed_before(output: Any) -> dict[str, int]:
     return starts
 
 
-def make_aggregator(num_ranks: int) -> Any:
-    """Make vLLM's own aggregator, which merges the outputs of all ranks."""
-    return vllm("distributed.kv_transfer.kv_connector.utils").KVOutputAggregator(num_ranks)
+def make_aggregator(scheduler: Any, num_ranks: int) -> Any:
+    """Make vLLM's own aggregator, which merges the outputs of all ranks.
+
+    Args:
+        scheduler: vLLM's scheduler; its connector states how many ranks report a transfer.
+        num_ranks: Number of ranks, all of which report a transfer by default.
+    """
+    number = num_ranks
+    if scheduler.connector is not None:
+        number = scheduler.connector.get_finished_count() or num_ranks
+    return vllm("distributed.kv_transfer.kv_connector.utils").KVOutputAggregator(number)

@@ -7,7 +7,7 @@ The package of an engine declares the factory that builds the engine as an entry
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -180,7 +180,13 @@ class EngineFactory(Protocol):
 
 @runtime_checkable
 class RunsOwnConnectors(Protocol):
-    """An engine factory that also runs connectors written for the engine's own interface."""
+    """An engine factory that also runs connectors written for the engine's own interface.
+
+    Attributes:
+        laws_of_own: The laws that a run of such a connector can break.
+    """
+
+    laws_of_own: Collection[str]
 
     def simulate_own(
         self, connector_class: type, scenario: Scenario, options: Mapping[str, Any]

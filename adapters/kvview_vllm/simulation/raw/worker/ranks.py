@@ -20,11 +20,12 @@ class RawRanks:
 
     Args:
         workers: One worker for each rank.
+        scheduler: vLLM's scheduler, with the connector that the workers report to.
     """
 
-    def __init__(self, workers: Sequence[RemoteRawWorker]) -> None:
+    def __init__(self, workers: Sequence[RemoteRawWorker], scheduler: Any) -> None:
         self._workers = list(workers)
-        self._aggregator = model_runner.make_aggregator(len(workers))
+        self._aggregator = model_runner.make_aggregator(scheduler, len(workers))
 
     def execute(self, step: bytes) -> StepAnswer:
         """Run a step on each rank, and merge the results."""

@@ -93,7 +93,7 @@ class TokenWords:
             before = states[-1] if states else planned.kv_seed + self._num_weights
             state = before * 6364136223846793005 + planned.token(position) * 1442695040888963407
             states.append(((state + 0x9E3779B97F4A7C15) ^ (before >> 29)) & ((1 << 62) - 1))
-            name = f"those of token {position} of request {planned.request.request_id!r}"
+            name = f"the bytes of token {position} of request {planned.request.request_id!r}"
             self._names.setdefault(_word(states[-1]), name)
         return [_word(state) for state in states[:end]]
 
