@@ -97,9 +97,16 @@ class Tally:
 
     def _shard(self, number: int, of: int) -> Shard:
         lines = {os.path.relpath(path): sorted(ran) for path, ran in self.code.ran.items()}
-        failures, notes = self.failures, self.notes
         return Shard(
-            number, of, self._options, failures, notes, lines, self.of_chance, self.first_error
+            number,
+            of,
+            self._options,
+            self.failures,
+            self.notes,
+            lines,
+            self.of_chance,
+            self.first_error,
+            self.laws,
         )
 
     def add_shard(self, runs: RunsModel) -> None:
