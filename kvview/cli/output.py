@@ -195,14 +195,14 @@ def arguments_of(context: click.Context, ignored: Collection[str]) -> list[str]:
         context: Context of the call.
         ignored: Names of the parameters to exclude.
     """
-    arguments = []
+    arguments: list[str] = []
     for parameter in given_parameters(context):
         name = parameter.name or ""
         value = context.params[name]
         if name in ignored:
             continue
         if isinstance(parameter, click.Argument):
-            arguments.append(value)
+            arguments += value if isinstance(value, tuple) else [value]
         elif isinstance(parameter, click.Option) and parameter.is_flag:
             arguments += parameter.opts
         else:

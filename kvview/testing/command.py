@@ -46,25 +46,8 @@ SEEDS_OF_A_RELEASE = 100
 """Default number of seeds for each release."""
 
 
-class ShardNumber(click.ParamType[tuple[int, int]]):
-    """A shard and the number of shards, as ``3/8``."""
-
-    name = "K/N"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, context: click.Context | None
-    ) -> tuple[int, int]:
-        """Read the two numbers."""
-        if isinstance(value, tuple):
-            return value
-        number, slash, of = str(value).partition("/")
-        if not (slash and number.isdecimal() and of.isdecimal()):
-            self.fail(f"{value!r} is not a shard; give its number and the number of shards, as 3/8")
-        return int(number), int(of)
-
-
 @click.command()
-@click.argument("targets", nargs=-1, required=True, metavar="TARGET")
+@click.argument("target", nargs=-1, required=True, metavar="TARGET")
 @click.option(
     "--select",
     multiple=True,
@@ -143,8 +126,7 @@ class ShardNumber(click.ParamType[tuple[int, int]]):
 )
 @click.option(
     "--shard",
-    type=ShardNumber(),
-    default=(1, 1),
+    metavar="K/N",
     help="Run only the K-th of N parts of a connector's seeds; --merge adds up their reports.",
 )
 @click.option(
@@ -160,8 +142,9 @@ class ShardNumber(click.ParamType[tuple[int, int]]):
 )
 @RESULT_OPTION
 def check(
-    targets: tuple[str, ...],
+    target: tuple[str, ...],
     merge: bool,
+    shard: str | None,
     expected_failures_file: str | None,
     vllm: tuple[str, ...],
     options: tuple[str, ...],
@@ -185,21 +168,23 @@ def check(
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     is_piped = "-" in (json_file, result_file)
     console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
+    if shard is not None:
+        settings["shard"] = _read_shard(shard)
     if merge:
         from kvview.testing.results.merge import read_shards
 
-        target, settings["merged"] = read_shards(targets)
-    elif len(targets) == 1:
-        target = targets[0]
+        name, settings["merged"] = read_shards(target)
+    elif len(target) == 1:
+        name = target[0]
     else:
-        raise click.UsageError(f"check takes one TARGET, got {len(targets)}; --merge takes reports")
+        raise click.UsageError(f"check takes one TARGET, got {len(target)}; --merge takes reports")
     if vllm and settings["inference"]:
         raise ConfigError(
             "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "
             "of them"
         )
     if vllm:
-        _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
+        _finish(*_check_in_releases(console, name, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected_failures, run_checks
     from kvview.testing.results.terminal import show_report
@@ -213,15 +198,15 @@ def check(
             raise ConfigError(
                 "--pd --inference only prints its report; drop --json and --report-json"
             )
-        sys.exit(_check_real_handoffs(console, target, given))
+        sys.exit(_check_real_handoffs(console, name, given))
     profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
     with (
         _ended_in_order(),
-        naming(target),
-        or_could_not_run(result_file, target, profile),
-        progress(f"checking {target}") as on_progress,
+        naming(name),
+        or_could_not_run(result_file, name, profile),
+        progress(f"checking {name}") as on_progress,
     ):
-        found = load_target(target)
+        found = load_target(name)
         if pd:
             from kvview.testing.handoff import pd_factory
 
@@ -231,7 +216,7 @@ def check(
             found,
             expected_failures={} if path is None else read_expected_failures(path),
             options=given,
-            target=target,
+            target=name,
             on_result=lambda result: on_progress(result.check.name),
             on_seed=_seeds_in_words(on_progress),
             on_step=on_progress,
@@ -248,13 +233,21 @@ def check(
     engine = "" if report.runs is None else report.runs.engine
     write_result(
         result_file,
-        target,
+        name,
         [_profile(report, profile)],
         report.versions,
         replaced,
         engine,
     )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _read_shard(text: str) -> tuple[int, int]:
+    """Read a shard and the number of shards, as ``3/8``."""
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal()):
+        raise ConfigError(f"--shard takes a shard and the number of shards, as 3/8, got {text!r}")
+    return int(number), int(of)
 
 
 def _seeds_in_words(on_progress: Callable[[str], None]) -> Callable[[int, int, int], None]:
