@@ -98,7 +98,7 @@ class NamespaceFolder:
 
 def dead_folders(root: str) -> Iterator[Path]:
     """Yield the folders of processes that are gone, each while this process has its lock."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # a path with a null character
         for name in sorted(os.listdir(root)):
             if not (found := _LOCK.fullmatch(name)):
                 continue
