@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from kvview.testing.tier.file_damage import damage_files
 from kvview.testing.tier.machine import TierMachine
 from kvview.testing.tier.suite import suite_of
+from kvview.testing.tier.under_test.file_damage import damage_files
 from kvview_reference.tier import FileStore
 
 pytest.importorskip("xxhash")

@@ -17,7 +17,7 @@ from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import run_checks
-from kvview.testing.tier.faulty_store import FaultyStore
+from kvview.testing.tier.under_test.faulty_store import FaultyStore
 from kvview.tier import Namespace, Threaded
 from kvview.tier.guard.checksum import PageSeal
 from kvview_reference.harness import Tier

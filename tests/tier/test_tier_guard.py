@@ -11,8 +11,8 @@ from hypothesis import settings
 
 from kvview import ConfigError
 from kvview.testing import TierConformance
-from kvview.testing.tier.faulty_store import FaultyStore
 from kvview.testing.tier.model import bytes_of
+from kvview.testing.tier.under_test.faulty_store import FaultyStore
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore
 from tests.tier.guard_machines import (

@@ -15,9 +15,9 @@ from hypothesis.stateful import initialize
 from kvview.errors import KVViewError, TierJobError
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Label, observable, of_state, operation
-from kvview.testing.tier.io_watch import slow_renames
 from kvview.testing.tier.model import OVERHEAD, bytes_of
-from kvview.testing.tier.store_calls import TierCalls, finished, sized
+from kvview.testing.tier.under_test.io_watch import slow_renames
+from kvview.testing.tier.under_test.store_calls import TierCalls, finished, sized
 from kvview.tier import Namespace
 
 _BUDGETS = (100_000, 400_000, 3_000_000)

@@ -23,11 +23,11 @@ from kvview.testing.placeholders import FOLDER, in_size
 from kvview.testing.results.law_broken import Gap
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Conformance, example, failures_of, runs_of
-from kvview.testing.tier.io_watch import files_of_at_most, open_files
 from kvview.testing.tier.machine import TierMachine
 from kvview.testing.tier.model import bytes_of
-from kvview.testing.tier.opened_store import SMALLEST_ENTRY, OpenedStore, importable
-from kvview.testing.tier.store_calls import finished
+from kvview.testing.tier.under_test.io_watch import files_of_at_most, open_files
+from kvview.testing.tier.under_test.opened_store import SMALLEST_ENTRY, OpenedStore, importable
+from kvview.testing.tier.under_test.store_calls import finished
 from kvview.tier import Namespace, Threaded, TierStore
 from kvview.tier.store import missing_methods
 

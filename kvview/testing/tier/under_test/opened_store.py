@@ -17,9 +17,9 @@ from kvview.errors import one_line
 from kvview.targets import target_of
 from kvview.testing.placeholders import in_folder
 from kvview.testing.supervision.source_lines import at_places
-from kvview.testing.tier.file_damage import damage_files
-from kvview.testing.tier.io_watch import break_connections, open_sockets
-from kvview.testing.tier.writer import Writer
+from kvview.testing.tier.under_test.file_damage import damage_files
+from kvview.testing.tier.under_test.io_watch import break_connections, open_sockets
+from kvview.testing.tier.under_test.writer import Writer
 from kvview.tier import Namespace, Threaded, TierStore
 
 SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import ContractMachine, observable
-from kvview.testing.tier.io_watch import watching_io
 from kvview.testing.tier.model import TierModel, bytes_of
-from kvview.testing.tier.opened_store import OpenedStore
+from kvview.testing.tier.under_test.io_watch import watching_io
+from kvview.testing.tier.under_test.opened_store import OpenedStore
 
 _SIZES = (1, 2, 300, 511, 1500, 4096, 4097, 9001)
 _LARGE_SIZES = (65_536, 400_000, 1_000_003)
