@@ -25,7 +25,7 @@ class Scheduler(HostCacheScheduler):
 
 class Leaks(HostCacheConnector):
     def make_scheduler(self):
-        return Scheduler(self.config)
+        return Scheduler(self.config, self.cpu_blocks)
 """
 
 
