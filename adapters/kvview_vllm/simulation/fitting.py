@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvview.testing.connector.scenario.scenario import Scenario, SecondHash
+from kvview_vllm.simulation.scheduler import capabilities
 
 
 class Fitting:
@@ -13,11 +14,16 @@ class Fitting:
 
     Args:
         scenario: The scenario, of which no engine of vLLM plays decode steps of several tokens and
-            pages that differ by group.
+            pages that differ by group, and some releases have no other model runner.
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = replace(scenario, decode_tokens=1, group_pages=())
+        self.scenario = replace(
+            scenario,
+            decode_tokens=1,
+            group_pages=(),
+            other_runner=scenario.other_runner and capabilities.has_two_runners(),
+        )
         self.left_out: list[str] = []
 
     def change(self, **changes: Any) -> None:

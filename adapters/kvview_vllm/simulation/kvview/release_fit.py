@@ -55,7 +55,6 @@ class KVViewFit:
         fitting.change(
             geometry=Configs(groups, hash_block_size=hash_size).geometry,
             ranks=(1, NUM_LAYERS - 1) if is_pipeline else (NUM_LAYERS,) * len(scenario.ranks),
-            other_runner=scenario.other_runner and capabilities.has_two_runners(),
         )
         fitting.limit_pool(_MOST_BLOCKS)
         fitting.drop(scenario.decode_tokens > 1, "decode steps of several tokens")

@@ -51,10 +51,7 @@ class RawEngines:
         if groups != scenario.geometry.groups:
             scenario = _scaled(scenario, groups)
         fitting = Fitting(scenario)
-        fitting.change(
-            pin_budget=None,
-            other_runner=scenario.other_runner and capabilities.has_two_runners(),
-        )
+        fitting.change(pin_budget=None)
         fitting.limit_pool(_MOST_BLOCKS)
         fitting.drop(
             scenario.num_connectors > 1,

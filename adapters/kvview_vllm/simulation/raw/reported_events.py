@@ -81,12 +81,11 @@ class ReportedEvents:
             self._advertised[name] += change
             most = 2 if self._has_children else 1
             if not 0 <= self._advertised[name] <= most:
-                told = (
-                    "stores a block again" if change > 0 else "removes a block that is not stored"
-                )
+                does = "stores a block again"
+                if change < 0:
+                    does = "removes a block that is not stored"
                 raise InvariantBroken(
-                    "EVENT-1",
-                    f"take_events {told}: {_text(block_hash)} in {event.medium}",
+                    "EVENT-1", f"take_events {does}: {_text(block_hash)} in {event.medium}"
                 )
 
     def _check_store(self, event: Any) -> None:
