@@ -201,8 +201,8 @@ class _Check:
                 if on_progress is not None:
                     on_progress(self.tally.num_seeds, len(self.tally.failures))
                 if self._num_timeouts == _MAX_TIMEOUTS and self.tally.num_seeds < len(seeds):
-                    told = f"ended after {self.tally.num_seeds} of {len(seeds)} seeds"
-                    self.tally.notes.append(f"{told}: hooks do not return")
+                    end = f"ended after {self.tally.num_seeds} of {len(seeds)} seeds"
+                    self.tally.notes.append(f"{end}: hooks do not return")
                     return
                 has_failed = bool(self.tally.failures) and self.tally.failures[-1].seed == seed
                 if has_failed and not self._goes_on(self.tally.failures[-1].filed_under):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.exercised.author_code import Unrun
 from kvview.testing.connector.exercised.coverage import not_exercised, replaced_parts
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.results.law_broken import Gap
+
+if TYPE_CHECKING:
+    from kvview.testing.results.schema import ShardModel
 
 
 @dataclass(frozen=True)
@@ -120,33 +123,6 @@ class ConnectorFailure:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The data of a shard that the merge of all shards needs, beyond its coverage.
-
-    Args:
-        number: Number of the shard, from 1.
-        of: Number of shards.
-        options: Options of the connector.
-        failures: Failures of the shard's seeds.
-        notes: Notes that do not follow from the other data.
-        lines: Lines of the author's code that ran, by file.
-        of_chance: One note for each seed whose two runs differed.
-        first_error: The exception behind the first job that failed without an injected failure.
-        laws: Laws that a run can break; None for all laws of connectors.
-    """
-
-    number: int
-    of: int
-    options: Mapping[str, Any]
-    failures: Sequence[ConnectorFailure]
-    notes: Sequence[str]
-    lines: Mapping[str, Sequence[int]]
-    of_chance: Sequence[str]
-    first_error: str
-    laws: Collection[str] | None
-
-
-@dataclass(frozen=True)
 class ConnectorRuns:
     """The results of many seeds of a connector.
 
@@ -185,7 +161,7 @@ class ConnectorRuns:
     gaps: Sequence[Gap] = ()
     num_statements: int = 0
     unrun: Sequence[Unrun] = ()
-    shard: Shard | None = None
+    shard: ShardModel | None = None
     laws: Collection[str] | None = None
 
     @property

@@ -20,12 +20,12 @@ from kvview.testing.connector.exercised.coverage import (
     notes_on,
 )
 from kvview.testing.connector.exercised.unrun_code import UnrunCode
-from kvview.testing.connector.result import ConnectorFailure, ConnectorRuns, Shard
+from kvview.testing.connector.result import ConnectorFailure, ConnectorRuns
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.results.law_broken import Gap
 
 if TYPE_CHECKING:
-    from kvview.testing.results.schema import RunsModel
+    from kvview.testing.results.schema import RunsModel, ShardModel
 
 
 class Tally:
@@ -95,18 +95,19 @@ class Tally:
             self.laws,
         )
 
-    def _shard(self, number: int, of: int) -> Shard:
-        lines = {os.path.relpath(path): sorted(ran) for path, ran in self.code.ran.items()}
-        return Shard(
-            number,
-            of,
-            self._options,
-            self.failures,
-            self.notes,
-            lines,
-            self.of_chance,
-            self.first_error,
-            self.laws,
+    def _shard(self, number: int, of: int) -> ShardModel:
+        from kvview.testing.results.schema import FailedSeedModel, ShardModel
+
+        return ShardModel(
+            number=number,
+            of=of,
+            options=dict(self._options),
+            failures=[FailedSeedModel.model_validate(one) for one in self.failures],
+            notes=self.notes,
+            lines={os.path.relpath(path): sorted(ran) for path, ran in self.code.ran.items()},
+            of_chance=self.of_chance,
+            first_error=self.first_error,
+            laws=None if self.laws is None else [*self.laws],
         )
 
     def add_shard(self, runs: RunsModel) -> None:
@@ -161,8 +162,8 @@ def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> Connecto
     for runs in shards:
         tally.add_shard(runs)
     num_asked = sum(runs.num_asked for runs in shards)
-    order = in_order(first.first_seed, num_asked)
-    tally.failures.sort(key=lambda failure: order.index(failure.seed))
+    places = {seed: place for place, seed in enumerate(in_order(first.first_seed, num_asked))}
+    tally.failures.sort(key=lambda failure: places[failure.seed])
     seconds = max(runs.seconds for runs in shards)
     is_interrupted = any(runs.is_interrupted for runs in shards)
     return tally.runs(

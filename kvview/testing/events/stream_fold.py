@@ -193,11 +193,12 @@ class StreamFold:
             yield "EVENT-2", f"names the parent {_named(parent)}, which was never published"
         for number, block_hash in enumerate(hashes):
             tokens = event.token_ids[number * size : (number + 1) * size]
-            told = parent, hash(tuple(tokens))
-            known = self._described.setdefault((block_hash, size), told)
-            if known[1] != told[1]:
+            hash_of_tokens = hash(tuple(tokens))
+            known = self._described.setdefault((block_hash, size), (parent, hash_of_tokens))
+            known_parent, known_tokens = known
+            if known_tokens != hash_of_tokens:
                 yield "EVENT-2", f"stores {_named(block_hash)} with other tokens than before"
-            elif known[0] != parent:
+            elif known_parent != parent:
                 yield "EVENT-2", f"stores {_named(block_hash)} with another parent than before"
             parent = block_hash
 

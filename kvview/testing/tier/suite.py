@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from kvview.testing.tier.machine import TierMachine
 from kvview.testing.tier.model import bytes_of
 from kvview.testing.tier.under_test.io_watch import files_of_at_most, open_files
 from kvview.testing.tier.under_test.opened_store import SMALLEST_ENTRY, OpenedStore, importable
-from kvview.testing.tier.under_test.store_calls import finished
+from kvview.testing.tier.under_test.store_calls import finished, first_exception
 from kvview.tier import Namespace, Threaded, TierStore
 from kvview.tier.store import missing_methods
 
@@ -70,17 +71,16 @@ class TierConformance(Conformance):
     """Options of the class; ``{tmp}`` in a text is replaced by a new folder."""
     patience: ClassVar[float] = 10.0
     """Seconds to wait for a result before it counts as missing."""
-    _lacking: ClassVar[list[Mapping[C, str]]]
     is_of_target: ClassVar[bool] = False
     """Whether :func:`suite_of` has made the suite."""
     seen: ClassVar[Counter[str]]
     """Number of pages that were stored and loaded, with and without a budget."""
-    first_errors: ClassVar[dict[str, str]]
-    """The first exception of a failed put, if any, by the name of the method."""
+    first_error: ClassVar[str]
+    """The first exception of a failed put, or empty."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.seen, cls.first_errors, cls._lacking = Counter(), {}, []
+        cls.seen, cls.first_error = Counter(), ""
 
     def make(self, store: type[TierStore], namespace: Namespace, **options: Any) -> TierStore:
         """Make the store under test; override this method to make it in another way.
@@ -120,11 +120,10 @@ class TierConformance(Conformance):
         return [one for one in super().capabilities() if one not in cls.reasons()]
 
     @classmethod
+    @cache
     def reasons(cls) -> Mapping[C, str]:
         """Return the capabilities that class and options lack, each with the reason."""
-        if not cls._lacking:
-            cls._lacking.append(_reasons(cls))
-        return cls._lacking[0]
+        return _reasons(cls)
 
     @classmethod
     def gaps(cls) -> list[Gap]:
@@ -134,9 +133,8 @@ class TierConformance(Conformance):
         for kind in ("stores", "stores with a budget"):
             is_needed = kind == "stores" or (C.BUDGET in cls.capabilities() and not cls.is_brief())
             if is_needed and not cls.seen[kind] and not failures:
-                error = next(iter(cls.first_errors.values()), "")
                 text = f"no page was ever stored{kind.removeprefix('stores')}"
-                found.append(Gap(kind, text + (error and f"; the first exception: {error}")))
+                found.append(Gap(kind, text + first_exception(cls.first_error)))
         if found:
             return found
         reason = cls.reasons().get(C.GONE, "")

@@ -36,6 +36,11 @@ def sized(keys: Iterable[bytes], change: int = 0) -> dict[bytes, int]:
     return {key: max(1, size_of(key) + change) for key in keys}
 
 
+def first_exception(error: str) -> str:
+    """Return the end of a message that names an exception; empty without one."""
+    return f"; the first exception: {error}" if error else ""
+
+
 def finished(store: Any, seconds: float) -> list[bool]:
     """Drain a store that has one job, and return the flags of the job."""
     store.drain(seconds)
@@ -171,12 +176,9 @@ class TierCalls(ContractMachine):
             self.suite.seen[kind] += bool(flag)
             error = error or ("" if flag else self.opened.errors.get((method, key), ""))
         if not job.is_get:
-            self.suite.first_errors.setdefault(method, error) if error else None
-        return self._shown(error)
-
-    @staticmethod
-    def _shown(error: str) -> str:
-        return f"; the first exception: {error}" if error else ""
+            kind_of_suite = type(self.suite)
+            kind_of_suite.first_error = kind_of_suite.first_error or error
+        return first_exception(error)
 
     @observable("TIER-3")
     def pages_are_left_alone(self) -> None:
@@ -275,7 +277,7 @@ class TierCalls(ContractMachine):
                 self.learn_evictions()
             else:
                 self.await_evictions(partial(self.model.must_be_found, key))
-            error = "" if flag else self._shown(self.opened.errors.get(("has", key), ""))
+            error = "" if flag else first_exception(self.opened.errors.get(("has", key), ""))
             promises = self.model.answer(key, bool(flag))
             self.judge(((law, what + error, kept) for law, what, kept in promises), flag)
         return [bool(flag) for flag in flags]
