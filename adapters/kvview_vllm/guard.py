@@ -43,7 +43,7 @@ def close_view(guard: GuardedView) -> None:
 
 
 class LeakReporter:
-    """Expires leases and reports long-held blocks, once per step.
+    """Reports long-held blocks, once per step.
 
     1. Holds are examined every ten seconds, or less often if that would take more than a
        thousandth of the time.
@@ -75,10 +75,8 @@ class LeakReporter:
         self._pause = 0.0
 
     def step(self) -> None:
-        """Expire leases, and examine holds if the next examination is due."""
+        """Examine holds if the next examination is due."""
         guard = self.guard
-        if guard.is_open and guard.next_deadline <= guard.now():
-            _log("a lease expired", guard.release_expired())
         if guard.now() >= self._next_look and guard.is_open:
             self._look()
 

@@ -160,9 +160,10 @@ class SchedulerConnector(Hooked):
             Release the blocks of a store when it has ended, even if it failed:
 
             >>> class Mine(SchedulerConnector):
-            ...     stores = {7: view.lease([3, 2])}
+            ...     stores = {7: [3, 2]}
             ...     def on_transfers_finished(self, results):
-            ...         for result in results: self.stores.pop(result.job_id).release()
+            ...         for result in results: view.free_blocks(self.stores.pop(result.job_id))
+            >>> view.touch_blocks([3, 2])
             >>> Mine().on_transfers_finished([TransferResult(7, success=False)])
             >>> dict(view.held_blocks())
             {}
@@ -268,9 +269,10 @@ class SchedulerConnector(Hooked):
             Release the blocks of stores that will no longer be reported:
 
             >>> class Mine(SchedulerConnector):
-            ...     stores = {7: view.lease([3, 2])}
+            ...     stores = {7: [3, 2]}
             ...     def shutdown(self):
-            ...         for lease in self.stores.values(): lease.release()
+            ...         while self.stores: view.free_blocks(self.stores.popitem()[1])
+            >>> view.touch_blocks([3, 2])
             >>> Mine().shutdown()
             >>> dict(view.held_blocks())
             {}

@@ -1,18 +1,16 @@
 """The checks before every call of a guard: the right thread, the right process, an open guard.
 
-Laws: GUARD-4, GUARD-6 and POOL-10. A system reuses the idents of threads and processes that have
+Laws: GUARD-2, GUARD-4 and POOL-10. A system reuses the idents of threads and processes that have
 ended, so a :class:`Home` object identifies each thread of each process instead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import get_ident, local
 from typing import ClassVar
 
-from kvview.errors import KVViewError, WrongThreadError
+from kvview.errors import WrongThreadError
 from kvview.guard.ledger import GuardStats, LedgerView
 from kvview.guard.not_copyable import NotCopyable
 
@@ -68,17 +66,12 @@ class AtHome(NotCopyable):
 
     @property
     def is_at_home(self) -> bool:
-        """Whether this is the process that made the guard (GUARD-6)."""
+        """Whether this is the process that made the guard (GUARD-4)."""
         return self._home.made_in is Home.process
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count the call in the ``with`` block if it is refused."""
-        try:
-            yield
-        except KVViewError:
-            self.stats.refused += 1
-            raise
+    def _enter(self) -> None:
+        if here.home is not self._home or not self._view.is_open:  # faster, as it is called often
+            self._check_open()
 
     def _check_open(self) -> None:
         home, caller = self._home, here.home
@@ -86,12 +79,12 @@ class AtHome(NotCopyable):
             self.stats.refused += 1
             if not self.is_at_home:
                 raise WrongThreadError(
-                    f"GUARD-6: the guard of {self.owner!r} was copied by a fork, and its blocks "
+                    f"GUARD-4: the guard of {self.owner!r} was copied by a fork, and its blocks "
                     f"belong to the parent process; make a pool and a guard in this process"
                 )
             later = " (a later thread with the same ident)" if caller.ident == home.ident else ""
             raise WrongThreadError(
-                f"GUARD-4: the guard of {self.owner!r} belongs to thread {home.ident} and was "
+                f"GUARD-2: the guard of {self.owner!r} belongs to thread {home.ident} and was "
                 f"called from {caller.ident}{later}; call it on the scheduler's thread only"
             )
         self._view.check_open()

@@ -1,9 +1,9 @@
 """The ledger, which checks ids, counts references and undoes calls that fail.
 
 A pool has one :class:`Ledger`, and each owner of references has a :class:`LedgerView`. The ledger
-views form a tree: the view of a guard is a child of the view that it guards, and the view of a
-guard's leases is a child of the guard's view. A reference is counted in one ledger view only, so no
-owner can free another owner's reference, and no reference is counted twice.
+views form a tree: the view of a guard is a child of the view that it guards. A reference is counted
+in one ledger view only, so no owner can free another owner's reference, and no reference is counted
+twice.
 
 The views of the reference and of the vLLM adapter are ledger views; :class:`CheckedView` makes a
 ledger view from a view that does not check.
@@ -14,7 +14,7 @@ Source: vLLM issue #42571 (a block that one call names twice was queued twice), 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, Self
@@ -45,18 +45,12 @@ class GuardStats:
     Args:
         touched: References taken.
         freed: References released.
-        leases: Leases taken.
-        active_leases: Leases whose blocks are held now.
-        expired: Leases that ended by expiry.
         refused: Calls that raised.
         peak_held: Maximum number of references that were held at the same time.
     """
 
     touched: int = 0
     freed: int = 0
-    leases: int = 0
-    active_leases: int = 0
-    expired: int = 0
     refused: int = 0
     peak_held: int = 0
 
@@ -101,7 +95,6 @@ class Ledger:
         # Callbacks of open walks of all views: called before a view takes blocks out of the queue,
         self.before_touch: list[Move] = []
         self.before_free: list[Move] = []  # and before blocks join the queue.
-        self.resumed_walks: WeakSet[Any] = WeakSet()
         # The number of views that hold each block; kept only if a view has a budget.
         self.num_holders: list[int] | None = None
         self.num_pinned = 0
@@ -180,7 +173,6 @@ class LedgerView(NotCopyable):
         self.clock: Callable[[], float] | None = None  # of stamps; None: no stamps
         self.caller: Callable[[], str] | None = None  # gets the caller's line, if traced
         self.stats: GuardStats | None = None
-        self.leases: Collection[Any] | None = None  # the records of a guard's lease view
         self.before_touch = ledger.before_touch
         self._touch, self._free = touch, free
         self._open_account(owner, None)
@@ -394,7 +386,7 @@ class LedgerView(NotCopyable):
         others = self._references().get(block_id, 0) - held
         return BlockNotHeldError(
             f"POOL-4: {self.owner!r} frees block {block_id} {freed}x and holds it {held}x"
-            + (f"; {others} more are leased or held by a guard over it" if others else "")
+            + (f"; {others} more are held by a guard over it" if others else "")
         )
 
     def count_refused(self) -> None:
@@ -407,7 +399,7 @@ class LedgerView(NotCopyable):
         if self.max_blocks is not None and ledger.num_pinned > self.max_blocks:
             self.count_refused()
             raise PinBudgetExceeded(
-                f"GUARD-5: with this hold of {self.owner!r}, {ledger.num_pinned} blocks of the "
+                f"GUARD-3: with this hold of {self.owner!r}, {ledger.num_pinned} blocks of the "
                 f"pool would be held, but its budget is {self.max_blocks} of {ledger.num_blocks}; "
                 f"check num_pinnable_blocks first, free some blocks, or store later"
             )
@@ -487,10 +479,3 @@ class CheckedView(LedgerView):
     def give_back_blocks(self, block_ids: Sequence[int]) -> None:
         """Release blocks to the head of the queue, if the view below supports this (POOL-12)."""
         self.free_with(self._view.give_back_blocks, block_ids)
-
-    def free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        """Release blocks with one notice per block, if the view below supports this (POOL-14)."""
-        free = self._view.free_blocks_with_notice
-        self.free_with(lambda blocks: free(blocks, on_reuse), block_ids)

@@ -12,7 +12,7 @@ class NotCopyable:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise NotCopyableError(
-            f"GUARD-6: a {type(self).__name__} cannot be copied or pickled, because the copy "
+            f"GUARD-4: a {type(self).__name__} cannot be copied or pickled, because the copy "
             f"would release its references again; pass block ids, and open a guard on the other "
             f"side"
         )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvview.errors import KVViewError
-from kvview.guard.lease import GuardedLeases
+from kvview.guard.home import AtHome
 from kvview.guard.ledger import LedgerView, check_block_ids
 from kvview.keys import OffloadKey
-from kvview.pool import FreeBlockWalk
 
 _QUERIES = (
     "num_free_blocks",
@@ -19,12 +18,11 @@ _QUERIES = (
     "find_cached_block",
     "primary_keys",
     "iter_free_block_ids",
-    "walk_free_blocks",
+    "give_back_blocks",
 )
-_FREES = ("give_back_blocks", "free_blocks_with_notice")
 
 
-class GuardedQueries(GuardedLeases):
+class GuardedQueries(AtHome):
     """The queries of :class:`~kvview.GuardedView` beyond the core.
 
     For a type checker, a guard has all queries. At run time, ``isinstance(guard, Supports...)`` is
@@ -43,28 +41,23 @@ class GuardedQueries(GuardedLeases):
         def primary_keys(self, block_ids: Sequence[int]) -> list[OffloadKey | None]: ...
         def find_cached_block(self, key: OffloadKey) -> int | None: ...
         def iter_free_block_ids(self) -> Iterator[int]: ...
-        def walk_free_blocks(self) -> FreeBlockWalk: ...
         def give_back_blocks(self, block_ids: Sequence[int]) -> None: ...
-        def free_blocks_with_notice(
-            self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-        ) -> None: ...
         def num_pinnable_blocks(self) -> int: ...
 
     def _offer_queries(self) -> None:
         # Set on the instance, because isinstance also finds methods of the class.
-        names = [name for name in (*_QUERIES, *_FREES) if hasattr(self._below, name)]
+        names = [name for name in _QUERIES if hasattr(self._below, name)]
         if self._view.max_blocks is not None or hasattr(self._below, "num_pinnable_blocks"):
             names.append("num_pinnable_blocks")
         for name in names:
-            general = partial(self._free if name in _FREES else self._query, name)
-            setattr(self, name, getattr(self, f"_{name}", general))
+            setattr(self, name, getattr(self, f"_{name}", partial(self._query, name)))
         ledger = self._view.ledger
         if ledger.num_blocks is not None:
             self.num_blocks, self.null_block_id = ledger.num_blocks, ledger.null_block_id
 
     def _query(self, name: str, *args: Any, **named: Any) -> Any:
         self._enter()
-        try:  # faster than _counted, and connectors query in every step
+        try:
             return self._ask(name, *args, **named)
         except KVViewError:
             self.stats.refused += 1
@@ -84,9 +77,10 @@ class GuardedQueries(GuardedLeases):
                 check_block_ids([*args, *named.values()][0], num_blocks)
         return getattr(below, name)(*args, **named)
 
-    def _free(self, name: str, *args: Any, **named: Any) -> None:
+    def _give_back_blocks(self, block_ids: Sequence[int]) -> None:
         self._enter()
-        getattr(self._view, name)(*args, **named)
+        view: Any = self._view  # of the same class as the view below
+        view.give_back_blocks(block_ids)
 
     def _iter_free_block_ids(self) -> Iterator[int]:
         self._enter()
@@ -94,10 +88,6 @@ class GuardedQueries(GuardedLeases):
             if block_id != self._view.ledger.null_block_id:
                 yield block_id
                 self._enter()
-
-    def _walk_free_blocks(self) -> FreeBlockWalk:
-        self._enter()
-        return _GuardedWalk(self._ask("walk_free_blocks"), self)
 
     def _num_pinnable_blocks(self) -> int:
         self._enter()
@@ -107,25 +97,3 @@ class GuardedQueries(GuardedLeases):
         if hasattr(self._below, "num_pinnable_blocks"):
             allowed.append(self._below.num_pinnable_blocks())
         return max(0, min(allowed))
-
-
-class _GuardedWalk:
-    """A walk of the view below, which first checks the thread and the guard (POOL-13)."""
-
-    def __init__(self, walk: FreeBlockWalk, guard: GuardedQueries) -> None:
-        self._walk = walk
-        self._guard = guard
-
-    def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        self._guard._enter()
-        null = self._guard._view.ledger.null_block_id
-        with self._guard._counted():
-            return [item for item in self._walk.take(max_blocks) if item[0] != null]
-
-    def restart(self) -> None:
-        self._guard._enter()
-        with self._guard._counted():
-            self._walk.restart()
-
-    def close(self) -> None:
-        self._walk.close()

@@ -4,10 +4,9 @@ If an engine does not check calls, a connector can free a block twice, free a bl
 connector holds, or pin the whole pool. The damage appears hours later (vLLM #42571 and #42085).
 ``GuardedView`` counts references in the pool's ledger and refuses a wrong call.
 
-Laws: GUARD-1 to GUARD-11 in ``kvview/laws.toml``.
+Laws: GUARD-1 to GUARD-7 in ``kvview/laws.toml``.
 
-Source: vLLM issues #41383 and #46289 (leases), #27046 (pin caps); the incidents
-above.
+Source: vLLM issue #27046 (pin caps); the incidents above.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from kvview.errors import ConfigError, StaleBlockError
+from kvview.errors import ConfigError
 from kvview.guard.home import here
-from kvview.guard.lease import NEVER, GuardedLease, Leak
+from kvview.guard.leak import Leak
 from kvview.guard.ledger import CheckedView, GuardStats, LedgerView, Stamp
 from kvview.guard.queries import GuardedQueries
-from kvview.keys import OffloadKey, require_offload_key
-from kvview.pool import GPUBlockPoolView, SupportsLeases
+from kvview.keys import OffloadKey
+from kvview.pool import GPUBlockPoolView
 
 _logger = logging.getLogger(__name__)
 
@@ -43,20 +42,18 @@ def _open_view(view: GPUBlockPoolView, owner: str, max_blocks: int | None) -> Le
 
 
 class GuardedView(GuardedQueries):
-    """A view that checks every call before it acts, with leases, a budget and a leak report.
+    """A view that checks every call before it acts, with a budget and a leak report.
 
     1. A guard satisfies POOL-2 to POOL-5 and POOL-10 over a view that does not check. If the view
        below has a ledger, nothing is checked or counted twice.
     2. A guard has exactly the optional queries of the view below (test with ``isinstance(guard,
        Supports...)``), and ``num_pinnable_blocks`` if the guard has a budget.
-    3. A reference is either plain (``touch_blocks``, ``free_blocks``) or belongs to a lease.
-       ``free_blocks`` cannot free a lease's reference, and a lease cannot free a plain one.
 
     Args:
         view: The view to guard.
         owner: Name of the owner, for errors and reports.
         pin_budget: Largest share of the pool's blocks that may be held after a touch
-            through this guard, 0 to 1 (GUARD-5); None for no limit.
+            through this guard, 0 to 1 (GUARD-3); None for no limit.
         clock: Returns monotonic seconds; for tests.
         trace: Whether to record the line that took each hold (slow).
 
@@ -82,8 +79,9 @@ class GuardedView(GuardedQueries):
         if size is not None and pin_budget is not None:
             # 0.29 * 100 is 28.999..., which stands for 29 blocks.
             max_blocks = max(1, int(pin_budget * size + 1e-6))
-        super().__init__(owner, _open_view(view, owner, max_blocks), clock)
+        super().__init__(owner, _open_view(view, owner, max_blocks))
         self._below = view
+        self.now = self._view.clock = clock
         self._view.caller = _caller if trace else None
         self._null = self._view.ledger.null_block_id
         self._offer_queries()
@@ -93,15 +91,13 @@ class GuardedView(GuardedQueries):
 
     def touch_blocks(self, block_ids: Sequence[int]) -> None:
         """Take one reference on each block, once per occurrence."""
-        due = self.next_deadline
-        if here.home is not self._home or (due != NEVER and due <= self._clock()):
+        if here.home is not self._home:
             self._enter()
         self._view.touch_blocks(block_ids)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Release one plain reference on each block, once per occurrence."""
-        due = self.next_deadline
-        if here.home is not self._home or (due != NEVER and due <= self._clock()):
+        """Release one reference on each block, once per occurrence."""
+        if here.home is not self._home:
             self._enter()
         self._view.free_blocks(block_ids)
 
@@ -118,41 +114,6 @@ class GuardedView(GuardedQueries):
         self._enter()
         return self._view.open_view(owner, max_blocks)
 
-    # --- leases ---
-
-    def lease(
-        self,
-        block_ids: Sequence[int],
-        *,
-        job: object = None,
-        ttl: float | None = None,
-        expected_keys: Sequence[OffloadKey] | None = None,
-    ) -> GuardedLease:
-        """Hold blocks until the lease is released, for at most ``ttl`` seconds.
-
-        Args:
-            block_ids: The blocks to hold; the null block is skipped.
-            job: Name of a job, for reports; one job may have several leases.
-            ttl: Seconds until the lease expires, or None. Expired leases are
-                released at the next call of any kind; engines make a call in each step.
-            expected_keys: One key per block. The blocks are held only if each still has its key.
-
-        Returns:
-            An active lease, which is also a context manager.
-
-        Raises:
-            StaleBlockError: A block no longer holds the expected key.
-            NotAnOffloadKeyError: An expected key cannot be a key.
-            PinBudgetExceeded: More blocks would be held than the budget allows.
-            ConfigError: ``ttl`` is not positive, or the view has no ``block_keys``.
-        """
-        self._enter()
-        block_ids = list(block_ids)
-        if expected_keys is not None:
-            with self._counted():
-                self._check_keys(block_ids, expected_keys)
-        return self._take(block_ids, job, ttl)
-
     # --- reports ---
 
     def guards(self) -> list[GuardedView]:
@@ -161,24 +122,21 @@ class GuardedView(GuardedQueries):
         return [guard for guard in _guards if guard._view in views]
 
     def held_blocks(self) -> Mapping[int, int]:
-        """Return all references by block, with references of leases and of guards over this one."""
+        """Return all references by block, with those of guards over this one."""
         self._enter()
         return self._view.held_blocks()
 
     def leaks(self, older_than: float = 0.0) -> list[Leak]:
         """Return the references that are at least ``older_than`` seconds old, oldest first."""
         now = self.now()
-        plain: dict[tuple[str, Stamp | None], list[int]] = {}
-        leaks: list[Leak] = []
+        held: dict[tuple[str, Stamp | None], list[int]] = {}
         for view in self._view.tree():
-            if view.leases is not None:
-                leaks += [self._leak(hold, view.owner) for hold in view.leases]
-            else:
-                for block_id, times, stamp in view.references():
-                    plain.setdefault((view.owner, stamp), []).extend([block_id] * times)
-        for (owner, stamp), block_ids in plain.items():
+            for block_id, times, stamp in view.references():
+                held.setdefault((view.owner, stamp), []).extend([block_id] * times)
+        leaks: list[Leak] = []
+        for (owner, stamp), block_ids in held.items():
             seconds, request_id, taken_at = stamp or (now, None, None)
-            leaks.append(Leak(owner, None, tuple(block_ids), now - seconds, taken_at, request_id))
+            leaks.append(Leak(owner, tuple(block_ids), now - seconds, taken_at, request_id))
         leaks = [leak for leak in leaks if leak.age >= older_than]
         return sorted(leaks, key=lambda leak: -leak.age)
 
@@ -204,16 +162,12 @@ class GuardedView(GuardedQueries):
         for view in self._view.tree():
             if view.is_open:
                 view.free_blocks([b for b, times, _ in view.references() for _ in range(times)])
-        for guard in self.guards():
-            guard._holds.clear()
-            guard.next_deadline = NEVER
-            guard.stats.active_leases = 0
         self.close()
 
     def close(self) -> Mapping[int, int]:
         """Close the guard and the view under it; returns the references still held.
 
-        After ``close``, ``leaks`` still reports the age and the job of these references.
+        After ``close``, ``leaks`` still reports the age of these references.
         """
         below, self._below = self._below, None
         still_held = self._view.close()
@@ -230,28 +184,11 @@ class GuardedView(GuardedQueries):
                 self._view.close()
             elif self._view.ledger.has_pool:  # otherwise the pool is gone too
                 _logger.warning(
-                    "GUARD-9: the guard of %r was garbage-collected while it held %d blocks, which "
+                    "GUARD-5: the guard of %r was garbage-collected while it held %d blocks, which "
                     "can no longer be freed: %s; close the guard first",
                     self.owner,
                     len(still_held),
                     list(still_held)[:8],
-                )
-
-    # --- checks ---
-
-    def _check_keys(self, block_ids: Sequence[int], expected: Sequence[OffloadKey]) -> None:
-        if not hasattr(self, "block_keys") or len(expected) != len(block_ids):
-            raise ConfigError(
-                f"GUARD-1: expected_keys needs a view with block_keys and one key per block, got "
-                f"{len(expected)} keys for {len(block_ids)} blocks"
-            )
-        for block_id, key, keys in zip(
-            block_ids, expected, self._ask("block_keys", block_ids), strict=True
-        ):
-            if block_id != self._null and require_offload_key(key) not in keys:
-                raise StaleBlockError(
-                    f"GUARD-1: block {block_id} no longer holds {key.hex()}, because it was reused "
-                    f"or evicted; look the key up again"
                 )
 
 
@@ -267,4 +204,3 @@ def _caller() -> str:
 
 if TYPE_CHECKING:
     _: type[GPUBlockPoolView] = GuardedView
-    _leases: type[SupportsLeases] = GuardedView

@@ -1,24 +1,21 @@
 """The pool contract: a connector's view of the engine's block pool."""
 
-from kvview.pool.leases import Lease, SupportsLeases, SupportsPinBudget
 from kvview.pool.queries import (
     SupportsBlockKeys,
     SupportsClose,
     SupportsFindCachedBlock,
     SupportsFreeCount,
+    SupportsFreeOrder,
     SupportsGiveBack,
     SupportsHolds,
     SupportsIsFree,
+    SupportsPinBudget,
     SupportsPoolSize,
-    SupportsReuseNotice,
 )
 from kvview.pool.view import GPUBlockPoolView
-from kvview.pool.walks import FreeBlockWalk, SupportsFreeOrder, SupportsResumableWalk
 
 __all__ = [
-    "FreeBlockWalk",
     "GPUBlockPoolView",
-    "Lease",
     "SupportsBlockKeys",
     "SupportsClose",
     "SupportsFindCachedBlock",
@@ -27,9 +24,6 @@ __all__ = [
     "SupportsGiveBack",
     "SupportsHolds",
     "SupportsIsFree",
-    "SupportsLeases",
     "SupportsPinBudget",
     "SupportsPoolSize",
-    "SupportsResumableWalk",
-    "SupportsReuseNotice",
 ]

@@ -5,7 +5,7 @@ The laws of :mod:`kvview.pool.view` apply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvview.keys import OffloadKey
@@ -74,6 +74,24 @@ class SupportsIsFree(Protocol):
         Raises:
             UnknownBlockError: The id is not a block of this pool.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsFreeOrder(Protocol):
+    """The view walks the whole free queue, so that the eviction rank of every block is known.
+
+    Examples:
+        Count the blocks that the engine will allocate before it evicts a certain block:
+
+        >>> queue = list(view.iter_free_block_ids())  # blocks without a hash are allocated first
+        >>> rank = queue.index(1)
+        >>> rank, len(queue)
+        (7, 8)
+    """
+
+    def iter_free_block_ids(self) -> Iterator[int]:
+        """Walk all free blocks lazily, with or without a hash, next victim first (POOL-6)."""
         ...
 
 
@@ -148,6 +166,25 @@ class SupportsFindCachedBlock(Protocol):
 
 
 @runtime_checkable
+class SupportsPinBudget(Protocol):
+    """The view limits the number of blocks that may be held.
+
+    Examples:
+        Store only as many blocks as may be held, and count the others as skipped:
+
+        >>> full = [1, 2, 3, 4, 5]
+        >>> stored = full[: view.num_pinnable_blocks()]
+        >>> view.touch_blocks(stored)
+        >>> len(full) - len(stored), view.num_pinnable_blocks()
+        (1, 0)
+    """
+
+    def num_pinnable_blocks(self) -> int:
+        """Return the number of additional blocks that may be held; touching more blocks raises."""
+        ...
+
+
+@runtime_checkable
 class SupportsGiveBack(Protocol):
     """The view can free blocks without making them recently used.
 
@@ -171,47 +208,6 @@ class SupportsGiveBack(Protocol):
             BlockNotHeldError: The call would release more references than this view holds.
 
         Source: ``free_blocks(prepend=True)``, vllm/v1/core/block_pool.py, 0.23.0.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsReuseNotice(Protocol):
-    """The view notifies the connector when a block that it freed is allocated again.
-
-    Examples:
-        Find out when the GPU no longer has a block:
-
-        >>> reused = []
-        >>> view.touch_blocks([1])
-        >>> view.free_blocks_with_notice([1], on_reuse=reused.append)
-        >>> requests = pool.allocate_blocks(view.num_free_blocks())
-        >>> reused
-        [1]
-    """
-
-    def free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        """Release like ``free_blocks``, with one notice of reuse for each block (POOL-14).
-
-        1. A block that another owner still holds is watched until it is free and reused.
-        2. A view watches a block once: a later call replaces the ``on_reuse`` of an earlier
-           one. If several owners watch a block, each is notified.
-        3. A closed view is not notified.
-
-        Args:
-            block_ids: Blocks in eviction order: the first is evicted first.
-            on_reuse: Called with a block id on the scheduler's thread, during the engine's
-                allocation, so it must not call the view. An exception is logged, and the
-                engine continues.
-
-        Raises:
-            UnknownBlockError: An id is not a block of this pool.
-            BlockNotHeldError: The call would release more references than this view holds.
-            ViewClosedError: The view was closed.
-
-        Source: ``BlockPool.unpin_blocks``, vllm/v1/core/block_pool.py, 0.30.0 and later.
         """
         ...
 

@@ -1,11 +1,11 @@
 """The pool contract: a connector's view of the engine's block pool.
 
 Three methods are the core. All other methods are optional, and belong to small ``Supports...``
-protocols (:mod:`kvview.pool.queries`, :mod:`kvview.pool.walks`, :mod:`kvview.pool.leases`), which
-an implementer adds one by one. A connector tests for a protocol with ``isinstance``. Allocation,
-eviction, cache reset, block objects and reference counts are never reachable through a view.
+protocols (:mod:`kvview.pool.queries`), which an implementer adds one by one. A connector tests for
+a protocol with ``isinstance``. Allocation, eviction, cache reset, block objects and reference
+counts are never reachable through a view.
 
-Laws: POOL-1 to POOL-14 in ``kvview/laws.toml``.
+Laws: POOL-1 to POOL-12 in ``kvview/laws.toml``.
 
 Source: vLLM PR #39654 (gives connectors the raw pool), the review thread of PR #41120 (requests
 a narrow view), and ``vllm/v1/core/block_pool.py``.

@@ -163,7 +163,7 @@ class FreeQueue:
             return start, self._front[-stop:-start][::-1]
         return start, self._back[start - self._back_start : stop - self._back_start]
 
-    def _stop_walks(self) -> None:
+    def stop_walks(self) -> None:
         """Make all walks read their entries again, because the caller takes or moves entries."""
         for walk in self._walks:
             walk.stop(self._state)
@@ -187,7 +187,7 @@ class FreeQueue:
         """
         num_entries = _MOVED_PER_TOUCH * num_taken + _FEWEST_MOVED
         self._is_compacting = True
-        self._stop_walks()
+        self.stop_walks()
         front = self._front
         source, target = self._front_moves
         stop = min(source + num_entries, len(front))

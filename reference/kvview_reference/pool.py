@@ -7,9 +7,8 @@ Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py``; PR #39654.
 
 from __future__ import annotations
 
-import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from typing_extensions import override
@@ -20,7 +19,6 @@ from kvview import (
     BlockRemoved,
     BlockStored,
     ConfigError,
-    FreeBlockWalk,
     GPUBlockPoolView,
     GPUEvent,
     NoFreeBlocksError,
@@ -38,17 +36,11 @@ from kvview_reference.free_queue import (
     FreeQueue,
     is_position,
 )
-from kvview_reference.walks import (
-    ResumedWalk,
-    walk_free_block_ids,
-    walk_free_block_ids_with_hash,
-)
+from kvview_reference.walks import walk_free_block_ids, walk_free_block_ids_with_hash
 
 _REFERENCE, _HASHED = 2, 1  # the parts of a held block's state
 _LAST_HASHED = _REFERENCE + _HASHED  # the state of a hashed block with one reference
 _MAX_ZEROS = 2  # zeros per block, before entries are moved together
-
-_logger = logging.getLogger(__name__)
 
 
 class BlockPool(FreeQueue):
@@ -84,7 +76,6 @@ class BlockPool(FreeQueue):
         self.enable_caching = enable_caching
         self._block_by_hash: dict[OffloadKey, int] = {}  # the first that was registered
         self._more_blocks: dict[OffloadKey, dict[int, None]] = {}
-        self._watchers: dict[int, dict[object, Callable[[int], None]]] = {}  # by block, by owner
         self._events: EventLog[GPUEvent] | None = EventLog() if enable_events else None
 
     # --- references and the free queue ---
@@ -114,7 +105,7 @@ class BlockPool(FreeQueue):
             raise NoFreeBlocksError(
                 f"cannot allocate {num_blocks} blocks, because only {self._num_free} are free"
             )
-        self._stop_walks()
+        self.stop_walks()
         block_ids = self._take_front(num_blocks)
         num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
         if self._is_hashed_in_front:
@@ -130,8 +121,6 @@ class BlockPool(FreeQueue):
         # Positions of the front stack are reused, so move walks out of them.
         for walk in self._walks:
             walk.position = max(walk.position, -len(self._front) - 1)
-        if self._watchers:
-            self._notify_reuse(block_ids)
         return block_ids
 
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
@@ -142,7 +131,7 @@ class BlockPool(FreeQueue):
         """
         block_ids = list(block_ids)
         if self._walks:
-            self._stop_walks()
+            self.stop_walks()
         state, front, back, back_start = self._state, self._front, self._back, self._back_start
         first_back, hashed, unhashed = FIRST_BACK, _LAST_HASHED, _REFERENCE
         taken: list[int] = []  # positions
@@ -236,7 +225,7 @@ class BlockPool(FreeQueue):
     def move_to_head(self, block_ids: Iterable[int]) -> None:
         """Make those of these blocks that are free the next victims, in the given order."""
         state = self._state
-        self._stop_walks()
+        self.stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
             position = state[block_id]
             if is_position(position):
@@ -402,7 +391,7 @@ class BlockPool(FreeQueue):
             return False
         # No block has a hash now, so all blocks move to the front, where walks for hashes
         # do not pass them.
-        self._stop_walks()
+        self.stop_walks()
         block_ids = self.free_block_ids()
         end = self._back_start + len(self._back)
         start = -len(self._front) - 1  # walks before the first block are included
@@ -418,32 +407,7 @@ class BlockPool(FreeQueue):
         self._more_blocks.clear()
         if self._events is not None:
             self._events.append(AllBlocksCleared())
-        self._notify_reuse(list(self._watchers))
         return True
-
-    # --- notices of reuse ---
-
-    def watch_reuse(
-        self, block_ids: Iterable[int], owner: object, on_reuse: Callable[[int], None]
-    ) -> None:
-        """Notify an owner once when these blocks are allocated again (POOL-14)."""
-        for block_id in block_ids:
-            if block_id != NULL_BLOCK_ID:
-                self._watchers.setdefault(block_id, {})[owner] = on_reuse
-
-    def _notify_reuse(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            for on_reuse in self._watchers.pop(block_id, {}).values():
-                try:
-                    on_reuse(block_id)
-                except Exception:
-                    _logger.exception("POOL-14: on_reuse(%d) raised; the pool continues", block_id)
-
-    def forget_owner(self, owner: object) -> None:
-        """Cancel the notices of an owner, and make its walks check their view again."""
-        self._stop_walks()
-        for watchers in self._watchers.values():
-            watchers.pop(owner, None)
 
     def take_events(self) -> list[GPUEvent]:
         """Return the events since the last call, in order."""
@@ -496,18 +460,6 @@ class BlockPoolView(LedgerView):
         """Walk all free blocks lazily, hashed or not, next victim first (POOL-6)."""
         return walk_free_block_ids(self._open_pool)
 
-    def walk_free_blocks(self) -> FreeBlockWalk:
-        """Open a walk that continues in later steps (POOL-13)."""
-        return ResumedWalk(self._open_pool)
-
-    def free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        """Release blocks like ``free_blocks``, and send one notice of reuse for each (POOL-14)."""
-        block_ids = list(block_ids)
-        self.free_blocks(block_ids)
-        self._open_pool().watch_reuse(block_ids, self, on_reuse)
-
     def num_free_blocks(self) -> int:
         """Return the number of blocks that could be allocated now, hashed or not."""
         return self._open_pool().num_free_blocks()
@@ -530,7 +482,7 @@ class BlockPoolView(LedgerView):
 
     @override
     def _shut(self) -> None:
-        self._pool.forget_owner(self)
+        self._pool.stop_walks()
         super()._shut()
 
 

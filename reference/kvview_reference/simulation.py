@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -60,14 +60,13 @@ class ReferenceEngines:
         connectors: Sequence[Connector],
         *,
         owner: str,
-        clock: Callable[[], float],
         stream: StepStream | None = None,
     ) -> SimulatedEngine:
         """Build an engine."""
         connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
         if scenario.ranks:
             connector = _OnRanks(connector, scenario.ranks)
-        return ReferenceConnectorHarness(scenario, connector, owner, clock, stream)
+        return ReferenceConnectorHarness(scenario, connector, owner, stream)
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
         """Return the nearest scenario that two engines can simulate."""
@@ -215,7 +214,6 @@ class ReferenceConnectorHarness:
         scenario: Scenario,
         connector: Connector,
         owner: str,
-        clock: Callable[[], float],
         stream: StepStream | None,
     ) -> None:
         self._geometry = scenario.geometry
@@ -235,8 +233,6 @@ class ReferenceConnectorHarness:
             stream=stream,
             pin_budget=scenario.pin_budget,
         )
-        # Leases expire after a number of steps, not by the clock of the machine.
-        self._engine.view.now = clock
         self._engine.view.owner = owner
         self._pool = self._engine.kv_cache.pool
         self._squeezed: list[int] = []
@@ -343,7 +339,7 @@ class ReferencePDHarness(ReferenceConnectorHarness):
         name = type(connector).__name__
         if scenario.ranks:
             connector = _HandoffsOnRanks(connector, scenario.ranks, life.wires)
-        super().__init__(scenario, connector, name, life.clock, None)
+        super().__init__(scenario, connector, name, None)
         self._engine.bind_handoffs(life.me, life.wires[0], life.lease_seconds)
 
     def add_prefill(self, add: Add, serial: int) -> None:

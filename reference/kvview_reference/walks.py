@@ -1,85 +1,20 @@
 """Walks over the free queue of :class:`~kvview_reference.pool.BlockPool`.
 
-A walk is a position on the queue's axis. A one-shot walk copies a few entries at a time. A method
+A walk is a position on the queue's axis, and copies a few entries at a time. A method
 that takes or moves entries first stops the walk by emptying the copy, and the walk then reads the
-entries again. So every item is true without a further check. A resumed walk keeps only its position
-between two calls.
+entries again. So every item is true without a further check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-from kvview import FreeBlockWalk, OffloadKey, ViewClosedError
+from kvview import OffloadKey
 from kvview_reference.free_queue import FreeQueue, Walk
 
 _ENTRIES_PER_LOOK = (32, 1024)  # entries in a copy: the first one or after a stop, and at most
 
 OpenPool = Callable[[], FreeQueue]  # raises if the view was closed
-
-
-class ResumedWalk:
-    """A :class:`~kvview.FreeBlockWalk` over the reference pool (POOL-13).
-
-    Args:
-        open_pool: Returns the pool, or raises an exception if the view was closed.
-    """
-
-    def __init__(self, open_pool: OpenPool) -> None:
-        self._open_pool = open_pool
-        self._pool: FreeQueue | None = open_pool()
-        self._walk = Walk(self._pool.first_hashed_position())
-        self._has_started = False  # before its first item, blocks at the head are ahead of it
-        self._pool.add_walk(self._walk)
-
-    def _open(self) -> FreeQueue:
-        if self._pool is None:
-            raise ViewClosedError(
-                "POOL-13: the walk was closed; open another one with walk_free_blocks()"
-            )
-        return self._open_pool()
-
-    def take(self, max_blocks: int) -> list[tuple[int, OffloadKey]]:
-        """Return the next items, of at most ``max_blocks`` blocks; none at the end of the queue."""
-        pool, walk = self._open(), self._walk
-        if not self._has_started:
-            self.restart()
-        hashes, more_hashes = pool._hash, pool._more_hashes
-        items: list[tuple[int, OffloadKey]] = []
-        missing, size = max_blocks, _ENTRIES_PER_LOOK[0]
-        while missing > 0:
-            start, entries = pool.entries_after(walk, max(missing, size))
-            if not entries:
-                break
-            size *= 2
-            for position, block_id in enumerate(entries, start):  # noqa: B007
-                key = hashes[block_id] if block_id else None
-                if key is not None:
-                    items.append((block_id, key))
-                    if more_hashes and block_id in more_hashes:
-                        items += [(block_id, other) for other in more_hashes[block_id]]
-                    missing -= 1
-                    if missing == 0:
-                        break
-            walk.position = position
-        self._has_started = bool(items) or self._has_started
-        return items
-
-    def restart(self) -> None:
-        """Start again with the next victim."""
-        self._walk.position = self._open().first_hashed_position() - 1
-        self._has_started = False
-
-    def close(self) -> None:
-        """End the walk; a second call does nothing."""
-        if self._pool is not None:
-            self._pool.remove_walk(self._walk)
-            self._pool = None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_walk"):  # otherwise the view was closed when it was opened
-            self.close()
 
 
 def walk_free_block_ids(open_pool: OpenPool) -> Iterator[int]:
@@ -136,7 +71,3 @@ def _look(pool: FreeQueue, walk: Walk, open_pool: OpenPool) -> Iterator[list[int
             num_entries = min(2 * num_entries, most)
     finally:
         pool.remove_walk(walk)
-
-
-if TYPE_CHECKING:
-    _: type[FreeBlockWalk] = ResumedWalk

@@ -2,14 +2,14 @@
 
 A missing call shows in none of the multi-connector's own results. So :class:`SpyConnector` is one
 of its children, besides others that store and load. It stores nothing and promises nothing. It
-holds a block of each request that ends, under a lease that expires by the engine's clock, and its
-worker half keeps a thread until shutdown.
+holds a block of some requests that end for some steps, and its worker half keeps a thread until
+shutdown.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -25,15 +25,14 @@ from kvview import (
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsLeases,
     SupportsPinBudget,
     TransferResult,
     WorkerConnector,
 )
 from kvview.testing.connector.judge.invariants import InvariantBroken
 
-_SECONDS = 3.0  # for which a block of a request is held, by the engine's clock
-_MOST_LEASES = 2
+_STEPS = 3  # for which a block of a request is held
+_MOST_HELD = 2
 
 
 class SpyConnector(Connector):
@@ -56,7 +55,7 @@ class SpyScheduler(SchedulerConnector):
         self._facts: EngineFacts | None = None
         self._with_blocks: set[str] = set()
         self._running: set[str] = set()  # those whose loads, of any child, have ended
-        self._leases: list[Any] = []
+        self._held: list[list[int]] = []  # a block, and the steps until its release
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
@@ -108,7 +107,9 @@ class SpyScheduler(SchedulerConnector):
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
         self._check_ready("plan_step")
-        self._leases = [lease for lease in self._leases if lease.is_active]
+        for held in self._held:
+            held[1] -= 1
+        self._release(lambda steps: steps <= 0)
         for running in step.scheduled:
             name = running.request.request_id
             if name not in self._with_blocks:
@@ -142,18 +143,23 @@ class SpyScheduler(SchedulerConnector):
         blocks = [block for table in block_ids for block in table]
         if isinstance(view, SupportsPinBudget) and not view.num_pinnable_blocks():
             return
-        if blocks and isinstance(view, SupportsLeases) and len(self._leases) < _MOST_LEASES:
-            self._leases.append(view.lease(blocks[-1:], job=request.request_id, ttl=_SECONDS))
+        if blocks and view is not None and len(self._held) < _MOST_HELD:
+            view.touch_blocks(blocks[-1:])
+            self._held.append([blocks[-1], _STEPS])
 
     @override
     def has_pending_work(self) -> bool:
-        return any(lease.is_active for lease in self._leases)  # leases end in a step
+        return bool(self._held)
 
     @override
     def shutdown(self) -> None:
-        for lease in self._leases:
-            lease.release()
-        self._leases = []
+        self._release(lambda steps: True)
+
+    def _release(self, is_due: Callable[[int], bool]) -> None:
+        due = [block for block, steps in self._held if is_due(steps)]
+        if due and self._view is not None:
+            self._view.free_blocks(due)
+        self._held = [held for held in self._held if not is_due(held[1])]
 
 
 class SpyWorker(WorkerConnector):

@@ -69,5 +69,5 @@ def test_a_connector_without_the_query_is_played_without_a_budget() -> None:
 def test_a_hold_beyond_the_queried_budget_is_found() -> None:
     failure = simulate(HoldsOneMore, SCENARIO).failure
     assert failure is not None
-    assert failure.law == "GUARD-5"
+    assert failure.law == "GUARD-3"
     assert "on_request_finished raised PinBudgetExceeded" in failure.message

@@ -55,7 +55,6 @@ from tests.connector.unusual import UNUSUAL
 from tests.mutants.connector import MUTANTS, load_named
 from tests.mutants.connector.each_step import EachStep
 from tests.mutants.connector.late import Flaky, Late
-from tests.mutants.connector.leasing import LeasesForAWhile, LeasesForLong
 from tests.mutants.connector.two import Two
 from tests.mutants.connector.walker import Walker
 from tests.mutants.mutant import Mutant
@@ -74,7 +73,7 @@ SILENT = {"cpu_blocks": 40}
 
 RIGHT: list[type[Connector]] = [
     *(StoreConnector, HostCacheConnector, Connector),
-    *(Walker, EachStep, Late, Two, LeasesForAWhile, LeasesForLong),
+    *(Walker, EachStep, Late, Two),
     *UNUSUAL,
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -51,10 +51,9 @@ class Engines(VLLMEngines):
         connectors: Sequence[Connector],
         *,
         owner: str,
-        clock: Callable[[], float],
         stream: StepStream | None = None,
     ) -> SimulatedEngine:
-        built = super().build(scenario, connectors, owner=owner, clock=clock, stream=stream)
+        built = super().build(scenario, connectors, owner=owner, stream=stream)
         assert isinstance(built, KVViewHarness)
         self.last = built
         return built

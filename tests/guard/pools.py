@@ -13,13 +13,9 @@ from kvview_reference.harness import ReferenceEnginePool
 
 
 class GuardedPool(ReferenceEnginePool):
-    """The reference's pool with a guard as its view, and with a clock that ``advance`` moves."""
+    """The reference's pool with a guard as its view."""
 
     Guard: ClassVar[type[GuardedView]] = GuardedView
-
-    def __init__(self, num_blocks: int, *, enable_events: bool = False) -> None:
-        self.seconds = 0.0
-        super().__init__(num_blocks, enable_events=enable_events)
 
     @override
     def make_view(self) -> GPUBlockPoolView:
@@ -28,11 +24,7 @@ class GuardedPool(ReferenceEnginePool):
     def guard_over(self, view: GPUBlockPoolView, num_blocks: int | None) -> GuardedView:
         """Make another guard over a view, which may hold this number of blocks."""
         budget = None if num_blocks is None else num_blocks / self.pool.num_blocks
-        return self.Guard(view, owner="guard", pin_budget=budget, clock=lambda: self.seconds)
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        self.seconds += seconds
+        return self.Guard(view, owner="guard", pin_budget=budget)
 
 
 class UncheckedView:

@@ -8,7 +8,6 @@ import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,19 +17,15 @@ from kvview import (
     ConfigError,
     GPUBlockPoolView,
     GuardedView,
-    Lease,
     NotCopyableError,
     SupportsBlockKeys,
     SupportsFreeCount,
     SupportsHolds,
-    SupportsLeases,
     SupportsPinBudget,
     SupportsPoolSize,
-    SupportsReuseNotice,
     UnknownBlockError,
     WrongThreadError,
 )
-from kvview.testing.suites.cost import cost_of, growth_of
 from kvview_reference.harness import ReferencePool
 from kvview_reference.pool import BlockPool, BlockPoolView
 from tests.guard.machine import GuardMachine
@@ -47,51 +42,24 @@ class TestGuardedPool(ReferencePool):
     engine_class = GuardedPool
 
 
-@pytest.mark.parametrize("way", ["release", "renew"])
-def test_guard_3_ended_leases_leave_nothing_behind(way: str) -> None:
-    guard = GuardedView(BlockPool(10).view())
-    stay = [guard.lease([1], ttl=1e6)]
-
-    def repeat(times: int) -> None:
-        for _ in range(times):
-            guard.lease([2], ttl=1e6).release() if way == "release" else stay[0].renew(1e6)
-
-    few = cost_of(partial(repeat, 50))
-    stay += [guard.lease([1], ttl=1e6) for _ in range(1000)]
-    assert cost_of(partial(repeat, 50)).lines <= few.times(4).lines, (
-        "it costs the same next to others"
-    )
-    many = partial(repeat, 3000)
-    assert growth_of(many, many) <= 200_000  # bytes; a leak of an entry per lease is over 300,000
-
-
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_guard_6_copies_are_refused(way: Callable[[object], object]) -> None:
+def test_guard_4_copies_are_refused(way: Callable[[object], object]) -> None:
     guard = GuardedView(BlockPool(10).view())
-    lease = guard.lease([1])
-    for one in (guard, lease):
-        with pytest.raises(NotCopyableError, match=r"^GUARD-6: "):
-            way(one)
-    assert lease.release()
+    with pytest.raises(NotCopyableError, match=r"^GUARD-4: "):
+        way(guard)
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
-@pytest.mark.parametrize("method", ["touch_blocks", "free_blocks", "release"])
-def test_guard_6_a_forked_process_is_refused(method: str) -> None:
+@pytest.mark.parametrize("method", ["touch_blocks", "free_blocks"])
+def test_guard_4_a_forked_process_is_refused(method: str) -> None:
     guard = GuardedView(BlockPool(10).view())
     guard.touch_blocks([1])
-    lease = guard.lease([2])
-    calls: dict[str, Callable[[], object]] = {
-        "touch_blocks": partial(guard.touch_blocks, [1]),
-        "free_blocks": partial(guard.free_blocks, [1]),
-        "release": lease.release,
-    }
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
     def call_in_the_child() -> None:
         try:
-            theirs.send(repr(calls[method]()))
+            theirs.send(repr(getattr(guard, method)([1])))
         except Exception as error:
             theirs.send(f"{type(error).__name__}: {error}")
 
@@ -99,70 +67,56 @@ def test_guard_6_a_forked_process_is_refused(method: str) -> None:
     child.start()
     got = ours.recv()
     child.join()
-    assert got.startswith("WrongThreadError: GUARD-6: ")
-    assert lease.release()
+    assert got.startswith("WrongThreadError: GUARD-4: ")
     guard.free_blocks([1])
 
 
-def test_guard_9_dropped_holds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_guard_5_dropped_holds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     def num_logged() -> int:
         gc.collect()
-        return sum("GUARD-9" in message for message in caplog.messages)
+        return sum("GUARD-5" in message for message in caplog.messages)
 
     guard = GuardedView(BlockPool(10).view())
-    guard.lease([2], ttl=5)
-    assert num_logged() == 0, "a lease with a deadline ends by itself"
-    guard.lease([1])
-    assert num_logged() == 1
     other = GuardedView(guard)
     other.touch_blocks([3])
     other.free_blocks([3])
     del other
-    assert num_logged() == 1, "a guard without holds"
+    assert num_logged() == 0, "a guard without holds"
     other = GuardedView(guard)
     other.touch_blocks([3])
     del other
-    assert num_logged() == 2
+    assert num_logged() == 1
     ring: list[Any] = [BlockPool(10)]
     # The collector frees a cycle in one pass, and may free the guard before its pool.
     ring += [GuardedView(ring[0].view()), ring]
     ring[1].touch_blocks([1])
     del ring
-    assert num_logged() == 2, "a guard that goes with its pool"
+    assert num_logged() == 1, "a guard that goes with its pool"
 
 
-def test_guard_11_with_a_trace_a_leak_names_the_line_of_its_caller() -> None:
+def test_guard_7_with_a_trace_a_leak_names_the_line_of_its_caller() -> None:
     guard = GuardedView(BlockPool(10).view(), trace=True)
 
-    def take_plain() -> None:
+    def take() -> None:
         guard.touch_blocks([1])
 
-    def take_lease() -> Any:
-        return guard.lease([2])
-
-    take_plain()
-    lease = take_lease()
-    found = {leak.block_ids: leak.taken_at for leak in guard.leaks()}
-    for block, function in ((1, take_plain), (2, take_lease)):
-        code = function.__code__
-        line = f"{code.co_filename}:{code.co_firstlineno + 1} in {function.__name__}"
-        assert found[block,] == line
-    assert lease.release()
+    take()
+    code = take.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + 1} in take"
+    assert [leak.taken_at for leak in guard.leaks()] == [line]
+    guard.free_blocks([1])
 
 
 def test_a_guard_has_the_queries_of_the_view_below() -> None:
     guard = GuardedView(BlockPool(10).view())
     for protocol in (
         *(GPUBlockPoolView, SupportsBlockKeys, SupportsFreeCount),
-        *(SupportsPoolSize, SupportsHolds, SupportsReuseNotice),
+        *(SupportsPoolSize, SupportsHolds),
     ):
         assert isinstance(guard, protocol)
     bare = GuardedView(UncheckedView(10, has_size=True))
-    for missing in (SupportsFreeCount, SupportsReuseNotice, SupportsPinBudget):
+    for missing in (SupportsFreeCount, SupportsPinBudget):
         assert not isinstance(bare, missing)
-    assert isinstance(bare, SupportsLeases)
-    with bare.lease([1]) as lease:
-        assert isinstance(lease, Lease)
     limited = GuardedView(UncheckedView(10, has_size=True), pin_budget=0.5)
     assert isinstance(limited, SupportsPinBudget)
 
@@ -172,7 +126,6 @@ def test_a_guard_takes_arguments_by_their_names() -> None:
     for guard in (GuardedView(below), GuardedView(GuardedView(below))):
         guard.touch_blocks(block_ids=[1, 2])
         guard.give_back_blocks(block_ids=[1])
-        guard.free_blocks_with_notice(on_reuse=print, block_ids=[2])
         assert guard.is_free(block_id=1)
         assert guard.block_keys(block_ids=[1, 2]) == [(), ()]
     with pytest.raises(UnknownBlockError):
@@ -187,7 +140,7 @@ def test_a_share_without_a_pool_or_beyond_it_is_refused() -> None:
         GuardedView(UncheckedView(10, has_size=False), pin_budget=0.5)
 
 
-def test_guard_4_a_later_thread_with_the_same_ident_is_another_thread() -> None:
+def test_guard_2_a_later_thread_with_the_same_ident_is_another_thread() -> None:
     pool = BlockPool(10)
     made: list[tuple[int, GuardedView]] = []
     refusals: list[str] = []
@@ -208,7 +161,7 @@ def test_guard_4_a_later_thread_with_the_same_ident_is_another_thread() -> None:
         thread.join()
     if not refusals:
         pytest.skip("this system reuses no ident")
-    assert all(text.startswith("GUARD-4") and "same ident" in text for text in refusals)
+    assert all(text.startswith("GUARD-2") and "same ident" in text for text in refusals)
     assert pool.num_free_blocks() == 9
 
 
@@ -256,41 +209,18 @@ def test_repeated_mentions_reach_the_engine_in_a_call_before_the_last_ones() -> 
             calls.append(("give back", list(block_ids)))
             super().give_back_blocks(block_ids)
 
-        def free_blocks_with_notice(
-            self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-        ) -> None:
-            assert on_reuse is print
-            calls.append(("notice", list(block_ids)))
-            super().free_blocks(block_ids)
-
     calls: list[tuple[str, list[int]]] = []
     guard = GuardedView(Below(10, has_size=True))
-    ways: dict[str, Callable[[list[int]], None]] = {
-        "give back": guard.give_back_blocks,
-        "notice": lambda block_ids: guard.free_blocks_with_notice(block_ids, print),
-    }
-    for name, free in ways.items():
-        calls.clear()
-        guard.touch_blocks([1, 2, 2])
-        free([2, 0, 1, 2])
-        assert calls == [("free", [2]), (name, [1, 2])]
-
-
-def test_a_query_of_a_guard_above_expires_the_leases_below() -> None:
-    seconds = [0.0]
-    below = GuardedView(BlockPool(10).view(), clock=lambda: seconds[0])
-    guard = GuardedView(below, clock=lambda: seconds[0])
-    below.lease([1, 2], ttl=1)
-    seconds[0] = 1.0
-    assert guard.is_free(2)
-    assert guard.num_free_blocks() == 9
+    guard.touch_blocks([1, 2, 2])
+    guard.give_back_blocks([2, 0, 1, 2])
+    assert calls == [("free", [2]), ("give back", [1, 2])]
 
 
 @pytest.mark.parametrize(
     ("share", "size", "blocks"),
     [(0.29, 100, 29), (0.05, 10, 1), (0.57, 100, 57), (1.0, 10, 10), (0.25, 10, 2), (0.1, 2, 1)],
 )
-def test_guard_5_a_budget_is_rounded_down_to_blocks_and_is_at_least_one(
+def test_guard_3_a_budget_is_rounded_down_to_blocks_and_is_at_least_one(
     share: float, size: int, blocks: int
 ) -> None:
     assert GuardedView(BlockPool(size).view(), pin_budget=share).num_pinnable_blocks() == blocks
@@ -300,7 +230,8 @@ def test_a_dropped_guard_leaves_nothing_behind_in_the_view() -> None:
     view = BlockPool(10).view()
     for _ in range(3):
         guard = GuardedView(view)
-        guard.lease([1]).release()
+        guard.touch_blocks([1])
+        guard.free_blocks([1])
         del guard
         gc.collect()
     assert list(view.tree()) == [view]

@@ -8,7 +8,6 @@ from collections import defaultdict
 from tests.house.source_tree import ROOMS, modules
 
 SAME_CLASS_NAME = {
-    "ResumedWalk": "over the free queue of a floor's pool",
     "Walk": "over the free queue of a floor's pool",
 }
 """Class names with two meanings, and why they are allowed."""

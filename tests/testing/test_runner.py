@@ -205,7 +205,7 @@ def _function() -> None: ...
         (_suite(release=None), "MinimalPool lacks release()"),
         (_suite("reset"), "MinimalPool lacks reset(); define them, or declare their absence"),
         (_suite(lacks=["resets"]), "lacks names resets; the capabilities of a pool are"),
-        (_suite(lacks=["leases"]), "lacks names leases; the capabilities of a pool are"),
+        (_suite(lacks=["walks"]), "lacks names walks; the capabilities of a pool are"),
         (PoolConformance, "cannot make its object: define PoolConformance.make(num_blocks)"),
         (_suite(allocate=_nothing), "allocate() -> 'None' must take 1 positional"),
         (_suite(allocate=[1]), "MinimalPool.allocate cannot be called"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvview import Lease
 from kvview_vllm.binding import BlockPoolViewMixin
 from tests.vllm.raw_connectors import Ended, HostConnector, Kept
 
@@ -59,14 +58,14 @@ class Before(HoldsWhileItStores):
 
 
 class After(BlockPoolViewMixin, HoldsWhileItStores):
-    """The same with the view: a lease is released as a whole, and once."""
+    """The same with the view, which counts the holds: it holds the blocks that it copies."""
 
     def bind_gpu_block_pool_view(self, view: Any) -> None:
         self.view = view
 
-    def hold(self, table: list[int], to_copy: list[int]) -> Lease:
-        lease: Lease = self.view.lease(to_copy)
-        return lease
+    def hold(self, table: list[int], to_copy: list[int]) -> list[int]:
+        self.view.touch_blocks(to_copy)
+        return to_copy
 
-    def release(self, held: Lease) -> None:
-        held.release()
+    def release(self, held: list[int]) -> None:
+        self.view.free_blocks(held)

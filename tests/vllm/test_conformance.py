@@ -116,7 +116,6 @@ def lacking() -> set[str]:
     pool = VLLMPool(16)
     has = {
         "give_back": isinstance(pool.view, SupportsGiveBack),
-        "reuse_notice": pool.plain_view.release.reuse_watchers,
         "evict": hasattr(pool.pool, "evict_blocks"),
         "many_hashes": pool.plain_view.release.several_hashes,
     }
@@ -144,8 +143,3 @@ class TestGuardedVLLMPool(PoolConformance):
 
     def make(self, num_blocks: int) -> VLLMPool:
         return GuardedVLLMPool(num_blocks)
-
-
-def test_only_missing_features_of_the_release_are_skipped() -> None:
-    has_notices = hasattr(VLLMPool(16).pool, "unpin_blocks")
-    assert ("reuse_notice" in TestVLLMPool.lacks) == (not has_notices)

@@ -283,7 +283,7 @@ def test_the_port_of_a_connector_fixes_its_leak(engines: VLLMEngines) -> None:
     page = (ROOT / "docs" / "porting.md").read_text()
     for text in (
         "are held when everything has ended",
-        "view.touch_blocks(ids) and view.lease(ids)",
+        "view.touch_blocks(ids) counts the",
     ):
         assert text in runs.failures[0].message
         assert text in page

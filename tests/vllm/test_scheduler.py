@@ -133,22 +133,6 @@ def test_holds_at_shutdown_are_logged(
         half.view.free_blocks([7])
 
 
-def test_a_step_ends_expired_leases(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    free = engine.num_free_blocks()
-    view = side(engine).half.view
-    seconds = 0.0
-    view.now = lambda: seconds
-    view.lease([5], job="peer", ttl=3.0)
-    engine.add("first", TOKENS)
-    engine.step()
-    assert view.held_blocks()[5] == 1
-    seconds = 4.0
-    engine.run()
-    assert view.stats.expired == 1
-    assert engine.num_free_blocks() == free
-
-
 def test_an_unbound_connector_names_the_flag(make_engine: MakeEngine) -> None:
     # BIND-3
     engine = make_engine()

@@ -150,7 +150,7 @@ def test_blocks_of_a_window_are_counted_before_they_are_allocated(engines: VLLME
 def play_long_requests(engines: VLLMEngines, scenario: Scenario) -> str:
     """Decode until the pool is full and longer, and return the result."""
     connector = Connector(ConnectorConfig(scenario.geometry))
-    engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
+    engine = engines.build(scenario, [connector], owner="")
     assert isinstance(engine, KVViewHarness)
     for serial, request_id in enumerate(("one", "two", "three")):
         engine.add(Add(request_id, serial, 40, 40), serial)
@@ -179,7 +179,7 @@ def test_an_error_of_vllm_is_not_attributed_to_the_connector(engines: VLLMEngine
     # VSIM-1
     scenario, _ = engines.fit(replace(generate_scenario(0), steps_in_flight=1))
     connector = Connector(ConnectorConfig(scenario.geometry))
-    engine = engines.build(scenario, [connector], owner="", clock=lambda: 0.0)
+    engine = engines.build(scenario, [connector], owner="")
     assert isinstance(engine, KVViewHarness)
     engine.add(Add("r", 1, 9, 20), 1)
     engine.step()

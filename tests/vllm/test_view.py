@@ -20,7 +20,7 @@ from kvview_vllm import view
 from kvview_vllm.pool import VLLMBlockPoolView
 from kvview_vllm.releases import TESTED, probe_pool
 
-OPTIONAL = {"SupportsGiveBack": "free_prepend", "SupportsReuseNotice": "reuse_watchers"}
+OPTIONAL = {"SupportsGiveBack": "free_prepend"}
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def pool_view(pool: Any) -> VLLMBlockPoolView:
         name
         for name in kvview.__all__
         if name.startswith("Supports")
-        and getattr(kvview, name).__module__ in ("kvview.pool.queries", "kvview.pool.walks")
+        and getattr(kvview, name).__module__ == "kvview.pool.queries"
+        and name != "SupportsPinBudget"  # only a guard has a budget
     ],
 )
 def test_the_view_offers_every_query_that_the_release_allows(
@@ -101,11 +102,11 @@ def test_a_later_release_is_refused_unless_it_is_allowed(
     for part in ("pool seam", "0.99.0", TESTED, "KVVIEW_ALLOW_UNTESTED_VLLM=1"):
         assert part in str(caught.value)
     monkeypatch.setenv("KVVIEW_ALLOW_UNTESTED_VLLM", "1")
-    if release.reuse_watchers:
+    if release.several_hashes:
         assert view(pool).release == replace(release, version="0.99.0")
         assert "outside the tested range" in caplog.text
     else:  # a feature of the newest release is missing, so it may have been renamed
-        with pytest.raises(UnsupportedEngineError, match=r"unhashed_first|reuse_watchers"):
+        with pytest.raises(UnsupportedEngineError, match=r"unhashed_first|several_hashes"):
             view(pool)
 
 

@@ -10,13 +10,9 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from test_conformance import TestVLLMPool as Suite  # type: ignore[import-not-found]
-from test_conformance import VLLMPool
+from test_conformance import VLLMPool  # type: ignore[import-not-found]
 
 from kvview import SupportsGiveBack
-from kvview.testing.effort import Effort
-from kvview.testing.suites.conformance import find_failures
-from kvview_vllm.pool.walks import ResumedWalk
 
 
 class Engine(VLLMPool):  # type: ignore[misc]
@@ -33,10 +29,6 @@ class Engine(VLLMPool):  # type: ignore[misc]
 
     def walk(self) -> Any:
         return (block_id for block_id, _ in self.view.iter_free_block_ids_with_hash())
-
-
-def taken(walk: Any, number: int) -> list[int]:
-    return [block_id for block_id, _ in walk.take(number)]
 
 
 def test_pool_7_freed_blocks_do_not_join_a_walk() -> None:
@@ -90,51 +82,6 @@ def test_pool_7_a_walk_misses_no_block_when_the_engine_moves_its_neighbours() ->
     assert set(walked) >= set(order) - set(moved)
 
 
-def test_pool_13_a_run_that_the_engine_moved_as_a_whole_is_found_again() -> None:
-    engine = Engine(40, 20)
-    walk = engine.view.walk_free_blocks()
-    found = taken(walk, 5)
-    engine.share(engine.order[2:8])  # both sides of the place
-    engine.release(engine.order[2:8])
-    for _ in range(12):  # until as many blocks were read as are free
-        found += taken(walk, 8)
-        last = list(engine.walk())[-4:]
-        engine.view.touch_blocks(last)
-        engine.view.free_blocks(last)
-    assert set(engine.order) <= set(found)
-
-
-def test_pool_13_blocks_that_stayed_come_once_when_the_engine_took_the_place() -> None:
-    engine = Engine(40, 20)
-    order = engine.order
-    walk = engine.view.walk_free_blocks()
-    assert taken(walk, 5) == order[:5]
-    engine.share(order[3:6])
-    assert taken(walk, 3) == order[6:9]
-    assert taken(walk, 99) == order[9:]
-
-
-def test_pool_13_no_block_is_skipped_when_the_place_returns_at_the_tail() -> None:
-    engine = Engine(40, 20)
-    order = engine.order
-    walk = engine.view.walk_free_blocks()
-    assert taken(walk, 5) == order[:5]
-    engine.share([order[4]])
-    engine.release([order[4]])
-    assert taken(walk, 15) == order[5:]
-
-
-def test_pool_13_no_block_is_skipped_when_the_place_gets_another_key() -> None:
-    engine = Engine(40, 20)
-    order = engine.order
-    walk = engine.view.walk_free_blocks()
-    assert taken(walk, 5) == order[:5]
-    engine.allocate(39)
-    engine.cache(order, [b"%032d" % (100 + block_id) for block_id in order], 0)
-    engine.release(order)
-    assert set(taken(walk, 99)) == set(order)
-
-
 def test_pool_12_blocks_given_back_to_the_head_are_not_part_of_an_open_walk() -> None:
     engine = Engine(12, 5)
     pool_view: Any = engine.view
@@ -147,11 +94,3 @@ def test_pool_12_blocks_given_back_to_the_head_are_not_part_of_an_open_walk() ->
     pool_view.give_back_blocks(order[:2])
     assert list(walk) == order[3:]
     assert list(engine.walk()) == order
-
-
-def test_pool_13_the_search_finds_a_restart_without_an_effect(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Read at once after the restart, because other walks and later moves hide it.
-    monkeypatch.setattr(ResumedWalk, "restart", lambda walk: walk.take(0) and None)
-    assert {*find_failures(Suite, Effort(seeds=400, is_brief=True))} == {"POOL-13"}

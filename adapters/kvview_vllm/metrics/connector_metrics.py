@@ -44,7 +44,6 @@ GAUGES = {
     "oldest_hold_timestamp_seconds": (
         "Unix time at which the oldest reference still held was taken; 0 without references."
     ),
-    "active_leases": "Leases whose blocks are held.",
     "loads_in_flight": "Load jobs that have not ended on every worker.",
     "stores_in_flight": "Store jobs that have not ended on every worker.",
 }
@@ -57,7 +56,6 @@ COUNTERS = {
     "stored_bytes": "Bytes stored out of the KV cache, over all workers.",
     "skipped_blocks": "Blocks that were not stored: pin budget, free blocks, or a busy tier.",
     "refused_calls": "Calls of the connector on the pool that were refused.",
-    "expired_leases": "Leases that ended by expiry.",
     "faults": "Hooks of the connector that raised, or returned an unusable value.",
 }
 
@@ -128,9 +126,7 @@ class Meter:
             values = found.setdefault("" if owner == guard.owner else owner, {})
             held = sum(each.held for each in accounts)
             values["held_references"] = held
-            values["active_leases"] = sum(each.active_leases for each in accounts)
             values["refused_calls"] = sum(each.refused for each in accounts)
-            values["expired_leases"] = sum(each.expired for each in accounts)
             if held:  # both times may be too early, because the examination is some seconds old
                 since = self._held_since.setdefault(owner, time.time())
                 values["oldest_hold_timestamp_seconds"] = max(since, oldest.get(owner, 0.0))

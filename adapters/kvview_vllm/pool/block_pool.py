@@ -15,13 +15,10 @@ Source: ``vllm/v1/core/block_pool.py`` and ``FreeKVCacheBlockQueue`` in
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from typing_extensions import override
 
 from kvview import (
     GPUBlockPoolView,
@@ -31,13 +28,11 @@ from kvview import (
     require_offload_key,
 )
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
-from kvview_vllm.pool.walks import ResumedWalk, Walk, is_queued
+from kvview_vllm.pool.walks import Walk, is_queued
 from kvview_vllm.releases import PoolSeam, expect, probe_pool, reading
-from kvview_vllm.releases.compat.calls import hash_getter, make_block_pool, reuse_watchers
+from kvview_vllm.releases.compat.calls import hash_getter, make_block_pool
 
 NULL_BLOCK_ID = 0
-
-_logger = logging.getLogger(__name__)
 
 
 def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
@@ -58,11 +53,7 @@ def view(block_pool: Any, *, owner: str = "connector") -> VLLMBlockPoolView:
 
 def _view(block_pool: Any, owner: str) -> VLLMBlockPoolView:
     release = probe_pool(block_pool)
-    kind = VLLMBlockPoolView
-    if release.free_prepend:
-        kind = PrependingBlockPoolView
-    elif release.reuse_watchers:
-        kind = NotifyingBlockPoolView
+    kind = PrependingBlockPoolView if release.free_prepend else VLLMBlockPoolView
     return kind(block_pool, release, owner)
 
 
@@ -70,7 +61,7 @@ class VLLMBlockPoolView(LedgerView):
     """The view of one owner over a real pool, with a ledger of its holds.
 
     1. The class satisfies every law of :mod:`kvview.pool` and has the optional queries that all
-       releases support; each subclass adds one optional query.
+       releases support.
     2. Views of several owners may be open at once; each view counts its own references.
     3. Call a view only on the scheduler's thread.
 
@@ -137,13 +128,6 @@ class VLLMBlockPoolView(LedgerView):
         finally:
             self.before_touch.remove(walk.before_touch)
             self.ledger.before_free.remove(walk.before_free)
-
-    def walk_free_blocks(self) -> ResumedWalk:
-        """Return a walk that can be resumed in later steps (POOL-13)."""
-        more = self._more_keys, self._has_more_keys
-        walk = ResumedWalk(self._open_pool, *more, self.num_blocks, self.before_touch)
-        self.ledger.resumed_walks.add(walk)
-        return walk
 
     # --- queries ---
 
@@ -214,58 +198,11 @@ class PrependingBlockPoolView(VLLMBlockPoolView):
         self.free_with(
             lambda blocks: self._open_pool().free_blocks(blocks, prepend=True), block_ids
         )
-        for resumed in self.ledger.resumed_walks:
-            resumed.pass_over([self._blocks[block_id] for block_id in block_ids])
-
-
-class NotifyingBlockPoolView(VLLMBlockPoolView):
-    """The view for 0.30 and later, which can report that a block was allocated again."""
-
-    @override
-    def _open_account(self, owner: str, parent: LedgerView | None) -> None:
-        super()._open_account(owner, parent)
-        self._watched: dict[int, Callable[[int], None]] = {}
-
-    def free_blocks_with_notice(
-        self, block_ids: Sequence[int], on_reuse: Callable[[int], None]
-    ) -> None:
-        """Release blocks like ``free_blocks``, with one notification for each (POOL-14)."""
-        block_ids = list(block_ids)
-        self.free_with(self._unpin, block_ids)
-        self._watched.update((b, on_reuse) for b in block_ids if b != NULL_BLOCK_ID)
-
-    def _unpin(self, blocks: list[Any]) -> None:
-        # The engine keeps one watcher per block, so this watcher also calls the earlier one.
-        watchers = reuse_watchers(self._open_pool())
-        others = {block.block_id: watchers.get(block.block_id) for block in blocks}
-
-        def on_reuse(block: Any) -> None:
-            self._notify(block.block_id)
-            other = others[block.block_id]
-            if other is not None:
-                other(block)
-
-        self._pool.unpin_blocks(blocks, on_reuse)
-
-    def _notify(self, block_id: int) -> None:
-        on_reuse = self._watched.pop(block_id, None)
-        if on_reuse is not None:
-            try:
-                on_reuse(block_id)
-            except Exception:
-                _logger.exception(
-                    "POOL-14: on_reuse(%d) of %r raised; the engine continues", block_id, self.owner
-                )
-
-    @override
-    def _shut(self) -> None:
-        self._watched.clear()  # it gets no further notification
-        super()._shut()
 
 
 @cache
 def _try_pool() -> None:
-    """Hold, free, walk and watch blocks of a small new pool, once per process.
+    """Hold, free and walk blocks of a small new pool, once per process.
 
     Raises:
         UnsupportedEngineError: A result differs from the result of the tested releases.
@@ -285,11 +222,6 @@ def _try_pool() -> None:
         expect(seam, "the next victims", [block.block_id for block in taken], queue[:3])
         pool.free_blocks(taken)
         bound.touch_blocks([3])
-        if isinstance(bound, NotifyingBlockPoolView):
-            reused: list[int] = []
-            bound.free_blocks_with_notice([3], reused.append)
-            pool.get_new_blocks(7)
-            expect(seam, "blocks that were allocated again", reused, [3])
         bound.close()
 
 

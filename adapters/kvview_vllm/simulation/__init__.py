@@ -103,11 +103,10 @@ class VLLMEngines:
         connectors: Sequence[Connector],
         *,
         owner: str,
-        clock: Callable[[], float],
         stream: StepStream | None = None,
     ) -> SimulatedEngine:
         """Build an engine."""
-        return KVViewHarness(scenario, connectors, clock, stream)
+        return KVViewHarness(scenario, connectors, stream)
 
     def fit_for_handoffs(self, scenario: Scenario) -> Scenario:
         """Keep only the first group, unless the release supports failed loads of several."""
@@ -123,7 +122,7 @@ class VLLMEngines:
     ) -> PDHarness:
         """Build an engine that hands KV to others."""
         watch_hooks(connector)  # other exceptions are vLLM's (VSIM-1)
-        return KVViewHarness(scenario, [connector], life.clock, life=life)
+        return KVViewHarness(scenario, [connector], life=life)
 
     def pair_of_own(self, connector_class: type, options: Mapping[str, Any]) -> TwoEngines:
         """Make two engines with an unmodified connector of vLLM."""

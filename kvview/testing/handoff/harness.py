@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -43,13 +43,11 @@ class EngineLife:
     Args:
         me: Identity of this life.
         wires: The wire of each rank.
-        clock: Returns the time in seconds.
         lease_seconds: Seconds for which an offer waits for its consumer.
     """
 
     me: Peer
     wires: Sequence[Wire]
-    clock: Callable[[], float]
     lease_seconds: float
 
 
@@ -68,7 +66,7 @@ class BuildsPDEngines(Protocol):
         Args:
             scenario: Sizes of the engine.
             connector: The connector that the engine runs.
-            life: Identity, wire and clock of the engine.
+            life: Identity and wire of the engine.
         """
 
 
@@ -138,7 +136,7 @@ class TwoEngines:
         if name in self.engines:
             with suppress(Exception):
                 self.engines[name].shutdown()  # release threads and memory
-        life = EngineLife(me, wires, lambda: self.network.now, self.lease_seconds)
+        life = EngineLife(me, wires, self.lease_seconds)
         self.engines[name] = self.build(scenario, life)
 
     def build(self, scenario: Scenario, life: EngineLife) -> PDHarness:

@@ -22,20 +22,13 @@ from kvview.events.fold import FoldedEvents
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.testing.pool.draws import NUMBER, any_one, from_state, some, some_of_one, wrong_ids
 from kvview.testing.pool.model import PoolModel, key_sets
-from kvview.testing.pool.walks import OneShotWalk, ResumedWalk
+from kvview.testing.pool.walks import OpenWalk
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import ContractMachine, Label, observable, operation
 
 _SIZES = (16, 20, 24, 40, 64, 300, 700)
 _WALK_MOVES = ("read", "hold", "touch", "read 40")
 _NOT_KEYS = (bytes(range(32)), b"", bytes(4), b"h\0\1\0\0")
-_NOTICE = "free_blocks_with_notice"
-_FREES = {
-    "free_blocks": None,
-    "give_back_blocks": C.GIVE_BACK,
-    _NOTICE: C.REUSE_NOTICE,
-}
-"""The methods of a view that release blocks."""
 
 _OPEN_VIEW = any_one(lambda self: self.open_views())
 _VICTIMS = from_state(
@@ -92,10 +85,6 @@ class PoolMachine(ContractMachine):
         "POOL-12": Label(
             "Blocks that are released to the head are the next victims.", (C.GIVE_BACK,)
         ),
-        "POOL-13": Label(
-            "A resumed walk misses no block and repeats no block.", (C.RESUMABLE_WALK,)
-        ),
-        "POOL-14": Label("A notice comes once, when its block is reused.", (C.REUSE_NOTICE,)),
         "EVENT-1": Label("No event removes a key that was not stored.", (C.GPU_EVENTS,)),
         "EVENT-2": Label("The fold of the events is the prefix cache.", (C.GPU_EVENTS,)),
     }
@@ -114,11 +103,8 @@ class PoolMachine(ContractMachine):
         self.model = PoolModel(num_blocks, self.pool.null_block_id)
         self.model.add_view()
         self.views: list[Any] = [self.pool.view]
-        self.walks: list[OneShotWalk] = []
-        self.resumed: list[ResumedWalk] = []
-        self.notified: list[tuple[int, int]] = []
-        self.expected: list[tuple[int, int]] = []
-        self.num_notices = self.num_hashes = 0
+        self.walks: list[OpenWalk] = []
+        self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=12)
         self.folded: FoldedEvents[OffloadKey] = FoldedEvents()
         if self.can(C.CACHE):
@@ -136,7 +122,7 @@ class PoolMachine(ContractMachine):
 
     def frees(self) -> list[str]:
         """Return the names of the view's methods that release blocks."""
-        return [name for name, need in _FREES.items() if need is None or self.can(need)]
+        return ["free_blocks", *["give_back_blocks"] * self.can(C.GIVE_BACK)]
 
     def with_null(self, blocks: Iterable[int]) -> list[int]:
         """Return blocks and the null block."""
@@ -171,7 +157,6 @@ class PoolMachine(ContractMachine):
         if queue is not None:
             self.equal(blocks, queue[:number], "the queue is in the order of allocation", "POOL-6")
         self.judge(self.model.allocated(blocks), blocks)
-        self.expected += self.model.notices(blocks)
         return blocks
 
     @operation(
@@ -288,8 +273,6 @@ class PoolMachine(ContractMachine):
         is_done = self.model.reset()
         got = self.call(self.pool, "reset")
         self.equal(got, is_done, "a reset is done unless a block is held")
-        if is_done:
-            self.expected += self.model.notices(self.model.blocks)
 
     # --- the views ---
 
@@ -332,29 +315,11 @@ class PoolMachine(ContractMachine):
 
     def _free(self, at: int, method: str, blocks: Sequence[int]) -> None:
         self.blame_blocks(blocks)
-        self.call(self.views[at], method, blocks, *self.callback(method))
+        self.call(self.views[at], method, blocks)
         is_to_head = method == "give_back_blocks"
         if is_to_head:
             self.blame("POOL-12")
         self.model.give(blocks, self.model.held[at], to_head=is_to_head)
-        if method == _NOTICE:
-            self.blame("POOL-14")
-            real = [block for block in blocks if block != self.model.null]
-            self.model.watched[at].update(dict.fromkeys(real, self.num_notices))
-
-    def callback(self, method: str) -> list[Callable[[int], None]]:
-        """Return the arguments of a method that releases blocks, except the blocks."""
-        if method != _NOTICE:
-            return []
-        self.num_notices += 1
-        tag = self.num_notices
-
-        def on_reuse(block: int) -> None:
-            self.notified.append((tag, block))
-            if tag % 4 == 0:
-                raise RuntimeError("an error of the connector")
-
-        return [on_reuse]
 
     @operation(
         "POOL-11",
@@ -391,12 +356,11 @@ class PoolMachine(ContractMachine):
         view, value = self.views[at], wrong_ids().get(wrong, self.num_blocks)
         too_many = [block] * (max(self.model.held[at].values(), default=0) + 1)
         for method in ("touch_blocks", *self.frees()):
-            more = self.callback(method)
             for blocks in ([*held, value], [value, *held], [*held[:1], value, *held[1:]]):
-                self.refused(UnknownBlockError, view, method, blocks, *more, law="POOL-4")
+                self.refused(UnknownBlockError, view, method, blocks, law="POOL-4")
             if method != "touch_blocks":
                 blocks = [*held, *too_many]
-                self.refused(BlockNotHeldError, view, method, blocks, *more, law="POOL-4")
+                self.refused(BlockNotHeldError, view, method, blocks, law="POOL-4")
         for method, args in self.queries(value):
             if method in ("is_free", "block_keys", "primary_keys"):
                 self.refused(UnknownBlockError, view, method, *args, law="POOL-4")
@@ -431,7 +395,6 @@ class PoolMachine(ContractMachine):
             "block_keys": (C.BLOCK_KEYS, [blocks]),
             "primary_keys": (C.BLOCK_KEYS, [blocks]),
             "find_cached_block": (C.FIND_CACHED, [b"h\0\0\0\0"]),
-            "walk_free_blocks": (C.RESUMABLE_WALK, []),
             "held_blocks": (C.HOLDS, []),
         }
         return [(method, args) for method, (need, args) in calls.items() if self.can(need)]
@@ -441,52 +404,36 @@ class PoolMachine(ContractMachine):
         C.CLOSE,
         when=lambda self: 0 not in self.model.closed,
         has_walk=st.booleans(),
-        has_notices=st.booleans(),
     )
-    def close(self, has_walk: bool, has_notices: bool) -> None:
+    def close(self, has_walk: bool) -> None:
         """Close the first view, after which every call is refused, and its walks end.
 
         Args:
             has_walk: Whether a walk is open that has read blocks ahead.
-            has_notices: Whether notices are pending.
         """
         if self.open_views() == [0] and self.can(C.VIEWS):
             self.open_view()
         if has_walk and self.can(C.CACHE):
             self.walk(len(self.walks), 0, True, ["read"])
-        if has_notices and self.can(C.REUSE_NOTICE):
-            self._free(0, _NOTICE, list(self.model.held[0].elements()))
         self.blame("POOL-10")
         what, held = "close reports the holds, once", dict(self.model.held_through(0))
         self.equal(dict(self.call(self.pool, "close")), held, what)
         self.equal(dict(self.call(self.pool, "close")), {}, what)
         self.model.closed.add(0)
-        self.model.watched[0].clear()
         for one in self.walks:
             if one.at == 0:
                 self.refused(ViewClosedError, one, "next")
-        for other in self.resumed:
-            if other.at == 0:
-                self.refuse_walk(other)
         self.walks = [one for one in self.walks if one.at]
-        self.resumed = [other for other in self.resumed if other.at]
         self.refuse_all(self.views[0])
-        if not self.open_views():  # a closed view must not be notified
-            self.call(self.pool, "allocate", len(self.model.joined))
-            self.equal(self.notified, [], "a closed view is not notified", "POOL-14")
+        if not self.open_views():
             self.start(self.num_blocks, 0.0, self.has_events)
-
-    def refuse_walk(self, one: ResumedWalk) -> None:
-        """Call a resumable walk that has ended."""
-        self.refused(ViewClosedError, one.walk, "take", 1)
-        self.refused(ViewClosedError, one.walk, "restart")
 
     def refuse_all(self, view: Any) -> None:
         """Call every method of a closed view."""
         block = self.model.blocks[0]
         for method in ("touch_blocks", *self.frees()):
             for blocks in ([block], []):
-                self.refused(ViewClosedError, view, method, blocks, *self.callback(method))
+                self.refused(ViewClosedError, view, method, blocks)
         for method, args in self.queries(block):
             self.refused(ViewClosedError, view, method, *args)
         lists = self.lists(view)
@@ -513,7 +460,7 @@ class PoolMachine(ContractMachine):
             if not has_keys:
                 order = self.listed(self.views[at], "iter_free_block_ids")
             walk = self.call(self.views[at], "iter_free_block_ids" + "_with_hash" * has_keys)
-            self.walks.append(OneShotWalk(self.model, at, walk, order, has_keys))
+            self.walks.append(OpenWalk(self.model, at, walk, order, has_keys))
         one = self.walks[number]
         for move in moves:
             block = None
@@ -527,44 +474,7 @@ class PoolMachine(ContractMachine):
                 if move == "touch":
                     self._free(at, "free_blocks", [block])
 
-    @operation(
-        "POOL-13",
-        C.CACHE,
-        C.RESUMABLE_WALK,
-        number=st.integers(0, 2),
-        at=_OPEN_VIEW,
-        moves=st.lists(
-            st.sampled_from((1, 2, 6, 0, 40, 100, "restart", "close")), min_size=1, max_size=4
-        ),
-    )
-    def resume(self, number: int, at: int, moves: list[int | str]) -> None:
-        """Open or continue a resumable walk: take items, restart the walk, or close it."""
-        number = min(number, len(self.resumed))
-        if number == len(self.resumed):
-            walk = self.call(self.views[at], "walk_free_blocks")
-            self.resumed.append(ResumedWalk(self.model, at, walk))
-        one = self.resumed[number]
-        for move in moves:
-            if move == "close":
-                self.resumed.remove(one)
-                self.call(one.walk, "close")
-                self.call(one.walk, "close")
-                self.refuse_walk(one)
-                return
-            if isinstance(move, int):
-                one.take(self, move)
-            else:
-                one.restart(self)
-
     # --- observables ---
-
-    @observable("POOL-14")
-    def notices(self) -> None:
-        """Compare the notices since the last operation."""
-        got, expected = sorted(self.notified), sorted(self.expected)
-        self.notified.clear()
-        self.expected.clear()
-        self.equal(got, expected, "a notice comes once, when its block is reused")
 
     @observable("POOL-9", C.HOLDS)
     def holds(self) -> None:

@@ -1,7 +1,7 @@
 """The pool contract as an executable model: dictionaries, lists and the laws.
 
 The model calls no pool. The model computes which blocks are free, in which order blocks are
-evicted, and which items, refusals and notices every call must produce. If the contract leaves a
+evicted, and which items and refusals every call must produce. If the contract leaves a
 choice to the engine (the place of a block without a key, the order of victims without keys), the
 model adopts the choice of the pool, and only checks the promised part.
 """
@@ -47,8 +47,6 @@ class PoolModel:
         """References of the engine."""
         self.held: list[Counter[int]] = []
         """References taken through each view."""
-        self.watched: list[dict[int, int]] = []
-        """For each view, the blocks with a pending notice, and the tag of the callback."""
         self.keys: dict[int, list[OffloadKey]] = {}
         """Keys of each block, primary first."""
         self.joined: dict[int, int] = dict.fromkeys(self.blocks, 0)
@@ -66,7 +64,6 @@ class PoolModel:
     def add_view(self) -> None:
         """Add a view that holds no block."""
         self.held.append(Counter())
-        self.watched.append({})
 
     def accounts(self) -> Iterable[Counter[int]]:
         """Return the references of each owner except the engine."""
@@ -162,17 +159,13 @@ class PoolModel:
         self.keys.clear()
         return True
 
-    def notices(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """End the pending notices of these blocks; returns tag and block of each (POOL-14)."""
-        return sorted((w.pop(block), block) for w in self.watched for block in blocks if block in w)
-
     # --- walks ---
 
     def was_moved_since(self, block: int, time: int, view: int) -> bool:
         """Whether the block became free after ``time`` by a release that this view did not make.
 
-        A view is not notified when the engine or another view takes and frees a block. So by POOL-7
-        and POOL-13, a walk may or may not yield a block that was moved in this way.
+        A view is not notified when the engine or another view takes and frees a block. So by
+        POOL-7, a walk may or may not yield a block that was moved in this way.
         """
         now = self.joined.get(block, -1)
         return now > time and self.released_by.get(block) != view
@@ -187,7 +180,3 @@ class PoolModel:
         """Return the keys that a walk may yield next: the primary key, then the other keys."""
         keys = self.keys.get(block, [])
         return [key for key in keys if key not in yielded] if yielded else keys[:1]
-
-    def behind(self, passed: float) -> list[int]:
-        """Return the blocks with keys that a resumed walk must still yield, in order (POOL-13)."""
-        return [block for block in self.order() if self.place[block] > passed]

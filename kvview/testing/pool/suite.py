@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from typing_extensions import override
 
@@ -14,7 +14,7 @@ from kvview.testing.pool.machine import PoolMachine
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.capability import Contract
 from kvview.testing.suites.conformance import Conformance, example
-from kvview.testing.suites.cost import Cost, cost_of, cost_of_first, growth_of
+from kvview.testing.suites.cost import Cost, cost_of_first, growth_of
 
 _TOLERATED_GROWTH = 32_768  # bytes
 _WALK = "iter_free_block_ids_with_hash"
@@ -101,55 +101,6 @@ class PoolConformance(Conformance):
             again = cost_of_first(getattr(view, method), 20)
             _bound(machine, "20 free blocks cost O(20), whatever is held", again, alone, 8)
 
-    @example("POOL-13", C.CACHE, C.RESUMABLE_WALK)
-    def test_pool_13_cost_of_a_resumed_walk(self, machine: PoolMachine) -> None:
-        """Cost: a resumed walk is lazy near the head of the queue and at its end, at each step."""
-        for is_at_the_end in (False, True):
-            costs = []
-            for num_blocks in (256, 4096):
-                machine.start(num_blocks, cached=1.0)
-                walk = machine.views[0].walk_free_blocks()
-                if is_at_the_end:
-                    walk.take(num_blocks)
-                    walk.take(num_blocks)
-                for _ in range(8):
-                    _run_step(machine, walk)
-                costs.append(cost_of(partial(walk.take, 8)))
-            _bound(machine, "a resumed walk costs O(8), not O(pool)", costs[1], costs[0], 3)
-
-    @example("POOL-13", C.CACHE, C.RESUMABLE_WALK)
-    def test_pool_13_growth_of_an_open_walk(self, machine: PoolMachine) -> None:
-        """Growth: the memory of an open walk is bounded by the pool, not by the passed blocks."""
-        machine.start(128, cached=1.0)
-        walk = machine.views[0].walk_free_blocks()
-
-        def run(times: int) -> None:
-            for _ in range(times):
-                _run_step(machine, walk)
-
-        _keep_size(machine, "an open walk does not grow", partial(run, 430), partial(run, 48))
-
-    @example("POOL-13", C.CACHE, C.RESUMABLE_WALK)
-    def test_pool_13_cost_of_dropped_walks(self, machine: PoolMachine) -> None:
-        """Growth and cost: a dropped walk costs neither memory nor time of the engine."""
-        machine.start(_FEWEST_BLOCKS, cached=1.0)
-
-        def drop(times: int) -> None:
-            for _ in range(times):
-                machine.views[0].walk_free_blocks().take(1)
-
-        def serve() -> None:
-            for _ in range(8):
-                machine.pool.release(machine.pool.allocate(2))
-
-        drop(100)
-        before = cost_of(serve)
-        what = "a dropped walk leaves nothing behind"
-        _keep_size(machine, what, partial(drop, 2000), partial(drop, 1))
-        lines, most = cost_of(serve).lines, before.times(2).lines
-        what = "a dropped walk does not slow the engine"
-        machine.true(lines <= most, what, lines, f"at most {most}")
-
     @example("POOL-1")
     def test_pool_1_growth_of_holds(self, machine: PoolMachine) -> None:
         """Growth: ended holds keep no memory allocated, even after many holds."""
@@ -179,16 +130,3 @@ def _bound(machine: PoolMachine, what: str, cost: Cost, alone: Cost, factor: int
     limit = alone.times(factor)
     is_small = cost.lines <= limit.lines and cost.num_bytes <= limit.num_bytes
     machine.true(is_small, what, cost, f"at most {limit}")
-
-
-def _run_step(machine: PoolMachine, walk: Any) -> None:
-    """Run one step of an engine whose connector stores the next victims."""
-    taken = list(dict.fromkeys(block for block, _ in walk.take(8)))
-    held = taken[1::2]
-    machine.views[0].touch_blocks(held)
-    used = machine.pool.allocate(8)
-    machine.num_hashes += len(used)
-    hashes = [b"new %d" % (machine.num_hashes + number) for number in range(len(used))]
-    machine.pool.cache(used, hashes, 0)
-    machine.pool.release(used)
-    machine.views[0].free_blocks(held)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 from typing import Any
 
 from kvview.keys import OffloadKey
-from kvview.testing.pool.model import PoolModel, key_sets
+from kvview.testing.pool.model import PoolModel
 from kvview.testing.suites.conformance import ContractMachine
 
 
-class OneShotWalk:
-    """A walk that ends.
+class OpenWalk:
+    """A walk over the free queue, which the operations of an example continue.
 
     Args:
         model: The model of the pool.
@@ -72,46 +71,3 @@ class OneShotWalk:
         else:
             self.ahead.pop(0)
         return found
-
-
-class ResumedWalk:
-    """A resumable walk, and its position in the queue.
-
-    Args:
-        model: The model of the pool.
-        at: Number of the view that opened the walk.
-        walk: The walk.
-    """
-
-    def __init__(self, model: PoolModel, at: int, walk: Any) -> None:
-        self.at = at
-        self.walk = walk
-        self._model = model
-        self._passed = -inf
-        # The blocks that were free at a call, with the last times at which they joined the queue.
-        self._last: dict[int, int] = {}
-        # The blocks that other owners took and released since then; the walk may yield them.
-        self._choices: dict[int, int] = {}
-
-    def take(self, machine: ContractMachine, number: int) -> None:
-        """Take items and compare them."""
-        model = self._model
-        got = key_sets(tuple(item) for item in machine.call(self.walk, "take", number))
-        joined = model.joined
-        for block, before in self._last.items():
-            if model.was_moved_since(block, before, self.at):
-                self._choices[block] = joined[block]
-        choices = {block for block, then in self._choices.items() if joined.get(block) == then}
-        kept = [item for item in got if item[0] not in choices]
-        promised = [block for block in model.behind(self._passed) if block not in choices]
-        expected = model.key_sets(promised[: number - (len(got) - len(kept))])
-        machine.equal(kept, expected, "a resumed walk takes the next blocks")
-        for block, *_ in got:
-            machine.true(model.is_free(block), "a taken block is free", block, "a free block")
-        self._passed = max([self._passed, *(model.place[block] for block, *_ in got)])
-        self._last |= joined
-
-    def restart(self, machine: ContractMachine) -> None:
-        """Continue at the head of the queue."""
-        machine.call(self.walk, "restart")
-        self._passed = -inf

@@ -175,8 +175,6 @@ class MultiScheduler(SchedulerConnector):
         plans: list[tuple[StepPlan, Mapping[int, int]]] = []
         loads: list[TransferJob] = []
         stores: list[TransferJob] = []
-        for guard in self._guards:
-            guard.release_expired()
         for index, child in enumerate(self._children):
             plan = child.plan_step(step)
             job_ids: dict[int, int] = {}

@@ -309,7 +309,6 @@ class Engine:
         self._take_results(self.worker_connector.get_finished())
 
     def _launch(self) -> _Launched:
-        self.view.release_expired()
         self.take_reports()
         scheduled = self._schedule_running()
         if not self._preempted:

@@ -59,7 +59,6 @@ BASES = {
     "field": Base("Late", (_EXAMPLE, FOLDER / "late.py")),
     "two": Base("Two", (_MULTI, FOLDER / "two.py")),
     "walker": Base("Walker", (FOLDER / "walker.py",)),
-    "leasing": Base("LeasesForAWhile", (FOLDER / "leasing.py",)),
     "each_step": Base("EachStep", (FOLDER / "each_step.py",)),
 }
 """The right connectors, by the name of the file that lists edits of them."""

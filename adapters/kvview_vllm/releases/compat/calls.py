@@ -78,12 +78,6 @@ def uncache_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
         block_pool._maybe_evict_cached_block(block_pool.blocks[block_id])
 
 
-def reuse_watchers(block_pool: Any) -> dict[int, Any]:
-    """Return the callbacks for blocks that are allocated again, by block id (0.30)."""
-    watchers: dict[int, Any] = block_pool._reuse_watchers
-    return watchers
-
-
 def make_block_pool(num_blocks: int) -> Any:
     """Make a ``BlockPool`` of vllm/v1/core/block_pool.py."""
     kind = vllm("v1.core.block_pool").BlockPool

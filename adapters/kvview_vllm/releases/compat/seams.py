@@ -178,7 +178,6 @@ class PoolSeam(Seam):
     free_prepend: bool
     unhashed_first: bool
     several_hashes: bool
-    reuse_watchers: bool
 
     @property
     def joins_in_front(self) -> bool:

@@ -126,16 +126,14 @@ class KVViewHarness(VLLMHarness):
     Args:
         scenario: Sizes, as fitted.
         connectors: The connectors; vLLM's ``MultiConnector`` runs several.
-        clock: Clock in seconds, which decides when leases expire.
         stream: The compute stream; None unless compute lags.
-        life: Identity, wire and clock of an engine that hands KV to others.
+        life: Identity and wire of an engine that hands KV to others.
     """
 
     def __init__(
         self,
         scenario: Scenario,
         connectors: Sequence[Connector],
-        clock: Callable[[], float],
         stream: StepStream | None = None,
         life: EngineLife | None = None,
     ) -> None:
@@ -156,8 +154,6 @@ class KVViewHarness(VLLMHarness):
                 for rank, cache in enumerate(caches)
             ]
         self._aggregator = model_runner.make_aggregator(scheduler.real, len(stages))
-        for connector in self._connectors():
-            connector.block_pool_view.now = clock
         self._published: PublishedEvents | None = None
         if can_name_groups():
             halves = [connector._scheduler_side.half for connector in self._connectors()]

@@ -199,7 +199,7 @@ def _try(scenario: Scenario) -> str | None:
             num_gpu_blocks=200,
             max_tokens_per_step=max(scenario.max_tokens_per_step, fewest),
         )
-        engine = KVViewHarness(tried, connectors, clock=lambda: 0.0)
+        engine = KVViewHarness(tried, connectors)
         size = geometry.scheduler_block_size
         for request_id in ("one", "two"):
             engine.add(Add(request_id, 1, 4 * size + 1, 2 * steps_in_flight), 1)

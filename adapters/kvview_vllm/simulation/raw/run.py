@@ -152,8 +152,7 @@ class RawRun(Run):
         touched = f"; last touched by {', '.join(sorted(by)[:3])}" if by else ""
         return (
             f"blocks {sorted(held)[:10]} of the pool are held when everything has ended{touched}. "
-            f"view.touch_blocks(ids) and view.lease(ids) count the holds, their owners and their "
-            f"ages"
+            f"view.touch_blocks(ids) counts the holds, with their owners and their ages"
         )
 
 

@@ -14,7 +14,6 @@ from kvview import (
     CacheGeometry,
     FinishReason,
     GPUBlockPoolView,
-    GuardedView,
     OffloadingEvent,
     RequestInfo,
     SchedulerConnector,
@@ -234,14 +233,6 @@ class SchedulerHarness(SchedulerConnector):
         self._record.counts.coverage["events"] += len(events)
         self._untaken += events
         self._record.keys.on_events(events)
-
-    def expiring_blocks(self) -> Counter[int]:
-        """Number of references to each block that leases with a deadline of this half hold."""
-        view = self.engine_calls.view
-        if not isinstance(view, GuardedView):
-            return Counter()
-        leases = [lease for guard in view.guards() for lease in guard.expiring()]
-        return Counter(block_id for lease in leases for block_id in lease.block_ids)
 
     @property
     def num_skipped(self) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from kvview.testing.connector.judge.invariants import InvariantBroken, check_drained
@@ -16,7 +15,6 @@ _STILL_STEPS_AT_ONCE = 20  # later ones take time, because a thread may still lo
 _SECONDS_A_STEP = 0.05  # in all 3 s, which is more than the usual deadline of a lookup
 _MAX_DRAIN_STEPS = 3000
 _STEPS_TO_REST = 3  # steps after which a connector may no longer refuse a reset
-_SECONDS_A_LEASE_MAY_LAST = 7 * 24 * 3600.0
 
 
 def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
@@ -31,7 +29,7 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
     """
     engine = stage.engine
     engine.squeeze(0)
-    still, ended, has_waited = 0, -1, False
+    still, ended = 0, -1
     for number in range(_MAX_DRAIN_STEPS):
         if not engine.has_work():
             _check_asleep(stage)
@@ -44,14 +42,10 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
         before, ended = ended, engine.stats.finished + engine.stats.aborted
         ended += sum(worker.num_reported for worker in stage.workers)
         still = still + 1 if ended == before else 0
-        has_waited &= still > 0
         if still > _STILL_STEPS_AT_ONCE and _threads_may_look_up(stage):
             time.sleep(_SECONDS_A_STEP)
         if still > _MAX_STILL_STEPS:
-            if has_waited or not stage.expiring_blocks():
-                raise_stuck()
-            stage.seconds += _SECONDS_A_LEASE_MAY_LAST
-            still, has_waited = 0, True
+            raise_stuck()
     else:
         raise InvariantBroken(
             "CONN-3",
@@ -59,10 +53,6 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
             f"engine never becomes idle",
             hint="Plan no new job in plan_step while no request is left.",
         )
-    if engine.held_blocks():
-        stage.seconds += _SECONDS_A_LEASE_MAY_LAST
-        for _ in range(3):
-            stage.step()
     check_drained(engine.held_blocks(), "when everything has ended", stage.touched_at)
 
 
@@ -73,7 +63,7 @@ def _threads_may_look_up(stage: RunState) -> bool:
 
 def _check_asleep(stage: RunState) -> None:
     """Require pending work while a store holds blocks; an idle engine receives no reports."""
-    held = Counter(stage.engine.held_blocks()) - stage.expiring_blocks()
+    held = stage.engine.held_blocks()
     for worker in stage.workers:
         for store in worker.stores_in_flight():
             if kept := [block for block in store.gpu_blocks if block in held]:

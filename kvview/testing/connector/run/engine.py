@@ -163,7 +163,6 @@ class EngineFactory(Protocol):
         connectors: Sequence[Connector],
         *,
         owner: str,
-        clock: Callable[[], float],
         stream: StepStream | None = None,
     ) -> SimulatedEngine:
         """Build an engine.
@@ -172,7 +171,6 @@ class EngineFactory(Protocol):
             scenario: A scenario that :meth:`fit` returned.
             connectors: Connectors of the engine, in order of preference for loads.
             owner: Name of the owner in reports of the view.
-            clock: Clock in seconds, by which leases expire if the engine has leases.
             stream: The compute stream of the worker halves, if the scenario has ``compute_lags``.
                 The engine notifies this stream of each launch and each output.
         """

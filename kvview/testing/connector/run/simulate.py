@@ -205,7 +205,6 @@ class Run:
             self.scenario,
             self.stage.parts,
             owner=self._connector_class.__name__,
-            clock=lambda: self.stage.seconds,
             stream=self._stream,
         )
 

@@ -23,7 +23,7 @@ _STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
 
 
 class RunState:
-    """The engine, the connectors, and the clock of the leases.
+    """The engine and the connectors.
 
     Args:
         coverage: Counters of the run's events.
@@ -34,7 +34,6 @@ class RunState:
         self.parts: list[ConnectorInHarness] = []
         self.built: SimulatedEngine | None = None
         """The engine; None until it is built."""
-        self.seconds = 0.0
         self.num_steps = 0
         self.timeline: deque[Snapshot] = deque(maxlen=_LONGEST_TIMELINE)
         self.log = RunLog()
@@ -62,11 +61,6 @@ class RunState:
         """The lines of the author's code that last held each block, by connector."""
         return [part.record.touched_at for part in self.parts]
 
-    def expiring_blocks(self) -> Counter[int]:
-        """Number of references to each block that leases with a deadline hold."""
-        parts = (part.scheduler.expiring_blocks() for part in self.parts)
-        return sum(parts, Counter())
-
     def blocks_to_load(self) -> set[int]:
         """Blocks that the loads in flight of all connectors write."""
         return {block for worker in self.workers for block in worker.blocks_to_load()}
@@ -74,8 +68,7 @@ class RunState:
     # --- actions ---
 
     def step(self) -> None:
-        """Make one step, which takes a simulated second."""
-        self.seconds += 1.0
+        """Make one step."""
         self.engine.step()
         self.check(is_step=True)
 
@@ -121,7 +114,7 @@ class RunState:
 
     def _check_blocks(self, *, is_step: bool) -> None:
         engine = self.engine
-        held = engine.held_blocks()  # comes first, because the call may end leases that are due
+        held = engine.held_blocks()
         blocks = range(1, engine.num_blocks)  # without the null block
         counts = engine.ref_counts(blocks)
         owned = engine.engine_refs()
