@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -281,23 +282,29 @@ def _profile(report: Report, name: str) -> Profile:
 def _check_in_releases(
     console: Console, target: str, engine: str, names: tuple[str, ...]
 ) -> tuple[int, dict[str, Any]]:
-    from kvview.testing.results.terminal import line_of_release, print_line
-    from kvview.testing.upgrade import ReleaseResult, Verdict, check_releases, load_releases
+    from kvview.testing.results.terminal import print_line
 
-    styles = {Verdict.GREEN: "green", Verdict.FAILED: "bold red", Verdict.BUG: "bold red"}
+    point = next(iter(entry_points(group="kvview.releases", name=engine)), None)
+    if point is None:
+        raise ConfigError(
+            f"--{engine} needs kvview's adapter to {engine}; install kvview[{engine}]"
+        )
+    upgrade = point.load()
+    verdicts = upgrade.Verdict
+    styles = {verdicts.GREEN: "green", verdicts.FAILED: "bold red", verdicts.BUG: "bold red"}
 
-    def show(result: ReleaseResult) -> None:
-        line = line_of_release(engine, result)
-        if result.verdict is Verdict.COULD_NOT_RUN:
+    def show(result: Any) -> None:
+        line = f"{engine} {result}"
+        if result.verdict is verdicts.COULD_NOT_RUN:
             echo(f"kvview: {line}", err=True)
         else:
             print_line(console, line, styles.get(result.verdict, "yellow"))
 
     options = _options_of_each(click.get_current_context(), engine)
-    releases = load_releases(engine)
+    releases = upgrade.VLLMReleases()
     wanted = releases.resolve(names)
     with _ended_in_order(), progress(f"checking {target}") as on_progress:
-        report = check_releases(
+        report = upgrade.check_releases(
             target, engine, releases, wanted, options, on_progress=on_progress, on_result=show
         )
     print_line(console, report.summary(), "bold" if report.is_clean else "red")

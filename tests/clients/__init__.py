@@ -5,4 +5,4 @@ FAULTS = (
     *("never reports", "reports twice", "too few flags", "lookup lies", "put lies"),
     *("flips a bit", "swaps keys", "is full"),
 )
-"""Modes of ``kvview.testing.tier.under_test.faulty_store.FaultyStore`` that a client can see."""
+"""Modes of ``tests.tier.faulty_store.FaultyStore`` that a client can see."""

@@ -32,7 +32,7 @@ from tests.tier.shown import expected, shown
 pytestmark = pytest.mark.filterwarnings("ignore:.LoggingHandler:DeprecationWarning")
 
 FILES = "examples/folder_store.py:FolderConnector"
-FAULTY = "kvview.testing.tier.under_test.faulty_store:FaultyStore"
+FAULTY = "tests.tier.faulty_store:FaultyStore"
 NUM_FLOATS = 1024
 
 

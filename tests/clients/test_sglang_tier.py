@@ -38,7 +38,7 @@ except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 FILES = "examples/folder_store.py:FolderConnector"
-FAULTY = "kvview.testing.tier.under_test.faulty_store:FaultyStore"
+FAULTY = "tests.tier.faulty_store:FaultyStore"
 PAGE_SIZE, NUM_PAGES = 4, 12
 NAMED = {
     "backend_name": "kvview",

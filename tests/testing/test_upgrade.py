@@ -20,8 +20,15 @@ from click.testing import CliRunner, Result
 from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
-from kvview.testing import upgrade
-from kvview.testing.upgrade import ReleaseResult, UpgradeReport, Verdict, check_releases, judge
+from kvview_vllm.releases import upgrade
+from kvview_vllm.releases.sources import VLLMReleases
+from kvview_vllm.releases.upgrade import (
+    ReleaseResult,
+    UpgradeReport,
+    Verdict,
+    check_releases,
+    judge,
+)
 
 pytest.importorskip("torch")
 
@@ -29,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT}/examples/host_cache.py:HostCacheConnector"
 
 
-class Folders:
+class Folders(VLLMReleases):
     """Releases that are folders."""
 
     def __init__(self, folder: Path) -> None:
@@ -164,7 +171,7 @@ def run(*args: str) -> Result:
 def test_a_release_that_could_not_run_is_told_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upgrade, "load_releases", lambda engine: Folders(tmp_path))
+    monkeypatch.setattr(upgrade, "VLLMReleases", lambda: Folders(tmp_path))
     result = run(EXAMPLE, "--vllm", "unheard-of")
     assert result.exit_code == ExitCode.COULD_NOT_RUN
     assert result.stderr == "kvview: vllm unheard-of: could not run, 0 s: no such release\n"

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from kvview.testing.suites.conformance import Promises
 from kvview.testing.tier.model import TierModel, bytes_of
-from kvview.testing.tier.under_test.faulty_store import FAULTS, FaultyStore
 from kvview.tier import GuardedTier, Namespace
 from kvview.tier.guard.checksum import CHECKSUMS
+from tests.tier.faulty_store import FAULTS, FaultyStore
 from tests.tier.guard_model import GET_FAULTS, LOOKUP_FAULTS, PUT_FAULTS, TierGuardModel
 
 DEADLINE, LOOKUP_DEADLINE, RETRY_AFTER, TRIP_AFTER = 5.0, 1.0, 10.0, 3

@@ -17,13 +17,13 @@ from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import run_checks
-from kvview.testing.tier.under_test.faulty_store import FaultyStore
 from kvview.tier import Namespace, Threaded
 from kvview.tier.guard.checksum import PageSeal
 from kvview_reference.harness import Tier
 from kvview_reference.tier import FileStore
 from kvview_reference.tier.command import tier as tier_group
 from kvview_reference.tier.throughput import measure
+from tests.tier.faulty_store import FaultyStore
 from tests.tier.jobs import HERE, THERE, moved
 from tests.tier.shown import expected, shown
 

@@ -12,9 +12,9 @@ from hypothesis import settings
 from kvview import ConfigError
 from kvview.testing import TierConformance
 from kvview.testing.tier.model import bytes_of
-from kvview.testing.tier.under_test.faulty_store import FaultyStore
 from kvview.tier import GuardedTier, Namespace, TierStore
 from kvview_reference.tier import FileStore
+from tests.tier.faulty_store import FaultyStore
 from tests.tier.guard_machines import (
     DEADLINE,
     HERE,

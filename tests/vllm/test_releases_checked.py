@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import vllm.version as vllm
 
-from kvview.testing.upgrade import Verdict, check_releases, load_releases
+from kvview_vllm.releases.sources import VLLMReleases
+from kvview_vllm.releases.upgrade import Verdict, check_releases
 
 EXAMPLE = f"{Path(__file__).parents[2]}/examples/host_cache.py:HostCacheConnector"
 
@@ -15,7 +16,7 @@ EXAMPLE = f"{Path(__file__).parents[2]}/examples/host_cache.py:HostCacheConnecto
 # It starts a process that imports vLLM again; the matrix proves each release.
 @pytest.mark.ends
 def test_a_connector_is_checked_on_this_release() -> None:
-    releases = load_releases("vllm")
+    releases = VLLMReleases()
     (release,) = releases.resolve([vllm.__version__.partition("+")[0]])
     (result,) = check_releases(EXAMPLE, "vllm", releases, [release], ["--seeds=2"]).results
     # Two seeds need not exercise everything.

@@ -31,7 +31,7 @@ from tests.tier.shown import expected, shown
 PAGE = 65_536
 NUM_HOST_CHUNKS = 8
 FILES = "examples/folder_store.py:FolderConnector"
-FAULTY = "kvview.testing.tier.under_test.faulty_store:FaultyStore"
+FAULTY = "tests.tier.faulty_store:FaultyStore"
 
 
 @pytest.fixture(autouse=True)

@@ -19,14 +19,11 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from kvview import KVViewError
 from kvview_vllm.releases.compat.versions import LATEST_OF_MINORS, RELEASES, TESTED, number
-
-if TYPE_CHECKING:
-    from kvview.testing.upgrade import Releases
 
 _PLATFORMS = ("manylinux1", *(f"manylinux_2_{minor}" for minor in (24, 28, 31, 35)))
 _WINDOW = 4 << 20
@@ -234,7 +231,3 @@ class _RemoteFile(io.RawIOBase):
             response.close()
             raise OSError("the server only sends complete files")
         return response
-
-
-if TYPE_CHECKING:
-    _: type[Releases] = VLLMReleases

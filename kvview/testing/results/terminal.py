@@ -13,7 +13,6 @@ from kvview.urls import law_url
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorRuns
-    from kvview.testing.upgrade import ReleaseResult
 
 _MAX_SEEDS = 20
 _MAX_GAPS = 12
@@ -104,13 +103,3 @@ def _show_failure(console: Console, result: CheckResult, *, is_in_the_verdict: b
 def print_line(console: Console, line: str, style: str) -> None:
     """Print a text without wrapping it, because scripts and paths are copied."""
     console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def line_of_release(engine: str, result: ReleaseResult) -> str:
-    """Return the result of a release in one line, with the first reason why it is not green."""
-    runs = (result.report or {}).get("runs") or {}
-    parts = [f"{result.verdict}", f"{result.seconds:.0f} s"]
-    if runs:
-        parts += [f"{runs['num_seeds']} seeds", f"{len(result.left_out)} parts left out"]
-    reason = f": {result.reason}" if result.reason else ""
-    return f"{engine} {result.release}: {', '.join(parts)}{reason}"

@@ -1,7 +1,7 @@
 """The check of a connector in many releases, with one process each (``kvview check --vllm``).
 
-An engine provides its releases (:class:`Releases`), but this module never imports an engine.
-``kvview check`` checks each release, in a process whose imports find that release first.
+``kvview check`` checks each release, in a process whose imports find that release first. This
+process never imports vLLM.
 
 1. A release is green if its process ended with exit code 0, its report is clean, and the report
    states that the runs used this release.
@@ -26,14 +26,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvview.errors import ConfigError, KVViewError, line_of
-
-ENTRY_POINTS = "kvview.releases"
-"""Group of the entry points that name a class of :class:`Releases` for an engine."""
+from kvview.errors import KVViewError, line_of
+from kvview_vllm.releases.sources import VLLMReleases
 
 _PREFIX = "kvview: "  # start of the line in which a command reports its error
 
@@ -61,39 +58,6 @@ _CODES: Mapping[int, Verdict] = {
 """The verdict for each exit code of ``kvview check``, starting with the worst."""
 
 
-class Releases(Protocol):
-    """The releases of an engine; an entry point in :data:`ENTRY_POINTS` names its class."""
-
-    def resolve(self, names: Sequence[str], /) -> list[str]:
-        """Return the releases that match the names, each once, in order.
-
-        Raises:
-            KVViewError: A name matches no release.
-        """
-
-    def fetch(self, release: str, on_progress: Callable[[str], None], /) -> Path:
-        """Return the folder that must be first on the import path for this release.
-
-        Raises:
-            KVViewError: The release is not available; the message has one line.
-        """
-
-    def environment(self) -> Mapping[str, str]:
-        """Return environment variables for the release's process; the user's values prevail."""
-
-
-def load_releases(engine: str) -> Releases:
-    """Return the releases of an engine, by the name of the engine.
-
-    Raises:
-        ConfigError: The engine provides no releases.
-    """
-    for point in entry_points(group=ENTRY_POINTS, name=engine):
-        releases: Releases = point.load()()
-        return releases
-    raise ConfigError(f"engine {engine!r} provides no releases for the check")
-
-
 @dataclass
 class ReleaseResult:
     """The findings in one release.
@@ -117,6 +81,14 @@ class ReleaseResult:
         """Parts of scenarios that were skipped, because the release cannot simulate them."""
         runs = (self.report or {}).get("runs") or {}
         return [*runs.get("left_out", ())]
+
+    def __str__(self) -> str:
+        runs = (self.report or {}).get("runs") or {}
+        parts = [f"{self.verdict}", f"{self.seconds:.0f} s"]
+        if runs:
+            parts += [f"{runs['num_seeds']} seeds", f"{len(self.left_out)} parts left out"]
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.release}: {', '.join(parts)}{reason}"
 
 
 @dataclass
@@ -153,7 +125,7 @@ class UpgradeReport:
         return f"{self.target}: {counts} of {len(self.results)} releases, {self.seconds:.0f} s"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON, by :class:`~kvview.testing.schema.UpgradeModel`."""
+        """Return the JSON, by :class:`~kvview.testing.results.schema.UpgradeModel`."""
         from kvview.testing.results.schema import UpgradeModel
 
         return UpgradeModel.model_validate(self).model_dump(mode="json")
@@ -162,7 +134,7 @@ class UpgradeReport:
 def check_releases(
     target: str,
     engine: str,
-    releases: Releases,
+    releases: VLLMReleases,
     names: Sequence[str],
     options: Sequence[str] = (),
     *,
@@ -175,7 +147,7 @@ def check_releases(
         target: The target, as for ``kvview check``.
         engine: Name of the engine.
         releases: Releases of the engine.
-        names: The releases, as :meth:`Releases.resolve` returns them.
+        names: The releases, as ``resolve`` returns them.
         options: Further arguments of ``kvview check``.
         on_progress: Called with the progress.
         on_result: Called with each result.
@@ -206,7 +178,7 @@ def check_releases(
     return report
 
 
-def _environment(releases: Releases, folder: Path) -> dict[str, str]:
+def _environment(releases: VLLMReleases, folder: Path) -> dict[str, str]:
     """Return the environment variables with which imports find a release first."""
     paths = [str(folder), *(path or os.getcwd() for path in sys.path)]
     return {**releases.environment(), **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
