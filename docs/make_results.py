@@ -1,220 +1,172 @@
-"""Write ``docs/results.md`` from ``results/*.json``, and those files from ``results/field.toml``.
+"""Check the folders of ``results/``, and write ``docs/results.md`` from them.
 
-python docs/make_results.py                     # write the page
-python docs/make_results.py --run [NAME ...]    # first run the commands whose file is missing
+python docs/make_results.py                # check all folders, and write the page
+python docs/make_results.py --run NAME ...   # run the commands of folders, and compare the verdicts
 
-A result file is that of ``--report-json``. A command runs in the environment of this script, so
-vLLM must be importable. The name of a file is RELEASE-ROW-COMMAND.json.
+``--run`` writes no file into the folders. The commands run in the environment of this script, so
+vLLM's requirements must be installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import tomllib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from docs.parts import ROOT, with_parts, write
+from docs.submissions import (
+    CLASSES,
+    RED,
+    RESULTS,
+    WHOLE,
+    Report,
+    Submission,
+    read,
+    read_report,
+    submissions,
+)
+from kvview.cli.result_file import Profile
+from kvview.errors import ConfigError
 
 PAGE = ROOT / "docs/results.md"
-RESULTS = ROOT / "results"
-SECONDS = 600
-SEEDS = 12
-_CLASSES = {
-    "connector": "life of requests",
-    "tier": "life of pages",
-    "keys": "keys",
-    "layouts": "layouts",
-}
+SECONDS = 3600
+"""Longest time of a block of commands."""
 _LONGEST = 260  # characters of evidence
+_SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """An implementation with one configuration.
+    """The results of one implementation in one release."""
 
-    Args:
-        name: In the page.
-        target: Of the commands.
-        options: Of the commands, as ``KEY=VALUE``.
-        check_options: Of ``kvview check`` if they differ.
-        engine: Of ``kvview check``; empty for a tier store, which needs none.
-        only: Limits ``kvview partition`` to keys or layouts; empty for both.
-        setup: Lines for a shell that start a server, for example.
-        environment: Variables that configure the implementation.
-        commands: The commands that apply; none if another check is the right one.
-        reason: The reason if no command has run.
-        upstream: For each red class, a thread or a report, in Markdown.
-    """
+    submission: Submission
+    release: str
+    reports: Sequence[Report]
 
-    name: str
-    target: str
-    options: Sequence[str] = ()
-    check_options: Sequence[str] | None = None
-    engine: str = "vllm"
-    only: str = ""
-    setup: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    commands: Sequence[str] = ("partition", "check")
-    reason: str = "not run yet"
-    upstream: Mapping[str, str] = field(default_factory=dict)
+    def profiles(self) -> Iterator[Profile]:
+        """The verdicts, in the order of the columns."""
+        found = [profile for report in self.reports for profile in report.result.profiles]
+        return iter(sorted(found, key=lambda profile: list(CLASSES).index(profile.name)))
 
     @property
-    def slug(self) -> str:
-        """Its part of the name of a file."""
-        return re.sub(r"\W+", "-", self.name).lower()
+    def replaced(self) -> list[str]:
+        """The replaced parts."""
+        return sorted({part for each in self.reports for part in each.result.replaced})
 
-    def files(self) -> list[tuple[str, dict[str, Any]]]:
-        """The result files, each with its release."""
-        paths = sorted(RESULTS.glob(f"*-{self.slug}-*.json"))
-        names = {f"{self.slug}-{command}.json" for command in ("partition", "check")}
-        return [
-            (path.name.partition("-")[0], json.loads(path.read_text(encoding="utf-8")))
-            for path in paths
-            if path.name.partition("-")[2] in names
-        ]
+    @property
+    def verdicts(self) -> Mapping[str, Profile]:
+        """The verdict on each class that could run."""
+        return {each.name: each for each in self.profiles() if each.verdict != "could not run"}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each class of one kind of implementation has a verdict."""
+        is_select = any("--select" in line for r in self.reports for line in r.result.reproduce)
+        return not is_select and any(classes <= self.verdicts.keys() for classes in WHOLE)
+
+
+def faults(folders: Sequence[Path]) -> list[str]:
+    """Return the faults of folders, each in one line."""
+    found = []
+    for folder in folders:
+        try:
+            lines = [*read(folder).faults()]
+        except ConfigError as error:
+            lines = [str(error)]
+        found += [f"results/{folder.name}/{line}" for line in lines]
+    return found
 
 
 def rows() -> list[Row]:
-    """Return the rows of ``results/field.toml``."""
-    text = (RESULTS / "field.toml").read_text(encoding="utf-8")
-    return [Row(**row) for row in tomllib.loads(text)["row"]]
-
-
-def has_run(file: Mapping[str, Any]) -> bool:
-    """Whether a result file has a verdict."""
-    return any(profile["verdict"] != "could not run" for profile in file["profiles"])
-
-
-def run(row: Row, release: str) -> None:
-    """Run the commands of a row that have no result file, up to the first that cannot run."""
-    for command in row.commands:
-        if any(each.startswith(release) and not has_run(file) for each, file in row.files()):
-            return
-        path = RESULTS / f"{release}-{row.slug}-{command}.json"
-        if path.exists():
-            continue
-        options, arguments = row.options, [f"--report-json={path}"]
-        if command == "partition" and row.only:
-            arguments.append(f"--only={row.only}")
-        if command == "check" and row.engine:
-            options = row.check_options or options
-            arguments += [f"--engine={row.engine}", f"--seeds={SEEDS}"]
-        line = [row.target, *(f"--option={option}" for option in options), *arguments]
-        print(f"{release} {row.name}: {command}", flush=True)
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [sys.executable, "-m", "kvview", "--quiet", command, *line],
-                cwd=ROOT,
-                env=os.environ | dict(row.environment),
-                timeout=SECONDS,
-                check=False,
-            )
-
-
-@dataclass(frozen=True)
-class Verdicts:
-    """All results of one row in one release."""
-
-    row: Row
-    release: str
-    files: Sequence[dict[str, Any]]
-
-    def profiles(self) -> Iterator[dict[str, Any]]:
-        """The profiles of all files."""
-        for each in self.files:
-            yield from each["profiles"]
-
-    def cell(self, name: str) -> str:
-        """The verdict on a class."""
-        for profile in self.profiles():
-            if profile["name"] == name:
-                return _cell(profile)
-        return ""
-
-    @property
-    def replaced(self) -> str:
-        """The replaced parts."""
-        return "; ".join(sorted({part for each in self.files for part in each["replaced"]}))
-
-    @property
-    def has_run(self) -> bool:
-        """Whether a class has a verdict."""
-        return any(map(has_run, self.files))
-
-
-def _cell(profile: Mapping[str, Any]) -> str:
-    verdict, counts = profile["verdict"], profile["counts"]
-    if verdict == "could not run":
-        return "–"
-    total = sum(counts.values()) - counts.get("skipped", 0)
-    if verdict == "green":
-        return f"green ({total})"
-    bad = sum(counts.get(name, 0) for name in ("wrong", "shared wrongly", "failed"))
-    unchecked = counts.get("not checked", 0)
-    return f"**red** ({bad} of {total})" if verdict == "red" else f"not checked ({unchecked})"
-
-
-def verdicts() -> list[Verdicts]:
-    """Return all rows with results, by release."""
+    """Return all results, by implementation and release."""
     found = []
-    for row in rows():
-        files = row.files()
-        if not files:
-            found.append(Verdicts(row, "", []))
-        for release in dict.fromkeys(release for release, _ in files):
-            found.append(Verdicts(row, release, [f for name, f in files if name == release]))
-    return found
+    for submission in map(read, submissions()):
+        releases = sorted({report.release for report in submission.reports}, key=_in_order)
+        for release in releases or [""]:
+            reports = [each for each in submission.reports if each.release == release]
+            found.append(Row(submission, release, reports))
+    return sorted(found, key=lambda row: row.submission.name.lower())
 
 
 def page() -> str:
     """Return the text of ``docs/results.md``."""
-    found = verdicts()
-    lines = ["## Verdicts", ""]
-    heads = ["implementation", "vLLM", *_CLASSES.values(), "replaced"]
-    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for each in found:
-        if each.has_run:
-            cells = [each.cell(name) for name in _CLASSES]
-            lines.append(f"| {' | '.join([each.row.name, each.release, *cells, each.replaced])} |")
-    lines += ["", "## Findings", ""]
-    for each in found:
-        for profile in each.profiles():
-            if profile["verdict"] in ("red", "not checked"):
-                lines += _findings(each, profile)
-    lines += ["", "## Connectors that could not run", "", "| implementation | vLLM | error |"]
-    lines += ["|---|---|---|"]
-    for each in found:
-        if not each.has_run:
-            errors = [finding["evidence"] for p in each.profiles() for finding in p["findings"]]
-            error = _short(errors[0]) if errors else each.row.reason
-            lines.append(f"| {each.row.name} | {each.release} | {error} |")
-    commands_of_all = []
-    for each in (each for each in found if each.files):
-        commands = [*each.row.setup, *(line for file in each.files for line in file["reproduce"])]
-        commands_of_all += ["", f"{each.row.name}, vLLM {each.release}:", "", "```sh"]
-        commands_of_all += [*dict.fromkeys(commands), "```"]
-    return with_parts(PAGE, verdicts="\n".join(lines), commands="\n".join(commands_of_all))
+    found = rows()
+    ran = [row for row in found if row.verdicts]
+    lines = ["## Complete", "", *_grid([row for row in ran if row.is_whole])]
+    lines += ["", "## Partial", "", *_grid([row for row in ran if not row.is_whole])]
+    lines += ["", "## Not run", "", "| implementation | vLLM | reason |", "|---|---|---|"]
+    for row in (row for row in found if not row.verdicts):
+        errors = [finding.evidence for each in row.profiles() for finding in each.findings]
+        reason = _short(errors[0]) if errors else row.submission.about.reason
+        lines.append(f"| {_link(row)} | {row.release} | {reason} |")
+    lines += ["", "## Details", ""]
+    for row in ran:
+        lines += _details(row)
+    return with_parts(PAGE, verdicts="\n".join(lines))
 
 
-def _findings(each: Verdicts, profile: Mapping[str, Any]) -> Iterator[str]:
-    name = profile["name"]
-    link = each.row.upstream.get(name, "")
-    title = f"{each.row.name}, vLLM {each.release}, {_CLASSES[name]}"
-    yield f"**{title}**: {profile['verdict']}.{' ' + link if link else ''}"
+def _grid(found: Sequence[Row]) -> Iterator[str]:
+    heads = ["implementation", "vLLM", *CLASSES.values()]
+    yield f"| {' | '.join(heads)} |"
+    yield "|" + "---|" * len(heads)
+    for row in found:
+        cells = [_cell(row.verdicts[name]) if name in row.verdicts else "" for name in CLASSES]
+        star = r"\*" if row.replaced else ""
+        yield f"| {_link(row)}{star} | {row.release} | {' | '.join(cells)} |"
+
+
+def _cell(profile: Profile) -> str:
+    counts = profile.counts
+    total = sum(counts.values()) - counts.get("skipped", 0)
+    bad = sum(counts.get(name, 0) for name in RED)
+    text = {"red": f"{bad} of {total}", "not checked": f"{counts.get('not checked', 0)} of {total}"}
+    expected = counts.get("expected failure", 0)
+    more = f", {expected} expected" if expected else ""
+    cell = f"{_SIGNS[profile.verdict]} {text.get(profile.verdict, total)}{more}"
+    return f"**{cell}**" if profile.verdict == "red" else cell
+
+
+def _link(row: Row) -> str:
+    submission = row.submission
+    return f"[{submission.name}](../results/{submission.folder}/README.md)"
+
+
+def _details(row: Row) -> Iterator[str]:
+    about = row.submission.about
+    signs = " ".join(f"{CLASSES[each.name]} {_SIGNS[each.verdict]}" for each in row.profiles())
+    yield '<details markdown="1">'
+    yield f"<summary>{row.submission.name}, vLLM {row.release}: {signs}</summary>"
     yield ""
+    files = [f"[{r.file}](../results/{row.submission.folder}/{r.file})" for r in row.reports]
+    dates = ", ".join(sorted({report.result.date for report in row.reports}))
+    yield f"Owner: [{about.owner}]({about.project}). Reports of {dates}: {', '.join(files)}."
+    if row.replaced:
+        yield f"Replaced, so not checked: {'; '.join(row.replaced)}."
+    yield ""
+    for profile in row.profiles():
+        if profile.findings and profile.verdict != "could not run":
+            yield from _findings(profile, about.upstream.get(profile.name, ""))
+    yield "</details>"
+    yield ""
+
+
+def _findings(profile: Profile, link: str) -> Iterator[str]:
     subjects: dict[tuple[str, str], list[str]] = {}
-    for finding in profile["findings"]:
-        if finding["outcome"] in ("failed", "wrong", "shared wrongly", "not checked"):
-            key = (finding["outcome"], _short(finding["evidence"]))
-            subjects.setdefault(key, []).append(finding["subject"])
+    for finding in profile.findings:
+        if finding.outcome in (*RED, "not checked", "expected failure"):
+            key = (finding.outcome, _short(finding.evidence))
+            subjects.setdefault(key, []).append(finding.subject)
+    if subjects:
+        yield f"**{CLASSES[profile.name]}**: {profile.verdict}.{' ' + link if link else ''}"
+        yield ""
     for (outcome, evidence), (first, *others) in subjects.items():
         more = f" and {len(others)} more" if others else ""
         yield f"- {outcome}: {first}{more}{': ' + evidence if evidence else ''}"
@@ -226,19 +178,58 @@ def _short(text: str) -> str:
     return re.sub(r"([|*_{])", r"\\\1", text).replace("<", "&lt;")
 
 
-def main() -> None:
-    """Run commands if they are asked for, and write the page."""
-    parser = argparse.ArgumentParser(description="Write docs/results.md from result files.")
-    parser.add_argument("--run", nargs="*", metavar="NAME", help="Rows to run; all without a name.")
-    arguments = parser.parse_args()
-    if arguments.run is not None:
-        from kvview_vllm.releases import engine_version
+def _in_order(release: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", release)]
 
-        for row in rows():
-            if not arguments.run or row.name in arguments.run:
-                run(row, engine_version())
-    write({PAGE: page()})
+
+def run(submission: Submission) -> Iterator[str]:
+    """Run the commands of a folder; return each report whose verdicts differ, in one line."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    verdicts = {report.file: _verdicts(report) for report in submission.reports}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, submission.folder)
+        place.mkdir()
+        for script in submission.scripts:
+            text = script.replace(f"results/{submission.folder}/", f"{place}/")
+            with subprocess.Popen(
+                ["bash", "-c", text],
+                cwd=ROOT,
+                env=os.environ | {"PATH": path},
+                start_new_session=True,
+            ) as shell:
+                try:
+                    shell.wait(SECONDS)
+                finally:  # servers that the commands started, too
+                    with suppress(ProcessLookupError):
+                        os.killpg(shell.pid, signal.SIGTERM)
+        for file, expected in verdicts.items():
+            if not (place / file).exists():
+                yield f"results/{submission.folder}/{file}: the commands did not write this report"
+                continue
+            found = _verdicts(read_report(place / file))
+            if found != expected:
+                yield f"results/{submission.folder}/{file}: expected {expected}, got {found}"
+
+
+def _verdicts(report: Report) -> dict[str, str]:
+    return {profile.name: profile.verdict for profile in report.result.profiles}
+
+
+def main() -> int:
+    """Check the folders, run those that are named, and write the page; return the exit code."""
+    parser = argparse.ArgumentParser(description="Check results/, and write docs/results.md.")
+    parser.add_argument("--run", nargs="+", metavar="NAME", help="Folders whose commands run.")
+    parser.add_argument("--check", action="store_true", help="Compare the page, and write nothing.")
+    arguments = parser.parse_args()
+    wrong = faults(submissions())
+    if not wrong and arguments.run:
+        wrong = [line for name in arguments.run for line in run(read(RESULTS / name))]
+    for line in wrong:
+        print(line)
+    if wrong or arguments.run:
+        return 1 if wrong else 0
+    return write({PAGE: page()})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from docs import make_results
 from kvview.cli.commands import cli
 from kvview.cli.result_file import ResultFinding, make_profile
 
@@ -60,17 +59,3 @@ def test_the_verdict_is_that_of_the_worst_result(outcomes: list[str], verdict: s
     colours: Any = {"refused": "", "not checked": "not checked", "wrong": "red"}
     profile = make_profile("layouts", colours, [ResultFinding("a", each, "") for each in outcomes])
     assert profile.verdict == verdict
-
-
-def test_each_result_file_belongs_to_a_row_and_each_red_class_has_a_link() -> None:
-    found = make_results.verdicts()
-    files = [file for each in found for file in each.files]
-    assert len(files) == len(list(make_results.RESULTS.glob("*.json")))
-    red = [
-        (each.row.name, profile["name"])
-        for each in found
-        for profile in each.profiles()
-        if profile["verdict"] == "red" and profile["name"] not in each.row.upstream
-    ]
-    assert red == []
-    assert all(file["reproduce"] for file in files)

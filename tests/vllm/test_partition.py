@@ -151,7 +151,7 @@ def test_the_results_have_a_row_for_each_connector_and_each_tier_of_the_newest_r
         pytest.skip("docs/results.md is about the newest release")
     connectors = vllm("distributed.kv_transfer.kv_connector.factory").KVConnectorFactory._registry
     tiers = vllm("v1.kv_offload.tiering.factory").SecondaryTierFactory._registry
-    rows = [row.name for row in make_results.rows()]
+    rows = [row.submission.name for row in make_results.rows()]
     expected = [*(connectors.keys() - {"KVViewConnector"}), *(f"tier {name}" for name in tiers)]
     assert [each for each in expected if not any(row.startswith(each) for row in rows)] == []
 
