@@ -231,14 +231,13 @@ def check(
         for note in notes_on(dict.fromkeys((f"{REPLACED}{part}" for part in replaced), 1)):
             console.print(note, style="yellow", markup=False, highlight=False)
     profile = "inference" if settings["inference"] else report.contract
-    engine = "" if report.runs is None else report.runs.engine
     write_result(
         result_file,
         name,
         [_profile(report, profile)],
         report.versions,
         replaced,
-        engine,
+        report.engine,
     )
     _finish(_verdict(report), report.to_dict(), json_file)
 

@@ -252,6 +252,7 @@ def run_checks(
                 continue
             break
     name = target or getattr(factory, "__qualname__", None) or repr(factory)
+    runs = effort.shared.get(factory)
     return Report(
         name,
         contract,
@@ -260,7 +261,8 @@ def run_checks(
         results,
         len(planned),
         is_interrupted,
-        runs=effort.shared.get(factory),
+        runs=runs,
+        engine=getattr(factory, "engine_name", "") if runs is None else runs.engine,
         versions=versions_of(factory),
     )
 

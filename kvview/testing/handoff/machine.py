@@ -97,15 +97,18 @@ class HandoffMachine(ContractMachine):
         lease: int,
         seed: int,
     ) -> None:
-        """Build both engines; ``seed`` determines the details of the network's faults."""
+        """Build both engines; ``seed`` determines the model runners and the network's faults."""
         geometries, splits = [GEOMETRIES[groups]] * 2, [split] * 2
         if consumer == "other blocks":
             geometries[1] = doubled(geometries[1])
         elif consumer == "other split":
             splits[1] = next(other for other in SPLITS if other != split)
         scenarios = {
-            name: scenario_of(
-                geometries[at], splits[at], num_blocks[at], max_running[at], pin_budget
+            name: replace(
+                scenario_of(
+                    geometries[at], splits[at], num_blocks[at], max_running[at], pin_budget
+                ),
+                other_runner=seed // 10**at % 10 > 6,
             )
             for at, name in enumerate(NAMES)
         }

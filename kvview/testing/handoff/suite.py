@@ -37,6 +37,8 @@ class HandoffConformance(Conformance):
     """The connector class."""
     engine: ClassVar[str] = "reference"
     """Name of the engines."""
+    engine_name: ClassVar[str] = ""
+    """Name of the engines in reports."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Options of the connector."""
     replaced: ClassVar[Sequence[str]] = ()
@@ -80,6 +82,7 @@ def suite_of(
     pair = suite().make()
     suite.lacks = [one for one in capabilities_of("handoff") if one not in pair.capabilities]
     suite.replaced = pair.replaced
+    suite.engine_name = load_engines(engine).name
     return suite
 
 

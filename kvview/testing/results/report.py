@@ -92,6 +92,7 @@ class Report:
         is_interrupted: Whether Ctrl-C or SIGTERM ended the run early.
         runs: For a connector, the simulated runs that its checks share; None until the runs have
             ended.
+        engine: Name of the engine that ran the target; empty for a target without an engine.
         versions: Versions of the packages used, by name.
     """
 
@@ -103,6 +104,7 @@ class Report:
     num_selected: int
     is_interrupted: bool = False
     runs: ConnectorRuns | None = None
+    engine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -173,12 +175,13 @@ class Report:
 
     def effort(self) -> str:
         """Return the engine and the seeds, in a few words."""
+        engine = f"engine {self.engine}, " if self.engine else ""
         if self.runs is None:
-            return f"{self.num_seeds} seeds from {self.seed}"
+            return f"{engine}{self.num_seeds} seeds from {self.seed}"
         number = self.runs.num_asked or self.runs.num_seeds
         if (shard := self.runs.shard) is not None:
-            return f"engine {self.runs.engine}, shard {shard.number}/{shard.of}: {number} seeds"
-        return f"engine {self.runs.engine}, {number} seeds from {self.runs.first_seed}"
+            return f"{engine}shard {shard.number}/{shard.of}: {number} seeds"
+        return f"{engine}{number} seeds from {self.runs.first_seed}"
 
     @property
     def checks(self) -> Sequence[CheckResult]:
