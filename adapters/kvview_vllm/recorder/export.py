@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvview_vllm.recorder.facts import FIELDS, SAME_AS, Facts
 
-SCHEMA = "vllm-kv-connector-v1"
+SCHEMA: Literal["vllm-kv-connector-v1"] = "vllm-kv-connector-v1"
 """The schema that vllm#52859 proposes, whose names of events and fields an incident uses."""
 
-_DESCRIPTION = ("num_prompt_tokens", "num_tokens", "max_tokens", "num_hashes", "positions", "hashes")
+_DESCRIPTION = (
+    "num_prompt_tokens",
+    "num_tokens",
+    "max_tokens",
+    "num_hashes",
+    "positions",
+    "hashes",
+)
 _REQUESTS = frozenset({"preempted", "resumed", "finished", "sent", "received", "failed"})
 _OF_REQUESTS = frozenset({"request", "request_id", "requests", "request_ids"})
 _WORD = re.compile(r"[^\s'\"(),;\[\]{}]+")
@@ -74,7 +81,7 @@ def export(
 
 def _record(record: Facts, numbers: Numbers) -> dict[str, Any]:
     monotonic_ns, hook, *values = record
-    hook = SAME_AS.get(hook, hook)
+    hook = SAME_AS.get(str(hook), str(hook))
     fields: dict[str, Any] = {"monotonic_ns": monotonic_ns, "hook": hook}
     for name, value in zip(FIELDS.get(hook, ()), values, strict=False):
         if name == "request":

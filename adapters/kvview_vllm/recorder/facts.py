@@ -17,6 +17,7 @@ Facts = tuple[Any, ...]
 MOST_BLOCK_IDS = 32
 """Block ids that a record lists for each group; further blocks are only counted."""
 
+_CONSTRUCTOR = ("vllm_config", "role", "kv_cache_config")
 _EVERY_BLOCK = 32  # the first blocks of a request, each of whose hashes is kept
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +39,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "finished",
         "plan",
     ),
-    "request_finished": ("request", "status", "num_computed_tokens", "block_count", "is_delayed"),
+    "request_finished": (
+        "request",
+        "status",
+        "num_tokens",
+        "num_computed_tokens",
+        "block_count",
+        "is_delayed",
+    ),
     "update_connector_output": ("sent", "received", "failed", "invalid_blocks"),
     "get_finished": ("sent", "received"),
     "get_block_ids_with_load_errors": ("invalid_blocks",),
@@ -53,13 +61,21 @@ SAME_AS = {
 }
 """Hooks with the fields of another hook."""
 
-COUNTED = frozenset({"save_kv_layer", "wait_for_layer_load"})
-"""Hooks of each layer, which are only counted."""
+_QUERIES = ("get_", "has_", "is_", "requires_", "supports_", "take_")
+_OF_LAYERS = frozenset({"save_kv_layer", "wait_for_layer_load"})
 
 Read = Callable[[Sequence[Any], Mapping[str, Any], Any], Facts | None]
 
 
-def facts_of(hook: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts | None:
+def is_only_counted(hook: str) -> bool:
+    """Whether a hook is called for each layer, or queries something that no record needs."""
+    is_query = hook.startswith(_QUERIES) and hook not in _READERS
+    return is_query or hook in _OF_LAYERS
+
+
+def facts_of(
+    hook: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Facts | None:
     """Return the facts about a call; None for a call in which nothing happened."""
     read = _READERS.get(hook)
     return () if read is None else read(args, kwargs, result)
@@ -103,7 +119,7 @@ def positions(number: int) -> tuple[int, ...]:
 
 def read_setup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Read the sizes of the engine from the arguments of a connector's constructor."""
-    given = dict(zip(("vllm_config", "role", "kv_cache_config"), args, strict=False)) | kwargs
+    given = {**dict(zip(_CONSTRUCTOR, args, strict=False)), **kwargs}
     config, role = given["vllm_config"], given["role"]
     cache, transfer = config.cache_config, config.kv_transfer_config
     scheduler = config.scheduler_config
@@ -126,6 +142,8 @@ def read_setup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
         "max_running": scheduler.max_num_seqs,
         "max_tokens_per_step": scheduler.max_num_batched_tokens,
         "has_async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
+        "num_ranks": config.parallel_config.tensor_parallel_size,
+        "num_draft_tokens": getattr(config.speculative_config, "num_speculative_tokens", 0) or 0,
     }
 
 
@@ -164,7 +182,12 @@ def _step(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
     output = args[0] if args else kwargs["scheduler_output"]
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     new = tuple(
-        (hash(one.req_id), one.num_computed_tokens, scheduled.get(one.req_id, 0), _first(one.block_ids))
+        (
+            hash(one.req_id),
+            one.num_computed_tokens,
+            scheduled.get(one.req_id, 0),
+            _first(one.block_ids),
+        )
         for one in output.scheduled_new_reqs
     )
     extended = tuple(
@@ -199,7 +222,9 @@ def _first(tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 def _sizes(plan: Any) -> tuple[tuple[str, int], ...]:
     """Return the numbers of entries in the attributes of a connector's metadata."""
     found = getattr(plan, "__dict__", None) or {}
-    return tuple((name, len(value)) for name, value in found.items() if isinstance(value, Collection))
+    return tuple(
+        (name, len(value)) for name, value in found.items() if isinstance(value, Collection)
+    )
 
 
 def _finished(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
@@ -208,8 +233,14 @@ def _finished(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Fa
     tables = tables if isinstance(tables, tuple) else (tables,)
     status = getattr(request.status, "name", "")
     is_delayed = bool(result[0]) if isinstance(result, tuple) else False
-    num_blocks = sum(map(len, tables))
-    return _key(request), status, int(request.num_computed_tokens), num_blocks, is_delayed
+    return (
+        _key(request),
+        status,
+        int(request.num_tokens),
+        int(request.num_computed_tokens),
+        sum(map(len, tables)),
+        is_delayed,
+    )
 
 
 def _output(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts | None:

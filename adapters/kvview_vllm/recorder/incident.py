@@ -48,6 +48,8 @@ class EngineModel(_Model):
         hash_block_size: Tokens of a block hash.
         max_running: Maximum number of requests that are computed at the same time.
         max_tokens_per_step: Token budget of a step.
+        num_ranks: Number of ranks of tensor parallelism.
+        num_draft_tokens: Draft tokens of a step with speculative decoding.
     """
 
     connector: str = ""
@@ -59,6 +61,8 @@ class EngineModel(_Model):
     max_running: int | None = Field(None, ge=1)
     max_tokens_per_step: int | None = Field(None, ge=1)
     has_async_scheduling: bool = False
+    num_ranks: int = Field(1, ge=1)
+    num_draft_tokens: int = Field(0, ge=0)
 
 
 class WindowModel(_Model):
@@ -117,6 +121,7 @@ class RecordModel(_Model):
         hook: Name of the hook.
         event: The event of the proposed schema that the call shows.
         request: Number of the request.
+        num_tokens: Tokens of the request at its end.
         block_count: Blocks of the request, also those whose ids are not listed.
         blocks: The first blocks of each group.
         new: Requests that a step schedules for the first time.
@@ -131,6 +136,7 @@ class RecordModel(_Model):
     hook: str
     event: str | None = None
     request: int | None = None
+    num_tokens: int = 0
     num_computed_tokens: int | None = None
     num_promised_tokens: int | None = None
     is_async: bool = False

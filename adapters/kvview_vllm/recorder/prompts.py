@@ -41,7 +41,8 @@ class Prompts:
             self._add(request)
         shared, self.num_approximated = _shares([self._longest(f) for f in self._families])
         self._places = {
-            request: Place(number + 1, shared[number]) for request, number in self._family_of.items()
+            request: Place(number + 1, shared[number])
+            for request, number in self._family_of.items()
         }
 
     def place(self, request: int) -> Place:
@@ -87,9 +88,7 @@ def num_shared(one: RequestModel, other: RequestModel) -> int:
 def _shares(families: Sequence[RequestModel]) -> tuple[list[int], int]:
     """Return the shared blocks of each family, and the number of pairs that share others."""
     pairs = {
-        (a, b): num_shared(families[a], families[b])
-        for a in range(len(families))
-        for b in range(a)
+        (a, b): num_shared(families[a], families[b]) for a in range(len(families)) for b in range(a)
     }
     root = Counter(one.hashes[0] for one in families if one.hashes).most_common(1)
     shared = [0] * len(families)

@@ -92,12 +92,12 @@ class Recorder:
         """
         try:
             self.num_hooks += 1
-            if hook in facts.COUNTED:
-                self._num_layers_saved += hook == "save_kv_layer"
-            elif hook == "__init__":
+            if hook == "__init__":
                 self._setup = facts.read_setup(args, kwargs)
-            else:
+            elif not facts.is_only_counted(hook):
                 self._note(hook, args, kwargs, result)
+            elif hook == "save_kv_layer":
+                self._num_layers_saved += 1
         except Exception as error:
             self._on_error(f"hook {hook}", error)
 

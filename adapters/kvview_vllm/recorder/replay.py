@@ -2,8 +2,8 @@
 
 An incident has the order of arrivals, steps, aborts, preemptions and resets, but neither tokens nor
 bytes. The simulated engine schedules by itself, so a scenario repeats the causes: lengths, shared
-prefixes, blocks that were evicted before a prompt was reused, scarce blocks at a preemption, and the
-delays and failures of transfers. Large pools and prompts are scaled down by one factor.
+prefixes, blocks that were evicted before a prompt was reused, scarce blocks at a preemption, and
+the delays and failures of transfers. Large pools and prompts are scaled down by one factor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from kvview import (
     SlidingWindow,
 )
 from kvview.testing.connector.scenario.scenario import (
+    NUM_LAYERS,
     Abort,
     Add,
     Event,
     Fate,
     HoldBlocks,
+    Outcome,
     Reset,
     Scenario,
     Step,
@@ -38,6 +40,7 @@ _BLOCK_SIZE = 16  # of the simulation of raw connectors
 _MOST_BLOCKS = 250
 _MOST_STEPS = 6  # in a row in which no event happened
 _LATEST = 8  # steps
+_MOST_RUNNING = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def make_replay(incident: IncidentModel) -> Replay:
     """Make the scenarios of an incident of a scheduler's side.
 
     Raises:
-        ConfigError: The incident has no request or no step.
+        ConfigError: The incident has no step of a scheduler.
     """
     if not any(record.hook == "build_connector_meta" for record in incident.records):
         side = incident.engine.component or "unknown"
@@ -66,9 +69,7 @@ def make_replay(incident: IncidentModel) -> Replay:
             f"connector; pass the incident that the scheduler's side wrote at the same time"
         )
     story = _Story(incident)
-    if not story.requests:
-        raise ConfigError("the incident describes no request, so there is nothing to play")
-    return Replay(list(story.scenarios()), story.notes())
+    return Replay([*story.scenarios()], [*story.notes()])
 
 
 class _Story:
@@ -79,6 +80,15 @@ class _Story:
         order = dict.fromkeys(n for record in self._records for n in _requests_of(record))
         self.requests = {n: described[n] for n in order if n in described}
         self._num_missing = len(order) - len(self.requests)
+        self._hits: dict[int, int] = {}  # tokens on the GPU at the first lookup of a request
+        for record in self._records:
+            if record.hook == "get_num_new_matched_tokens" and record.request is not None:
+                self._hits.setdefault(record.request, record.num_computed_tokens or 0)
+        self._ends = {
+            record.request: record.num_tokens
+            for record in self._records
+            if record.hook == "request_finished" and record.request is not None
+        }
         self._prompts = Prompts(self.requests.values())
         engine = incident.engine
         self._size = engine.hash_block_size
@@ -104,32 +114,31 @@ class _Story:
             )
 
     def scenarios(self) -> Iterator[Scenario]:
-        """Yield the scenarios: with evictions as recorded, in other engines, and unforced."""
+        """Yield the scenarios: with forced evictions first, each in three kinds of engines."""
         engine = self._incident.engine
         groups = tuple(map(_group, engine.groups)) or (FullAttention(_BLOCK_SIZE),)
-        longest = max(self._num_tokens(one) + self._num_output(one) for one in self.requests.values())
-        needed = len(groups) * (-(-longest // _BLOCK_SIZE) + 1)
-        most = max(
-            (r.num_scheduled_tokens for r in self._records if r.hook == "build_connector_meta"),
-        )
-        budget = engine.max_tokens_per_step or most
-        scenario = Scenario(
+        lengths = (self._num_tokens(one) + self._num_output(one) for one in self.requests.values())
+        needed = len(groups) * (-(-max(lengths, default=1) // _BLOCK_SIZE) + 1)
+        most = max(record.num_scheduled_tokens for record in self._records)
+        budget = min(engine.max_tokens_per_step or most, 4 * most)
+        drafts = engine.num_draft_tokens
+        plain = Scenario(
             CacheGeometry(_BLOCK_SIZE, _BLOCK_SIZE, groups),
             num_gpu_blocks=max(needed + 3, self._pool // self._factor),
             events=tuple(self._events(is_forced=True)),
             fates=tuple(self._fates()),
-            max_running=min(engine.max_running or 8, 64),
-            max_tokens_per_step=max(_BLOCK_SIZE, self._scaled(min(budget, 4 * most))),
+            max_running=min(engine.max_running or 8, _MOST_RUNNING),
+            max_tokens_per_step=max(_BLOCK_SIZE, self._scaled(budget)),
             decode_tokens=1,
+            drafts=((drafts, drafts), (drafts, 0)) if drafts else (),
+            ranks=(NUM_LAYERS,) * engine.num_ranks if engine.num_ranks > 1 else (),
         )
-        apart = replace(
-            scenario, steps_in_flight=2, worker_half="in_a_process", compute_lags=True
-        )
-        order = [scenario, replace(scenario, other_runner=True), apart]
-        if engine.has_async_scheduling:
-            order.reverse()
-        yield from order
-        yield replace(scenario, events=tuple(self._events(is_forced=False)))
+        apart = replace(plain, steps_in_flight=2, worker_half="in_a_process", compute_lags=True)
+        kinds = [plain, apart] if not engine.has_async_scheduling else [apart, plain]
+        kinds.append(replace(kinds[0], other_runner=True))
+        yield from kinds
+        unforced = tuple(self._events(is_forced=False))
+        yield from (replace(one, events=unforced) for one in kinds)
 
     # --- events ---
 
@@ -143,15 +152,17 @@ class _Story:
                 yield from events
 
     def _all_events(self, is_forced: bool) -> Iterator[Event]:
-        added: list[int] = []
+        added: set[int] = set()
+        cached: list[int] = []  # requests since the last reset
         scarce: set[int] = set()
         for record in self._records:
             for number in _requests_of(record):
                 if number in self.requests and number not in added:
-                    if is_forced and self._was_evicted(record, added):
+                    if is_forced and self._was_evicted(number, cached):
                         yield from (HoldBlocks(self._pool), HoldBlocks(0))
                     yield self._add(self.requests[number])
-                    added.append(number)
+                    added.add(number)
+                    cached.append(number)
             match record.hook:
                 case "build_connector_meta":
                     if is_forced and record.preempted and not scarce:
@@ -166,17 +177,18 @@ class _Story:
                     scarce.discard(record.request)
                 case "reset_cache":
                     yield Reset()
+                    cached.clear()
         if scarce:
             yield HoldBlocks(0)
 
-    def _was_evicted(self, record: RecordModel, added: Sequence[int]) -> bool:
-        """Whether a lookup had fewer hits on the GPU than earlier requests had blocks."""
-        if record.hook != "get_num_new_matched_tokens" or record.request is None:
+    def _was_evicted(self, number: int, cached: Sequence[int]) -> bool:
+        """Whether the first lookup had fewer hits on the GPU than earlier requests had blocks."""
+        if number not in self._hits:
             return False
-        request = self.requests[record.request]
+        request = self.requests[number]
         most = (request.num_tokens - 1) // self._size
-        known = max((num_shared(self.requests[one], request) for one in added), default=0)
-        return (record.num_computed_tokens or 0) < min(known, most) * self._size
+        known = max((num_shared(self.requests[one], request) for one in cached), default=0)
+        return self._hits[number] < min(known, most) * self._size
 
     def _add(self, request: RequestModel) -> Add:
         place = self._prompts.place(request.request)
@@ -192,7 +204,8 @@ class _Story:
         return max(1, self._scaled(request.num_prompt_tokens))
 
     def _num_output(self, request: RequestModel) -> int:
-        generated = request.num_tokens - request.num_prompt_tokens
+        num_tokens = self._ends.get(request.request, request.num_tokens)
+        generated = num_tokens - request.num_prompt_tokens
         return max(1, -(-generated // self._factor))
 
     def _scaled(self, num_tokens: int) -> int:
@@ -225,7 +238,7 @@ class _Story:
                 failed |= {*record.failed} if not record.invalid_blocks else {*record.received}
         for start, request, is_load in started:
             delay = min(ended.get((request, is_load), start + 1) - start, _LATEST)
-            outcome = "none" if is_load and request in failed else "ok"
+            outcome: Outcome = "none" if is_load and request in failed else "ok"
             yield Fate(max(0, delay - 1), max(0, delay - 1), outcome)
 
 
