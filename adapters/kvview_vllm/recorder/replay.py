@@ -9,7 +9,7 @@ the delays and failures of transfers. Large pools and prompts are scaled down by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from kvview import (
@@ -33,6 +33,7 @@ from kvview.testing.connector.scenario.scenario import (
     Scenario,
     Step,
 )
+from kvview.testing.incident import Replay
 from kvview_vllm.recorder.incident import GroupModel, IncidentModel, RecordModel, RequestModel
 from kvview_vllm.recorder.prompts import Prompts, num_shared
 
@@ -41,19 +42,6 @@ _MOST_BLOCKS = 250
 _MOST_STEPS = 6  # in a row in which no event happened
 _LATEST = 8  # steps
 _MOST_RUNNING = 64
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The scenarios of an incident.
-
-    Args:
-        scenarios: The scenarios, the most likely first.
-        notes: Facts for the reader, one line each.
-    """
-
-    scenarios: Sequence[Scenario]
-    notes: Sequence[str]
 
 
 def make_replay(incident: IncidentModel) -> Replay:
@@ -69,7 +57,13 @@ def make_replay(incident: IncidentModel) -> Replay:
             f"connector; pass the incident that the scheduler's side wrote at the same time"
         )
     story = _Story(incident)
-    return Replay([*story.scenarios()], [*story.notes()])
+    law = incident.details.get("law")
+    return Replay(
+        incident.reason,
+        law if isinstance(law, str) else "",
+        [*story.scenarios()],
+        [*story.notes()],
+    )
 
 
 class _Story:
