@@ -21,6 +21,7 @@ from kvview.cli.output import (
     VERBOSE,
     Whole,
     arguments_of,
+    given_parameters,
     json_option,
     naming,
     target_options,
@@ -114,6 +115,13 @@ SEEDS_OF_A_RELEASE = 100
     ),
 )
 @click.option(
+    "--from",
+    "incident",
+    metavar="FILE",
+    help="Play an incident that the recorder in a server wrote, and report whether its fault "
+    "repeats (docs/canary.md).",
+)
+@click.option(
     "--hook-seconds",
     type=float,
     default=HOOK_SECONDS,
@@ -151,6 +159,7 @@ def check(
     options: tuple[str, ...],
     transfer_config: str | None,
     pd: bool,
+    incident: str | None,
     json_file: str | None,
     result_file: str | None,
     **settings: Any,
@@ -194,6 +203,8 @@ def check(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
+    if incident is not None:
+        sys.exit(_repeat_incident(console, name, incident, given))
     if pd and settings["inference"]:
         if (json_file, result_file) != (None, None):
             raise ConfigError(
@@ -342,6 +353,39 @@ def _check_real_handoffs(console: Console, target: str, options: dict[str, Any])
             console.print(line, markup=False, soft_wrap=True)
     console.print(f"{num_wrong} wrong")
     return ExitCode.WRONG if num_wrong else ExitCode.CLEAN
+
+
+def _repeat_incident(console: Console, target: str, path: str, options: dict[str, Any]) -> ExitCode:
+    """Play an incident, and print whether its fault repeats, with the smallest script."""
+    from kvview.testing import load_target
+    from kvview.testing.effort import Effort
+    from kvview.testing.incident import read_replay, repeat_incident
+
+    context = click.get_current_context()
+    allowed = {"target", "options", "transfer_config", "incident", "engine", "hook_seconds"}
+    for parameter in given_parameters(context):
+        if parameter.name not in allowed:
+            raise ConfigError(f"--from cannot be combined with {parameter.opts[0]}; drop it")
+    effort = Effort(
+        engine=context.params["engine"],
+        options=options,
+        hook_seconds=context.params["hook_seconds"],
+    )
+    replay = read_replay(path)
+    lines = [f"incident: {replay.reason}{f' ({replay.law})' if replay.law else ''}", *replay.notes]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
+
+        def on_scenario(done: int, failed: int) -> None:
+            on_progress(f"{done} of {len(replay.scenarios)} scenarios, {failed} failed")
+
+        result = repeat_incident(replay, load_target(target), effort, on_scenario)
+    console.print(result.verdict, markup=False, soft_wrap=True)
+    if result.failure is None:
+        return ExitCode.INTERRUPTED if result.runs.is_interrupted else ExitCode.CLEAN
+    console.print(result.failure.message, markup=False, soft_wrap=True)
+    console.print(result.failure.script, markup=False, highlight=False, soft_wrap=True)
+    return ExitCode.WRONG
 
 
 def _verdict(report: Report) -> ExitCode:

@@ -57,6 +57,7 @@ def check_connector(
     hook_seconds: float = watchdog.HOOK_SECONDS,
     processes: int | None = None,
     shard: tuple[int, int] = (1, 1),
+    scenarios: Sequence[Scenario] = (),
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
@@ -88,6 +89,7 @@ def check_connector(
         processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
             The default is one process per core, but 0 for a single seed or if a fork is not safe.
         shard: Number of the shard to run, from 1, and number of shards; all seeds by default.
+        scenarios: Scenarios to run, in order, instead of those of the seeds.
 
     Returns:
         The results; after Ctrl-C, the results so far.
@@ -98,11 +100,13 @@ def check_connector(
     given = dict(options or {})
     in_size(given, 1, 1)  # so that a wrong expression is refused before anything runs
     engines = engines or load_engines()
-    runner = SeedRunner(connector_class, given, engines, steps or 0)
+    runner = SeedRunner(connector_class, given, engines, steps or 0, scenarios)
     number = processes
     if number is None:
         number = default_processes() if seeds > 1 else 0  # because a fork takes as long as a seed
     numbers = in_order(first_seed, seeds)[shard[0] - 1 :: shard[1]]
+    if scenarios:
+        numbers = list(range(len(scenarios)))
     start = time.perf_counter()
     with watchdog.limit(hook_seconds), _one_thread(), Processes(runner, number) as made:
         check = _Check(

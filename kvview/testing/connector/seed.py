@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -73,6 +73,7 @@ class SeedRunner:
         options: Options of the connector.
         engines: Builds the engines.
         steps: Minimum of scheduler steps in a run.
+        scenarios: Scenarios of the seeds from 0 on, which are generated if there are none.
     """
 
     def __init__(
@@ -81,17 +82,19 @@ class SeedRunner:
         options: Mapping[str, Any],
         engines: EngineFactory,
         steps: int,
+        scenarios: Sequence[Scenario] = (),
     ) -> None:
         self._connector_class = connector_class
         self._options = dict(options)
         self._engines = engines
         self._steps = steps
+        self._scenarios = scenarios
         self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
         self._tracer = LineTracer(self.code.paths if self.code else ())
 
     def scenario(self, seed: int) -> Scenario:
-        """Make the scenario of a seed."""
-        return generate_scenario(seed, self._steps)
+        """Return or make the scenario of a seed."""
+        return self._scenarios[seed] if self._scenarios else generate_scenario(seed, self._steps)
 
     def run_seed(
         self, seed: int, is_sample: bool, is_measured: bool = False, is_first: bool = False

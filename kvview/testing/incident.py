@@ -1,0 +1,116 @@
+"""The repetition of an incident that a recorder in a server wrote (``kvview check --from``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvview.errors import ConfigError
+from kvview.targets import is_connector, is_engine_connector
+from kvview.testing.effort import Effort
+
+if TYPE_CHECKING:
+    from kvview.testing.connector import ConnectorFailure, ConnectorRuns
+    from kvview.testing.connector.scenario.scenario import Scenario
+
+READER = "vllm"
+"""Name of the engine whose incidents are read."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """An incident as scenarios of a simulated engine.
+
+    Args:
+        reason: Why the incident was written.
+        law: The law that the server saw broken, or empty.
+        scenarios: The scenarios, the most likely first.
+        notes: Facts for the reader, one line each.
+    """
+
+    reason: str
+    law: str
+    scenarios: Sequence[Scenario]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The result of the scenarios of an incident.
+
+    Args:
+        replay: The incident.
+        runs: The runs, of which the first that breaks the incident's law is the last.
+    """
+
+    replay: Replay
+    runs: ConnectorRuns
+
+    @property
+    def failure(self) -> ConnectorFailure | None:
+        """Return the failure that repeats the incident; otherwise the first failure, or None."""
+        failures = self.runs.failures
+        same = (one for one in failures if self.replay.law in (one.law, one.filed_under))
+        return next(same, failures[0] if failures else None)
+
+    @property
+    def verdict(self) -> str:
+        """Return the result in one line."""
+        failure, law = self.failure, self.replay.law
+        number = len(self.replay.scenarios)
+        if failure is None:
+            return f"the fault does not repeat: {number} scenarios of the incident break no law"
+        if law in (failure.law, failure.filed_under):
+            return f"the fault repeats: {law} is broken again"
+        if law:
+            return f"another law is broken: {failure.law}, the incident names {law}"
+        return f"a law is broken: {failure.law}, the incident names none"
+
+
+def read_replay(path: str) -> Replay:
+    """Read an incident file.
+
+    Raises:
+        ConfigError: The file is not an incident that can be played, or its reader is not installed.
+    """
+    from kvview.testing.connector.run.engine import load_factory_class
+
+    read: Callable[[str], Replay] = load_factory_class(READER).read_replay  # type: ignore[attr-defined]
+    return read(path)
+
+
+def repeat_incident(
+    replay: Replay,
+    connector_class: Any,
+    effort: Effort,
+    on_progress: Callable[[int, int], None],
+) -> Repetition:
+    """Run the scenarios of an incident until one breaks the law of the incident, and shrink it.
+
+    Args:
+        replay: The incident.
+        connector_class: A kvview connector, or a connector of vLLM.
+        effort: Engine, options and limits of the runs.
+        on_progress: Called after each scenario with their number and the number of failures.
+
+    Raises:
+        ConfigError: The target is not a connector, or it refuses the options.
+    """
+    from kvview.testing.connector import check_connector, load_engines
+
+    is_own = is_engine_connector(connector_class)
+    if not (is_own or is_connector(connector_class)):
+        raise ConfigError("--from plays an incident with a connector, and the target is not one")
+    engine = effort.engine or (READER if is_own else "reference")
+    runs = check_connector(
+        connector_class,
+        seeds=len(replay.scenarios),
+        scenarios=replay.scenarios,
+        options=effort.options,
+        engines=load_engines(engine),
+        hook_seconds=effort.hook_seconds,
+        on_progress=on_progress,
+        keep_going=lambda law: bool(replay.law) and law != replay.law,
+    )
+    return Repetition(replay, runs)
