@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import pickle
 from collections import OrderedDict
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +32,18 @@ _NUM_SLOTS = 64
 
 
 class _Store:
-    """Pages that outlive an engine, as files would."""
+    """Pages that outlive an engine, in a file at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         self.slots: OrderedDict[OffloadKey, int] = OrderedDict()
         self.free_slots = list(range(_NUM_SLOTS))
         self.pages: list[torch.Tensor] = []
+        self.file = Path(folder) / "pages"
+        if self.file.exists():
+            self.slots, self.free_slots, self.pages = pickle.loads(self.file.read_bytes())
+
+    def save(self) -> None:
+        self.file.write_bytes(pickle.dumps((self.slots, self.free_slots, self.pages)))
 
 
 _STORES: dict[str, _Store] = {}
@@ -45,14 +54,17 @@ class KeyedConnector(HostCacheConnector):
     """The example, which names each block by a digest of the properties of its prefix.
 
     Options: ``name`` of the store, ``engine``, a text of the engine's settings, ``ignores``, the
-    properties that the key does not contain, and ``adds``, ``request`` or ``life``, which the key
-    contains although the KV does not depend on it.
+    properties that the key does not contain, and ``adds``, ``request``, ``life`` or ``salt`` (of
+    Python's ``hash``), which the key contains although the KV does not depend on it.
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(replace(config, options={"cpu_blocks": _NUM_SLOTS}))
         self.options = config.options
-        self.store = _STORES.setdefault(config.options["name"], _Store())
+        name = config.options["name"]
+        if name not in _STORES:
+            _STORES[name] = _Store(name)
+        self.store = _STORES[name]
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
@@ -70,7 +82,8 @@ class _Scheduler(HostCacheScheduler):
         self.engine = options["engine"]
         self.ignores = options.get("ignores", "").split()
         self.adds = options.get("adds", "")
-        self.life = next(_LIVES)
+        self.life = f"{os.getpid()} {next(_LIVES)}"
+        self.save = connector.store.save
         self.slots, self.free_slots = connector.store.slots, connector.store.free_slots
 
     def named(self, request: RequestInfo) -> RequestInfo:
@@ -81,7 +94,8 @@ class _Scheduler(HostCacheScheduler):
     def digest(self, request: RequestInfo, block: int) -> BlockHash:
         content = request.content
         tags = {"lora": "lora", "mm": "item", "cache_salt": "salt", "prompt_embeds": "embeds"}
-        added = {"request": request.request_id, "life": self.life}
+        added: dict[str, object] = {"request": request.request_id, "life": self.life}
+        added["salt"] = hash("salt")
         parts: list[object] = [self.engine, added.get(self.adds)]
         has_tokens = "tokens" not in self.ignores
         num_tokens = (block + 1) * self.geometry.hash_block_size
@@ -105,6 +119,11 @@ class _Scheduler(HostCacheScheduler):
         super().store(self.named(request), block_ids)
         for slots, _ in self.stores.values():  # found at once: one rank's report ends no job
             self.slots.update(slots)
+
+    @override
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.save()
 
 
 class _Worker(HostCacheWorker):

@@ -93,7 +93,7 @@ def test_each_confusion_is_detected(name: str, ignored: str) -> None:
 
 
 @needs_tags
-@pytest.mark.parametrize(("name", "added"), SEPARATIONS.items())
+@pytest.mark.parametrize(("name", "added"), [*SEPARATIONS.items(), ("a restart", "salt")])
 def test_each_needless_separation_is_detected(name: str, added: str) -> None:
     assert outcomes("", name, added=added)[name] is PairOutcome.NOT_SHARED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +13,16 @@ from typing import Any
 from unittest.mock import patch
 
 from kvview.errors import MissingLibraryError, line_of
+from kvview.targets import load_target, name_target
 from kvview.testing.connector.exercised.coverage import replaced_parts
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.partition.pair_engine import PartitionEngine
-from kvview_vllm.partition.pairs import PROMPT, EngineSettings, Pair
+from kvview_vllm.partition.pairs import PROMPT, RESTART, EngineSettings, Pair
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
+from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 
 class PairOutcome(StrEnum):
@@ -127,14 +130,21 @@ class _Play:
     _hashes: tuple[bytes, ...] = ()
 
     def run(self) -> Cell:
-        """Serve both requests, and return the result."""
+        """Serve both requests in a new folder, and return the result."""
+        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+            if self.pair is not RESTART:
+                return self.live(folder, is_first=True, is_second=True)
+            first = _live_in_another_process(self.connector_class, self.options, folder)
+            return first or self.live(folder, is_first=False, is_second=True)
+
+    def live(self, folder: str, is_first: bool, is_second: bool) -> Cell:
+        """Serve one request or both, and return the result."""
         with self._stack as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvview-"))
             given = in_folder(split_options(self.options), folder)
             classes = classes_of(self.connector_class, given)
             stack.enter_context(self.stand_ins.installed(classes))
             try:
-                return self._cell(self._serve(folder, given, classes))
+                return self._cell(self._serve(folder, given, classes, is_first, is_second))
             except InvariantBroken as broken:
                 return self._cell_of(broken)
             except MissingLibraryError:  # no verdict
@@ -142,8 +152,15 @@ class _Play:
             except Exception as error:  # whatever the connector or vLLM raises is the result
                 return Cell(self.pair, PairOutcome.FAILED, line_of(error))
 
-    def _serve(self, folder: str, given: Mapping[str, Any], classes: Sequence[type]) -> int:
-        """Serve both requests; return the number of tokens that the second one loaded."""
+    def _serve(
+        self,
+        folder: str,
+        given: Mapping[str, Any],
+        classes: Sequence[type],
+        is_first: bool,
+        is_second: bool,
+    ) -> int:
+        """Serve one request or both; return the number of tokens that the last one loaded."""
         pair, stack = self.pair, self._stack
 
         def start(settings: EngineSettings) -> PartitionEngine:
@@ -158,21 +175,25 @@ class _Play:
             stack.callback(engine.close)
             return engine
 
-        engine = start(pair.first_engine)
-        engine.serve(pair.first(), kv_seed=1)
-        self._hashes = engine.last_hashes
-        if pair.second_engine is None:
-            engine.forget_gpu()
-        else:
+        num_loaded = 0
+        if is_first:
+            engine = start(pair.first_engine)
+            num_loaded = engine.serve(pair.first(), kv_seed=1)
+            self._hashes = engine.last_hashes
+            if pair.second_engine is None:
+                engine.forget_gpu()
+            else:
+                engine.shutdown()
+                self.stand_ins.end_process(classes)
+                self._engine = None
+        if is_second:
+            if pair.second_engine is not None:
+                engine = start(pair.second_engine)
+            # Other tokens have other bytes; other properties need another seed for that.
+            num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)
+            if pair.second_engine is None:
+                engine.check_other_blocks()
             engine.shutdown()
-            self.stand_ins.end_process(classes)
-            self._engine = None
-            engine = start(pair.second_engine)
-        # Other tokens have other bytes; other properties need another seed for that.
-        num_loaded = engine.serve(pair.second(), kv_seed=1 if pair.num_same_tokens else 2)
-        if pair.second_engine is None:
-            engine.check_other_blocks()
-        engine.shutdown()
         return num_loaded
 
     def _cell(self, num_loaded: int) -> Cell:
@@ -200,3 +221,34 @@ class _Play:
         is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
         outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
         return Cell(pair, outcome, line_of(f"{broken.law}: {broken.message}"))
+
+
+def _live_in_another_process(
+    connector_class: type, options: Mapping[str, Any], folder: str
+) -> Cell | None:
+    """Play the first life of a restart; returns its result if it failed.
+
+    The process is a new interpreter, because a fork inherits the salt of ``hash`` and all values
+    that modules made when they were imported.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    salt = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    arguments = (name_target(connector_class), dict(options), folder, results)
+    with patch.dict(os.environ, PYTHONHASHSEED=salt):
+        process = context.Process(target=_live_first, args=arguments)
+        process.start()
+    process.join()
+    if process.exitcode:
+        detail = f"the process of the first life ended with exit code {process.exitcode}"
+        return Cell(RESTART, PairOutcome.FAILED, detail)
+    outcome, detail = results.get()
+    is_wrong = outcome in (PairOutcome.FAILED, PairOutcome.REFUSED)
+    return Cell(RESTART, outcome, detail) if is_wrong else None
+
+
+def _live_first(target: str, options: Mapping[str, Any], folder: str, results: Any) -> None:
+    cpu_scheduler.prepare()
+    play = _Play(load_target(target), options, RESTART, StandIns(()))
+    cell = play.live(folder, is_first=True, is_second=False)
+    results.put((cell.outcome, cell.detail))

@@ -175,6 +175,9 @@ _ALL = len(PROMPT)
 _TWO_RANKS = EngineSettings(ranks=(2, 1))
 _A = _adapter("a", 1, "/a")
 
+RESTART = Pair("a restart", _ALL, second_engine=EngineSettings())
+"""A restart with the same settings, in another process."""
+
 _PAIRS = (
     Pair("the same request", _ALL),
     Pair("a token of the first block", 0, second=lambda: _tokens(3)),
@@ -190,7 +193,7 @@ _PAIRS = (
     Pair("two multimodal items", 0, _image("one"), _image("two")),
     Pair("one prompt embedding", _ALL, _embedding(0.5), _embedding(0.5)),
     Pair("two prompt embeddings", 0, _embedding(0.5), _embedding(0.25)),
-    Pair("a restart", _ALL, second_engine=EngineSettings()),
+    RESTART,
     Pair("another hash function", _ALL, second_engine=EngineSettings(hash_algorithm="sha256_cbor")),
     Pair("another hash seed", _ALL, second_engine=EngineSettings(hash_seed="1")),
     Pair("another model", 0, second_engine=EngineSettings(model="model-b")),
