@@ -1,12 +1,12 @@
-"""Draws random mutants of the product, runs the check and the tests on them, and writes a page.
+"""Draws random mutants of the product, runs the check and the tests on them, and writes a table.
 
     python benchmarks/mutation.py [--room pool ...] [--mutants 4] [--seed 0]
-        [--page docs/mutation.md]
+        [--page docs/trust.md]
 
 1. universalmutator makes the mutants of a random line of a function, and one of them is drawn.
 2. The mutants run in a copy of the checkout. ``mutation.toml`` lists the modules and the commands
    of each room. A command that ends otherwise than without the mutant kills the mutant.
-3. The rooms take turns, and the page is written after each mutant. So a draw that is interrupted
+3. The rooms take turns, and the table is written after each mutant. So a draw that is interrupted
    is a smaller draw.
 """
 
@@ -36,6 +36,8 @@ from typing import Any
 
 import click
 from universalmutator.mutator import mutants_regexp
+
+from docs.parts import with_parts
 
 ROOT = Path(__file__).parents[1]
 PLAN: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -146,8 +148,8 @@ class Copy:
         return done.returncode
 
 
-def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
-    """Return the page about a draw."""
+def part(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
+    """Return the part of the page about a draw."""
     rooms = [*dict.fromkeys(mutant.room for mutant in killed_by)]
     rows = []
     for room in [*rooms, "all"]:
@@ -156,7 +158,6 @@ def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
         by_tests = sum("pytest" in how for how in kills)
         rate = f"{(by_check + by_tests) / len(kills):.0%}"
         rows.append(f"| {room} | {len(kills)} | {by_check} | {by_tests} | {rate} |")
-    alive = [one for one, how in killed_by.items() if not how]
     text: str = PLAN["page"]["text"].lstrip()
     return text.format(
         date=f"{datetime.now(UTC):%Y-%m-%d}",
@@ -167,12 +168,6 @@ def page(killed_by: Mapping[Mutant, str], seed: int, num_drawn: int) -> str:
         num_drawn=num_drawn,
         never=", ".join(f"`{part}`" for part in PLAN["never"]),
         rows="\n".join(rows),
-        commands="\n".join(
-            f"- {room}: `{one}`" for room in rooms for one in PLAN["room"][room]["commands"]
-        ),
-        alive="\n\n".join(
-            f"`{one.module}:{one.line}`\n\n```diff\n-{one.right}+{one.wrong}```" for one in alive
-        ),
     )
 
 
@@ -193,8 +188,10 @@ def main(rooms: Sequence[str], each: int, seed: int, target: Path | None) -> Non
         for mutant in drawn:
             killed_by[mutant] = copy.killed_by(mutant)
             click.echo(f"{mutant.module}:{mutant.line}: {killed_by[mutant] or 'alive'}")
+            if not killed_by[mutant]:
+                click.echo(f"-{mutant.right}+{mutant.wrong}", nl=False)
             if target is not None:
-                target.write_text(page(killed_by, seed, len(drawn)))
+                target.write_text(with_parts(target, mutants=part(killed_by, seed, len(drawn))))
 
 
 if __name__ == "__main__":

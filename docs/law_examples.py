@@ -52,6 +52,7 @@ class Example:
 
     Args:
         fault: Name of the class.
+        mistake: The fault in words.
         module: Module of the class.
         source: The class, or its difference from the right one, as a Markdown block.
         right: Target of the right class that takes the same calls; empty for a connector.
@@ -60,6 +61,7 @@ class Example:
     """
 
     fault: str
+    mistake: str
     module: str
     source: str
     right: str = ""
@@ -130,11 +132,11 @@ def faults() -> Iterator[tuple[str, Example]]:
         module = ".".join(folder.relative_to(ROOT).parts)
         for variant in read_variants(path, _NO_BASE):
             if variant.name and variant.law:
-                yield variant.law, Example(variant.name, module, _diff(variant))
+                yield variant.law, Example(variant.name, variant.what, module, _diff(variant))
 
 
 def _diff(variant: Variant) -> str:
-    lines = [f"# {variant.what}"]
+    lines = []
     for old, new in variant.edits:
         lines += [line for line in ndiff(old.splitlines(), new.splitlines()) if line[0] != "?"]
     return "\n".join(["```diff", *lines, "```"])

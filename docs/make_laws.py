@@ -1,10 +1,10 @@
-"""Write ``docs/laws.md``: the laws of the contract, and the rules of the reference and the adapter.
+"""Write ``docs/laws/``: the laws of the contract, and the rules of the reference and the adapter.
 
-    python docs/make_laws.py           # write the page
-    python docs/make_laws.py --check   # exit 1 if the page is not up to date
+    python docs/make_laws.py           # write the pages
+    python docs/make_laws.py --check   # exit 1 if a page is not up to date
 
 Laws come from ``kvview/laws.toml``, and rules from the module docstrings of reference and adapter.
-Each is listed with its checks, injected faults and tests, and with an example that breaks it.
+Each law has an example that breaks it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,29 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from docs.law_examples import Example, examples, faults
+from docs.law_examples import Example, examples
 from docs.parts import ROOT, with_parts, write
 from kvview.laws import laws as laws_of_the_contract
 from kvview.testing import all_checks
+from kvview.urls import LAW_FAMILIES
 
-PAGE = ROOT / "docs/laws.md"
+PAGES = ROOT / "docs/laws"
 
-_CONTRACT = ("KEY", "POOL", "GEO", "EVENT", "OFF", "XFER", "CONN", "HAND", "GUARD", "TIER")
+_HEAD = """# {title}
+
+<!-- Written by docs/make_laws.py from kvview/laws.toml and the docstrings of {paths}. -->
+"""
+_SCRIPTS = """
+If you unfold a mistake, you see a script that fails because of it. You can run it in a checkout.
+{how}
+"""
+_HOW_TO_PASS = "If you import the class in the comment instead, it passes."
+_DIFF = "For a wrong connector it is a command, shown with the wrong lines."
+_RULES = "Rules of the reference and the vLLM adapter"
 _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
 _IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")
@@ -48,7 +60,6 @@ class Law:
     title: str = ""
     hint: str = ""
     checks: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
     tests: set[str] = field(default_factory=set)
 
     @property
@@ -80,9 +91,6 @@ def laws() -> dict[str, Law]:
     for check in all_checks():
         if check.law in found:
             found[check.law].checks.append(check.name)
-    for number, fault in faults():
-        if number in found:
-            found[number].faults.append(fault.fault)
     for file in sorted((ROOT / "tests").rglob("*.py")):
         path = file.relative_to(ROOT).as_posix()
         if not path.startswith(_NOT_ABOUT_ONE_LAW):
@@ -93,7 +101,7 @@ def laws() -> dict[str, Law]:
 
 def _place(item: tuple[str, Law]) -> tuple[int, str, int]:
     family, _, number = item[0].partition("-")
-    rank = _CONTRACT.index(family) if family in _CONTRACT else len(_CONTRACT)
+    rank = [*LAW_FAMILIES, family].index(family)
     return rank, family, int(number)
 
 
@@ -109,53 +117,56 @@ def _trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def page(all_laws: Iterable[Law]) -> str:
-    """Return the text of ``docs/laws.md``."""
+def pages(all_laws: Iterable[Law]) -> Mapping[Path, str]:
+    """Return the text of each page: one for each family, one for all rules, and the list."""
     families: defaultdict[str, list[Law]] = defaultdict(list)
     for law in all_laws:
-        families[law.family].append(law)
+        families[law.family if law.title else _RULES].append(law)
     shown = examples()
-    lines = []
-    for name, family in families.items():
-        paths = ", ".join(_link(path) for path in dict.fromkeys(law.path for law in family))
-        lines += [f"- **{name}** ({paths})"]
-        lines += [f"    - [{law.head}](#{law.number.lower()})" for law in family if law.title]
-        if untitled := [f"[{law.head}](#{law.number.lower()})" for law in family if not law.title]:
-            lines.append(f"    - {', '.join(untitled)}")
-    for name, family in families.items():
-        lines += ["", f"## {name}"]
-        for law in family:
-            anchor = f'<a id="{law.number.lower()}"></a>'
-            lines += ["", anchor, "", f"### {law.head}", "", law.text, ""]
-            if law.hint:
-                lines += [f"*Usual remedy:* {law.hint}", ""]
-            if example := shown.get(law.number):
-                lines += _example(example)
-            rows = [f"- {kind}: {', '.join(names)}" for kind, names in _named_by(law) if names]
-            lines += ['<details markdown="1"><summary>Module, checks and tests</summary>', ""]
-            lines += [*rows, "", "</details>"]
-    return with_parts(PAGE, laws="\n".join(lines))
-
-
-def _example(example: Example) -> list[str]:
-    language = "python" if example.body else "sh"
-    return [
-        f'<details markdown="1"><summary>Broken by {example.fault}</summary>',
-        *("", example.source),
-        *("", f"```{language}", example.script.rstrip(), "```"),
-        *("", "</details>", ""),
+    rules = families.pop(_RULES)
+    listed = [
+        f"- [{name}]({name.lower()}.md), {LAW_FAMILIES[name]}: {len(family)} laws"
+        for name, family in families.items()
     ]
+    index = PAGES / "index.md"
+    texts = {
+        PAGES / f"{name.lower()}.md": _page(name, laws, shown) for name, laws in families.items()
+    }
+    rows = [
+        f'<a id="{rule.number.lower()}"></a>\n\n### {rule.number}\n\n{rule.text}' for rule in rules
+    ]
+    texts[PAGES / "rules.md"] = _head(_RULES, rules) + "\n" + "\n\n".join(rows) + "\n"
+    return texts | {index: with_parts(index, families="\n".join(listed))}
 
 
-def _named_by(law: Law) -> Iterator[tuple[str, list[str]]]:
-    yield "module", [_link(law.path)]
-    yield "checks", [f"`{name}`" for name in sorted(set(law.checks))]
-    yield "injected faults", [f"`{name}`" for name in sorted(law.faults)]
-    yield "tests", [_link(path) for path in sorted(law.tests)]
+def _head(title: str, laws: Iterable[Law]) -> str:
+    return _HEAD.format(title=title, paths=", ".join(dict.fromkeys(law.path for law in laws)))
 
 
-def _link(path: str) -> str:
-    return f"[`{path}`](../{path})"
+def _page(name: str, family: Iterable[Law], shown: Mapping[str, Example]) -> str:
+    text = _head(f"{name}: {LAW_FAMILIES[name]}", family)
+    its = [shown[law.number] for law in family if law.number in shown]
+    if its:
+        bodies = {bool(example.body) for example in its}
+        how = [
+            line for is_body, line in ((True, _HOW_TO_PASS), (False, _DIFF)) if is_body in bodies
+        ]
+        text += _SCRIPTS.format(how=" ".join(how))
+    for law in family:
+        text += f'\n<a id="{law.number.lower()}"></a>\n\n### {law.head}\n\n{law.text}\n'
+        if law.hint:
+            text += f"\n*Usual remedy:* {law.hint}\n"
+        if example := shown.get(law.number):
+            text += _example(example)
+    return text
+
+
+def _example(example: Example) -> str:
+    mistake = f"Mistake: {example.mistake[0].lower()}{example.mistake[1:]}"
+    head = f'\n<details markdown="1"><summary>{mistake}</summary>\n\n'
+    if example.body:
+        return f"{head}```python\n{example.script.rstrip()}\n```\n\n</details>\n"
+    return f"{head}{example.source}\n\n```sh\n{example.script.rstrip()}\n```\n\n</details>\n"
 
 
 def _markdown(text: str) -> str:
@@ -164,4 +175,4 @@ def _markdown(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write({PAGE: page(laws().values())}))
+    sys.exit(write(pages(laws().values())))

@@ -17,9 +17,12 @@ from typing import Any
 from kvview.urls import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
-_LAWS_PAGE = "laws.md"
 _LAW_HEAD = re.compile(r'^<a id="(\S+)"></a>\n\n(### (\S+).*)$', re.MULTILINE)
-_LAWS = [head[2] for head in _LAW_HEAD.findall((ROOT / "docs" / _LAWS_PAGE).read_text("utf-8"))]
+_LAWS = [
+    head[2]
+    for path in sorted((ROOT / "docs/laws").glob("*.md"))
+    for head in _LAW_HEAD.findall(path.read_text("utf-8"))
+]
 _LAW = re.compile(rf"(?<![\w-])(?:{'|'.join(sorted(_LAWS, reverse=True))})(?![\w-])")
 _LEAVES = re.compile(r"(?<=\]\()((?:\.\./)+[^)#\s]*)")
 _ROLE = re.compile(r":[a-z]+:<code>(~?)([\w.]+)(?:\(\))?</code>")
@@ -57,7 +60,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     html = _EMPTY_HEAD.sub(r"<td\1></td>", html)
     html = _WIDE.sub(r'<div class="scrolling" tabindex="0">\g<0></div>', html)
     html = "".join(map(_breakable, _BLOCK.split(html)))
-    return html if page.file.src_uri == _LAWS_PAGE else _with_laws(html)
+    return html if page.file.src_uri.startswith("laws/") else _with_laws(html)
 
 
 def on_post_page(html: str, **_: Any) -> str:

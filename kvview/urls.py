@@ -9,6 +9,20 @@ REVISION = "main"
 """The revision that install commands name; a tag, once there is a release on the package index."""
 DOCS_URL = "https://kvview.github.io/kvview/"
 
+LAW_FAMILIES = {
+    "KEY": "hashes and keys",
+    "POOL": "the block pool",
+    "GEO": "block sizes and groups",
+    "EVENT": "events of a tier",
+    "OFF": "offloading managers",
+    "XFER": "transfer workers",
+    "CONN": "connectors",
+    "HAND": "handoffs",
+    "GUARD": "guarded views",
+    "TIER": "stores below the host",
+}
+"""The subject of each family of laws; rules of the reference and the adapters have other names."""
+
 _LAW = re.compile(r"([A-Z]+)-([0-9]+|\*)")
 _NO_LAWS = {"ENGINE": "engine", "coverage": "not-checked", "exceptions": "exceptions"}
 
@@ -35,6 +49,6 @@ def law_url(law: str) -> str:
     """
     if found := _LAW.fullmatch(law):
         family, number = found.groups()
-        anchor = family if number == "*" else law
-        return f"{DOCS_URL}laws/#{anchor.lower()}"
+        page = family.lower() if family in LAW_FAMILIES else "rules"
+        return f"{DOCS_URL}laws/{page}/" + ("" if number == "*" else f"#{law.lower()}")
     return f"{DOCS_URL}troubleshooting/#{_NO_LAWS[law]}" if law in _NO_LAWS else ""

@@ -9,7 +9,7 @@ class ExitCode(IntEnum):
     """The exit code of a command.
 
     Attributes:
-        meaning: Text of the exit code in the help and in the README.
+        meaning: Text of the exit code in the help and on the page of commands.
     """
 
     CLEAN = 0, "clean"

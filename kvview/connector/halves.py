@@ -13,7 +13,7 @@ gives a block of an unfinished load to another request, and computes the tokens 
 the engine has called another hook between a promise and the allocation of its blocks, the engine
 calls ``match_prefix`` again (CONN-2).
 
-``docs/life-of-a-request.md`` shows the calls for one request.
+``docs/hooks.md`` shows the calls for one request.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (0.33.0), and
 vLLM PRs #39654 (bind) and #41011 (engine facts for the scheduler half).

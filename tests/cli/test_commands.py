@@ -117,12 +117,6 @@ def test_the_shell_completes_commands() -> None:
     assert done.stdout == "plain,validate\n"
 
 
-def test_the_readme_has_the_exit_codes() -> None:
-    text = (ROOT / "README.md").read_text()
-    for code in ExitCode:
-        assert f"| {code:d} | {code.meaning.removesuffix(' or of a command')}" in text
-
-
 # --- entry points ---
 
 

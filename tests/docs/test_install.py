@@ -30,7 +30,7 @@ def test_pages_install_from_the_repository_until_there_is_a_release() -> None:
     assert len(commands()) >= 6
     for page, wanted, extras in commands():
         assert wanted == requirement(extras), page
-    action = (ROOT / "docs/adopt.md").read_text("utf-8")
+    action = (ROOT / "docs/report.md").read_text("utf-8")
     assert f"uses: kvview/kvview@{REVISION}" in action
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ _INSTALLS = ("python3 -m venv", "pip install")  # the README's commands are run 
 
 def pieces(page: str) -> Iterator[tuple[str, str, str, str]]:
     """Kind, title and text of each code block, and the prose up to the next one."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     found = list(_BLOCK.finditer(text))
     ends = [block.start() for block in found[1:]] + [len(text)]
     for block, end in zip(found, ends, strict=True):
@@ -84,7 +85,7 @@ def missing(shown: str, printed: str) -> str:
 def test_the_commands_of_the_page_run(page: str, wanted: int, tmp_path: Path) -> None:
     done: subprocess.CompletedProcess[str] | None = None
     num_commands = 0
-    for kind, title, text, prose in pieces(page):
+    for kind, title, text, prose in pieces(f"docs/{page}"):
         if kind == "python" and title:
             path = tmp_path / title
             path.write_text(edited(path.read_text(), text) if "    ...\n" in text else text)
@@ -99,6 +100,21 @@ def test_the_commands_of_the_page_run(page: str, wanted: int, tmp_path: Path) ->
             code = _EXIT_CODE.search(prose)
             assert done.returncode == (int(code[1]) if code else 0), done.stderr
     assert num_commands == wanted
+
+
+@pytest.mark.slow
+def test_the_readme_shows_a_real_report(tmp_path: Path) -> None:
+    """The report has the text of the README in its order, with other line breaks."""
+    texts = {title or kind: text for kind, title, text, _ in [*pieces("README.md")][1::-1]}
+    (tmp_path / "leaky.py").write_text(texts["leaky.py"])
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = run("kvview check leaky.py:LeakyConnector", tmp_path)
+    rest = " ".join(done.stdout.split())
+    for part in re.split(r"\.\.\.\n", texts["text"]):
+        text = " ".join(part.split())
+        assert text in rest, f"{part}\nis not in\n{done.stdout}"
+        rest = rest[rest.index(text) + len(text) :]
+    assert done.returncode == 1
 
 
 def test_the_parts_alone_run() -> None:

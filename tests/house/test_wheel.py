@@ -55,4 +55,4 @@ def test_links_on_the_package_index_lead_to_this_version(wheel: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert len(links) > 10
     assert not [link for link in links if not link.startswith(("https://", "#"))]
-    assert f"https://github.com/kvview/kvview/blob/v{__version__}/docs/laws.md" in links
+    assert f"https://github.com/kvview/kvview/blob/v{__version__}/docs/results.md" in links

@@ -88,7 +88,7 @@ def test_other_files_are_no_shards(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_campaign_of_the_page_runs_on_a_local_cluster(tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")
-    page = (ROOT / "docs" / "adopt.md").read_text()
+    page = (ROOT / "docs" / "report.md").read_text()
     found = re.search(r"<!-- campaign -->\n```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as one:

@@ -2,8 +2,8 @@
 
     python tests/vllm/add_release.py 0.34.0 [--dry-run] [--no-matrix] [--seams view ...]
 
-It writes the release into ``RELEASES`` (``releases/compat/versions.py``) and the differences into
-``docs/releases.md``, makes ``docs/support-matrix.md`` again, and runs the matrix on the release.
+It prints the differences, writes the release into ``RELEASES`` (``releases/compat/versions.py``),
+makes ``docs/support-matrix.md`` again, and runs the matrix on the release.
 With the name of the newest release it compares and tests that one again. Rows for
 ``releases/compat/shapes.txt`` and ``releases/compat/differences.toml``, and other calls for
 ``releases/compat/calls.py``, are left to a person, because a row states that the adapter was
@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from kvview_vllm.releases.sources import SourcesError, sources
 HERE = Path(__file__).parent
 VERSIONS = ROOT / "adapters/kvview_vllm/releases/compat/versions.py"
 MAKE_PAGE = ROOT / "docs/make_support_matrix.py"
-DIFFERENCES = ROOT / "docs/releases.md"
 
 Found = dict[str, dict[str, Any]]
 """A release: the shapes of the table, the members of its classes, the flags of the seams."""
@@ -99,15 +97,6 @@ def write_release(release: str) -> None:
     VERSIONS.write_text(text)
 
 
-def write_differences(page: str, release: str, newest: str, lines: Sequence[str]) -> str:
-    """Return the page of differences with a section for a release, in place of an older one."""
-    head, *sections = page.split("\n## ")
-    others = [section for section in sections if not section.startswith(f"{release} ")]
-    rows = [f"- `{line}`" for line in lines] or ["No difference concerns the adapter."]
-    section = "\n".join([f"{release} compared with {newest}", "", *rows, ""])
-    return "\n## ".join([head, section, *others])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Add a release of vLLM.")
     parser.add_argument("release", help="such as 0.34.0")
@@ -139,7 +128,6 @@ def main() -> int:
         return 0
     if not is_known:
         write_release(release)
-    DIFFERENCES.write_text(write_differences(DIFFERENCES.read_text(), release, newest, lines))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, IMPORT_PATHS))}
     subprocess.run([sys.executable, str(MAKE_PAGE)], env=environment, check=True)
     if given.no_matrix:

@@ -1,6 +1,6 @@
-"""Compares the kit with real inference, by wrong connectors, and writes the table of the docs.
+"""Compares the kit with real inference, by wrong connectors, and writes the tables of the docs.
 
-    python -m tests.vllm.agreement [--select NAME ...] [--markdown FILE]
+    python -m tests.vllm.agreement [--select NAME ...] [--page docs/trust.md]
 
 Each connector of ``late.txt`` and ``field.txt`` in ``tests/mutants/connector`` serves the traffic
 of ``kvview check --inference`` in the CPU build of vLLM, and its responses are compared with those
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from docs.parts import with_parts
 from kvview.targets import load_connector
 from kvview.testing.connector import check_connector
 from kvview_vllm.inference.arrangements import Arrangement, Configured
@@ -43,23 +44,21 @@ ARRANGEMENTS = {
 }
 """By the note ``needs``, the way in which vLLM must run to show a mistake."""
 RIGHT_RESPONSES = "right responses"
-HEAD = """\
-# Agreement with real engines
+PART = """\
+{num_found} of {num_wrong} wrong connectors are red in the check: {num_shown_found} of the
+{num_shown} that show their mistake in vLLM {version}, and {num_others_found} of the {num_others}
+that do not. {num_right} right connectors, as a control, give right answers.
 
-Written by `python -m tests.vllm.agreement --markdown docs/agreement.md`. Each connector of
-[`late.txt`](../tests/mutants/connector/late.txt) and
-[`field.txt`](../tests/mutants/connector/field.txt) runs twice: in real inference on the CPU build
-of vLLM {version} (the traffic of [`kvview check --inference`](inference.md), {traffic} seeds), and
-in the kit (`kvview check`, {seeds} seeds), each up to the first seed that shows the mistake. The
-kit must find every connector that gives wrong tokens, loses a response, leaks blocks or ends the
-engine. The mistakes of `field.txt` were written with the docs and without the checks.
+| connector | in vLLM | in the check |
+|---|---|---|
+{shown}
 
-The kit finds {num_found} of {num_wrong} wrong connectors:
-{num_shown_found} of the {num_shown} that show their mistake in vLLM, and
-{num_others_found} of the {num_others} that do not, for the reason in parentheses.
+Real inference does not show these mistakes in {traffic} seeds, for the reason in the table:
 
-| connector | mistake | in vLLM | in the kit |
-|---|---|---|---|"""
+| connector | mistake | why vLLM does not show it | in the check |
+|---|---|---|---|
+{others}"""
+_IN_SHORT = {"lost responses": "lost answers", "wrong responses": "wrong answers"}
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,12 @@ class Row:
         return self.in_vllm != RIGHT_RESPONSES
 
     def __str__(self) -> str:
-        mistake = f"none: {self.mistake}" if self.is_right else self.mistake
-        if self.excuse and not self.is_shown:
-            mistake += f" ({self.excuse})"
-        in_vllm = self.in_vllm.replace("|", "\\|")
-        return f"| {self.name} | {mistake} | {in_vllm} | {self.in_the_kit} |"
+        """Return the row of a table."""
+        if not self.is_shown:
+            return f"| {self.name} | {self.mistake} | {self.excuse} | {self.in_the_kit} |"
+        numbers = re.findall(r"(\w+ responses): (\d+)", self.in_vllm)
+        short = ", ".join(f"{_IN_SHORT[name]}: {number}" for name, number in numbers)
+        return f"| {self.name} | {short} | {self.in_the_kit} |"
 
 
 def connectors() -> list[Row]:
@@ -182,30 +182,31 @@ def check(target: str) -> tuple[str, bool]:
     return f"not checked: {', '.join(sorted(gaps))}" if gaps else "green", False
 
 
-def page(rows: Sequence[Row], version: str) -> str:
-    """Return the table as a page of the docs."""
+def part(rows: Sequence[Row], version: str) -> str:
+    """Return the part of the page."""
     wrong = [row for row in rows if not row.is_right]
     shown = [row for row in wrong if row.is_shown]
     others = [row for row in wrong if not row.is_shown]
-    head = HEAD.format(
+    return PART.format(
         version=version,
         traffic=len(TRAFFIC),
-        seeds=SEEDS,
+        num_right=len(rows) - len(wrong),
         num_wrong=len(wrong),
         num_found=sum(row.is_red for row in wrong),
         num_shown=len(shown),
         num_shown_found=sum(row.is_red for row in shown),
         num_others=len(others),
         num_others_found=sum(row.is_red for row in others),
+        shown="\n".join(map(str, shown)),
+        others="\n".join(map(str, others)),
     )
-    return "\n".join([head, *map(str, rows)]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve with each connector, check each with the kit, and print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--select", nargs="+", metavar="NAME", help="connectors; default: all")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="page with the part to replace")
     arguments = parser.parse_args(argv)
     prepare()
     version = require_vllm()
@@ -220,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 in_the_kit, is_red = check(row.target)
                 rows.append(replace(row, in_vllm=seen, in_the_kit=in_the_kit, is_red=is_red))
                 print(rows[-1], flush=True)
-    if arguments.markdown:
-        arguments.markdown.write_text(page(rows, version))
+    if arguments.page:
+        arguments.page.write_text(with_parts(arguments.page, agreement=part(rows, version)))
     bad = [row.name for row in rows if row.is_right and (row.is_shown or row.is_red)]
     missed = [row.name for row in rows if row.is_shown and not row.is_red]
     print(
