@@ -85,7 +85,6 @@ from kvview.offloading import (
     OffloadingManager,
     PrepareStoreOutput,
     ReqContext,
-    SupportsMedia,
 )
 from kvview.pool import (
     GPUBlockPoolView,
@@ -185,7 +184,6 @@ __all__ = [
     "SupportsGiveBack",
     "SupportsHolds",
     "SupportsIsFree",
-    "SupportsMedia",
     "SupportsPinBudget",
     "SupportsPoolSize",
     "SupportsSilentTiers",

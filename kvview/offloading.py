@@ -148,23 +148,3 @@ class OffloadingManager(Protocol):
     def shutdown(self) -> None:
         """Release all resources of the manager; may be called twice."""
         ...
-
-
-@runtime_checkable
-class SupportsMedia(Protocol):
-    """The manager or connector names its media at the start, so that an engine can refuse them.
-
-    Examples:
-        Find a medium for which an engine has no name in its events:
-
-        >>> class DiskTier:
-        ...     media = (MEDIUM_CPU, "DISK")
-        >>> known = {MEDIUM_CPU, "STORAGE"}
-        >>> [medium for medium in DiskTier().media if medium not in known]
-        ['DISK']
-    """
-
-    @property
-    def media(self) -> Collection[str]:
-        """Every medium that the events may name."""
-        ...

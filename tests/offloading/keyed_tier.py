@@ -36,8 +36,6 @@ class KeySpec:
 class KeyedManager(CPUOffloadingManager):
     """Names keys, in a medium of its own."""
 
-    media = (DISK,)
-
     def prepare_load(self, keys: Keys, ctx: ReqContext | None = None, /) -> Any:
         keys = list(keys)
         super().prepare_load(keys, ctx)
