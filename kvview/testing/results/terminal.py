@@ -70,7 +70,8 @@ def _show_checks(console: Console, report: Report) -> None:
         if result.outcome is Outcome.SKIPPED:
             skipped[result.reason] = skipped.get(result.reason, 0) + 1
         elif result.outcome is Outcome.EXPECTED_FAILURE:
-            print_line(console, f"{result.outcome}: {result.full_name}: {result.reason}", "yellow")
+            text = f"{result.outcome}: {result.full_name}: {result.reason} {result.link}".rstrip()
+            print_line(console, text, "yellow")
     for reason, number in skipped.items():
         print_line(console, f"skipped: {number} checks: {reason}", "dim")
 
@@ -112,5 +113,7 @@ def line_of_release(engine: str, result: ReleaseResult) -> str:
     parts = [f"{result.verdict}", f"{result.seconds:.0f} s"]
     if runs:
         parts += [f"{runs['num_seeds']} seeds", f"{len(result.left_out)} parts left out"]
+    if expected := ((result.report or {}).get("counts") or {}).get("expected failure"):
+        parts.append(f"{expected} expected failures")
     reason = f": {result.reason}" if result.reason else ""
     return f"{engine} {result.release}: {', '.join(parts)}{reason}"
