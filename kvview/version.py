@@ -57,7 +57,6 @@ def versions_of(target: object = None) -> dict[str, str]:
         target: A class that was checked; its distribution is included.
     """
     import platform
-    from importlib import metadata
 
     found = {
         "kvview": __version__,
@@ -68,12 +67,20 @@ def versions_of(target: object = None) -> dict[str, str]:
     top = str(getattr(target, "__module__", "")).partition(".")[0]
     names.update(_distributions().get(top, ()))
     for name in sorted(names - {"kvview"}):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # kvview is run from its sources
-            if version := getattr(sys.modules.get(name), "__version__", None):
-                found[name] = str(version)
+        if version := version_of(name):
+            found[name] = version
     return found
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of a package; None if it is neither installed nor imported."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # the package is run from its sources
+        version = getattr(sys.modules.get(name), "__version__", None)
+        return None if version is None else str(version)
 
 
 def installed_commit() -> str | None:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from kvview.testing.offloading.suite import OffloadingConformance
     from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
     from kvview.testing.pool.suite import PoolConformance
+    from kvview.testing.results.expected import ExpectedFailure, read_expected
     from kvview.testing.results.law_broken import LawBroken, NotExercised
     from kvview.testing.results.report import CheckResult, Outcome, Report
-    from kvview.testing.runner import read_expected_failures, run_checks
+    from kvview.testing.runner import run_checks
     from kvview.testing.suites.capability import Capability
     from kvview.testing.suites.inspect_target import inspect_target
     from kvview.testing.tier.suite import TierConformance
@@ -32,6 +33,7 @@ __all__ = [
     "Check",
     "CheckResult",
     "Effort",
+    "ExpectedFailure",
     "GatedComputeStream",
     "HandoffConformance",
     "LawBroken",
@@ -46,7 +48,7 @@ __all__ = [
     "inspect_target",
     "load_target",
     "parametrize_with_checks",
-    "read_expected_failures",
+    "read_expected",
     "run_checks",
 ]
 
@@ -59,9 +61,10 @@ _MODULES = {
     "kvview.testing.offloading.suite": ("OffloadingConformance",),
     "kvview.testing.parametrize": ("BoundCheck", "parametrize_with_checks"),
     "kvview.testing.pool.suite": ("PoolConformance",),
+    "kvview.testing.results.expected": ("ExpectedFailure", "read_expected"),
     "kvview.testing.results.law_broken": ("LawBroken", "NotExercised"),
     "kvview.testing.results.report": ("CheckResult", "Outcome", "Report"),
-    "kvview.testing.runner": ("read_expected_failures", "run_checks"),
+    "kvview.testing.runner": ("run_checks",),
     "kvview.testing.suites.capability": ("Capability",),
     "kvview.testing.suites.inspect_target": ("inspect_target",),
     "kvview.testing.tier.suite": ("TierConformance",),

@@ -28,7 +28,7 @@ class Check:
     """One check.
 
     Args:
-        name: Name of the function, for ``expected_failures`` and ``select``.
+        name: Name of the function, for expected failures and ``select``.
         law: The law that the check tests; ``POOL-*`` for all laws of a contract.
         contract: The contract of the harnesses that the check accepts.
         requires: Capabilities without which the check is skipped.

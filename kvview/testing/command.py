@@ -57,12 +57,13 @@ SEEDS_OF_A_RELEASE = 100
     help="Run only this check or law ('check_pool_7_*', 'POOL-7'). Repeatable.",
 )
 @click.option(
-    "--expected-failures",
-    "expected_failures_file",
+    "--expected",
+    "expected_path",
     metavar="FILE",
     help=(
-        "File of expected failures, with lines of 'check_name: reason' or 'coverage: name: "
-        "reason'. A check in the file that passes is reported."
+        "File in TOML with a table [[expected]] for each expected failure: law, reason, link to "
+        "the thread and, optionally, until ('vllm 0.34'). An expected failure that no longer "
+        "occurs is reported."
     ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
@@ -154,7 +155,7 @@ def check(
     target: tuple[str, ...],
     merge: bool,
     shard: str | None,
-    expected_failures_file: str | None,
+    expected_path: str | None,
     vllm: tuple[str, ...],
     options: tuple[str, ...],
     transfer_config: str | None,
@@ -196,10 +197,9 @@ def check(
     if vllm:
         _finish(*_check_in_releases(console, name, "vllm", vllm), json_file)
     from kvview.options import read_options
-    from kvview.testing import load_target, read_expected_failures, run_checks
+    from kvview.testing import load_target, read_expected, run_checks
     from kvview.testing.results.terminal import show_report
 
-    path = expected_failures_file
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
@@ -226,7 +226,7 @@ def check(
             settings["engine"], given = None, {}
         report = run_checks(
             found,
-            expected_failures={} if path is None else read_expected_failures(path),
+            expected=() if expected_path is None else read_expected(expected_path),
             options=given,
             target=name,
             on_result=lambda result: on_progress(result.check.name),
@@ -278,12 +278,14 @@ def _profile(report: Report, name: str) -> Profile:
     for result in report.results:
         failure = result.failure
         evidence = line_of(failure.what) if failure is not None else result.reason
+        if result.outcome == "expected failure":
+            evidence = f"{result.reason} {result.link}".rstrip()
         law = result.law if failure is None else failure.law
         results.append(ResultFinding(law, result.outcome, evidence))
     colours: dict[str, Colour] = {
         "failed": "red",
         "unexpected pass": "red",
-        "expected failure": "red",
+        "expected failure": "",
         "not checked": "not checked",
     }
     return make_profile(name, colours, results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from kvview.testing.checks import Check
 from kvview.testing.connector_checks import NotApplicable, NotJudged
 from kvview.testing.effort import Effort, Settings, use_effort
+from kvview.testing.results.expected import ExpectedFailure
 from kvview.testing.results.law_broken import LawBroken
 from kvview.testing.runner import as_target, goes_on_after, plan_checks
 from kvview.testing.suites.capability import Factory
@@ -46,7 +47,7 @@ class BoundCheck:
 
 def parametrize_with_checks(
     factory: Factory,
-    expected_failures: Mapping[str, str] | None = None,
+    expected: Sequence[ExpectedFailure] = (),
     *,
     select: Sequence[str] = (),
     **settings: Unpack[Settings],
@@ -54,15 +55,14 @@ def parametrize_with_checks(
     """Make one test for every check; the decorated function receives ``check``.
 
     Examples:
-        >>> @parametrize_with_checks(MyConnector, {"coverage: loads": "it only stores"})
+        >>> @parametrize_with_checks(MyConnector, read_expected("expected.toml"))
         ... def test_connector(check):
         ...     check()
 
     Args:
         factory: A connector class, or any other target of ``kvview check``. The checks share one
             set of runs.
-        expected_failures: Expected failures, as for :func:`~kvview.testing.run_checks`; the marks
-            are strict.
+        expected: Checks that may fail; a test that passes nevertheless is a failure.
         select: Names of checks or laws, ``*`` allowed; empty for all.
         **settings: Fields of :class:`~kvview.testing.effort.Effort`. Unless ``keep_going`` is set,
             the checks of all laws that a connector's runs did not reach are skipped.
@@ -74,15 +74,16 @@ def parametrize_with_checks(
 
     effort = Effort(**settings)
     factory = as_target(factory, effort)
-    _, planned = plan_checks(factory, effort, expected_failures=expected_failures, select=select)
+    _, planned = plan_checks(factory, effort, expected=expected, select=select)
     effort.shared["goes_on"] = goes_on_after(planned, effort.keep_going)
     params = []
     for item in planned:
         marks: list[pytest.MarkDecorator] = []
         if item.skip_reason:
             marks.append(pytest.mark.skip(reason=item.skip_reason))
-        elif item.xfail_reason:
-            marks.append(pytest.mark.xfail(reason=item.xfail_reason, raises=LawBroken, strict=True))
+        elif item.expected:
+            reason = f"{item.expected.reason} {item.expected.link}".rstrip()
+            marks.append(pytest.mark.xfail(reason=reason, raises=LawBroken, strict=True))
         bound = BoundCheck(item.check, item.factory, item.effort(effort))
         name = f"{item.part}-{item.check.name}" if item.part else item.check.name
         params.append(pytest.param(bound, id=name, marks=marks))

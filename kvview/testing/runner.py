@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from typing_extensions import Unpack
 
 from kvview.connector import Connector
-from kvview.errors import ConfigError, line_of
-from kvview.input_files import read_file
+from kvview.errors import ConfigError
 from kvview.testing.checks import EXCEPTIONS, Check, FindGaps, checks_for, coverage_check
 from kvview.testing.connector_checks import (
     LAWS,
@@ -26,6 +23,7 @@ from kvview.testing.connector_checks import (
 )
 from kvview.testing.effort import Effort, Settings, use_effort
 from kvview.testing.offloading.policy import is_cache_policy, suite_of_policy
+from kvview.testing.results.expected import ExpectedFailure
 from kvview.testing.results.law_broken import COVERAGE, Gap, LawBroken, NotExercised
 from kvview.testing.results.report import CheckResult, Outcome, Report
 from kvview.testing.suites.capability import Contract, Factory
@@ -35,9 +33,6 @@ from kvview.testing.tier.suite import TierConformance, suite_of
 from kvview.testing.tier.transform_suite import is_transform, suite_of_transform
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
-
-_EXPECTED = re.compile(rf"(?P<name>{COVERAGE}:\s*[^:]+(:\d+)?|[^:\s]+)\s*:\s*(?P<reason>\S.*)")
-"""Pattern of an expected failure: a check, an item of the coverage, or a place in the code."""
 
 TOKEN_LAWS = ("CONN-3", "CONN-4", "CONN-11", "XFER-1")
 """The laws that real tokens show, each with its own check."""
@@ -53,14 +48,14 @@ class PlannedCheck:
         factory: The target of the check, or a part of the target.
         part: Name of the part; empty for the target itself.
         skip_reason: Reason why the check cannot run; empty if it can run.
-        xfail_reason: Reason why the check is expected to fail; empty if it is expected to pass.
+        expected: The expected failure; None if the check is expected to pass.
     """
 
     check: Check
     factory: Factory
     part: str
     skip_reason: str
-    xfail_reason: str
+    expected: ExpectedFailure | None = None
 
     def effort(self, effort: Effort) -> Effort:
         """Return the settings of the check: steps and many seeds concern only the target itself."""
@@ -74,7 +69,7 @@ def plan_checks(
     factory: Factory,
     effort: Effort,
     *,
-    expected_failures: Mapping[str, str] | None = None,
+    expected: Sequence[ExpectedFailure] = (),
     select: Sequence[str] = (),
 ) -> tuple[Contract, list[PlannedCheck]]:
     """Return the checks that a run would contain, in order: those of the parts come first.
@@ -91,10 +86,6 @@ def plan_checks(
             f"{names[0]} only applies to connectors, but this target is a suite of the contract "
             f"{contract}; drop the option"
         )
-    expected = dict(expected_failures or {})
-    for name, reason in expected.items():
-        if not isinstance(reason, str) or not reason.strip():
-            raise ConfigError(f"expected_failures: {name} needs a reason")
     planned = []
     for target, part in [*_parts_of(factory, effort), (factory, "")]:
         kind, capabilities = inspect_target(target)
@@ -108,11 +99,9 @@ def plan_checks(
                 skip = target.reason_without(missing)
             if check.law == COVERAGE and effort.shard != (1, 1):
                 skip = "only all shards together show what is missing: kvview check --merge"
-            planned.append(PlannedCheck(check, target, part, skip, expected.get(check.name, "")))
-    planned = _with_expected_gaps(planned, expected)
-    checks = [item.check for item in planned]
-    _require_known("expected_failures", expected, checks, lambda name, c: name == c.name)
-    _require_known("select", select, checks, _matches)
+            planned.append(PlannedCheck(check, target, part, skip))
+    planned = _with_expected(planned, expected)
+    _require_known("select", select, [item.check for item in planned], _matches)
     if select:
         planned = [item for item in planned if any(_matches(one, item.check) for one in select)]
     return contract, planned
@@ -144,19 +133,46 @@ def _parts_of(factory: Factory, effort: Effort) -> list[tuple[Factory, str]]:
     return found
 
 
+def _with_expected(
+    planned: Sequence[PlannedCheck], expected: Sequence[ExpectedFailure]
+) -> list[PlannedCheck]:
+    """Return the checks with their expected failures; each expected gap also has a check.
+
+    Raises:
+        ConfigError: A law matches no check, or several.
+    """
+    prefix = f"{COVERAGE}: "
+    by_name: dict[str, ExpectedFailure] = {}
+    checks = [item.check for item in planned]
+    for one in expected:
+        if not one.law.startswith(prefix):
+            _require_known("expected", [one.law], checks, lambda law, c: law in (c.name, c.law))
+            names = sorted({c.name for c in checks if one.law in (c.name, c.law)})
+            if len(names) > 1:
+                raise ConfigError(
+                    f"expected: {one.law} has several checks: {', '.join(names)}; name one of them"
+                )
+            by_name[names[0]] = one
+    current = {name: one for name, one in by_name.items() if not one.has_ended}
+    planned = [replace(item, expected=current.get(item.check.name)) for item in planned]
+    gaps = {one.law.removeprefix(prefix): one for one in expected if one.law.startswith(prefix)}
+    planned = _with_expected_gaps(planned, {n: g for n, g in gaps.items() if not g.has_ended})
+    if gaps and not any(item.check.gaps for item in planned):
+        _require_known("expected", [f"{prefix}{n}" for n in gaps], checks, lambda *_: False)
+    return planned
+
+
 def _with_expected_gaps(
-    planned: Sequence[PlannedCheck], expected: Mapping[str, str]
+    planned: Sequence[PlannedCheck], expected: Mapping[str, ExpectedFailure]
 ) -> list[PlannedCheck]:
     """Return the checks, in which each pattern of names of expected gaps also has a check."""
-    prefix = f"{COVERAGE}: "
-    reasons = {name.removeprefix(prefix): expected[name] for name in expected if prefix in name}
     sources = [item for item in planned if item.check.gaps is not None]
-    if not reasons or not sources:
+    if not expected or not sources:
         return [*planned]
 
     def other_gaps(gaps: FindGaps, factory: Factory) -> list[Gap]:
         found = gaps(factory)
-        return [gap for gap in found if not any(_fits(gap, one) for one in reasons)]
+        return [gap for gap in found if not any(_fits(gap, one) for one in expected)]
 
     def gaps_of(pattern: str, factory: Factory) -> list[Gap]:
         found = (gap for one in sources if one.check.gaps for gap in one.check.gaps(one.factory))
@@ -169,12 +185,12 @@ def _with_expected_gaps(
             gaps = partial(other_gaps, check.gaps)
             check = coverage_check(check.name, check.summary, check.contract, gaps)
         result.append(replace(item, check=check))
-    for pattern, reason in reasons.items():
+    for pattern, one in expected.items():
         summary = f"{pattern} is exercised."
         made = coverage_check(
-            f"{prefix}{pattern}", summary, planned[-1].check.contract, partial(gaps_of, pattern)
+            one.law, summary, planned[-1].check.contract, partial(gaps_of, pattern)
         )
-        result.append(PlannedCheck(made, planned[-1].factory, "", "", reason))
+        result.append(PlannedCheck(made, planned[-1].factory, "", "", one))
     return result
 
 
@@ -194,7 +210,7 @@ def as_target(found: Factory, effort: Effort) -> Factory:
 def run_checks(
     factory: Factory,
     *,
-    expected_failures: Mapping[str, str] | None = None,
+    expected: Sequence[ExpectedFailure] = (),
     select: Sequence[str] = (),
     target: str | None = None,
     on_result: Callable[[CheckResult], None] | None = None,
@@ -214,9 +230,7 @@ def run_checks(
     Args:
         factory: A connector class, a suite of an implementation, or a class of stores or cache
             policies, whose suite the kit makes.
-        expected_failures: Checks that may fail, as ``{name of a check: reason}``; such a check is
-            reported if it passes. An item that a connector does not exercise has the name
-            ``coverage: NAME``; ``*`` is allowed.
+        expected: Checks that may fail; such a check is reported if it passes.
         select: Names of checks or laws, ``*`` allowed; empty for all.
         target: Name of the target in the report.
         on_result: Called with each result.
@@ -229,9 +243,7 @@ def run_checks(
     """
     effort = Effort(**settings)
     factory = as_target(factory, effort)
-    contract, planned = plan_checks(
-        factory, effort, expected_failures=expected_failures, select=select
-    )
+    contract, planned = plan_checks(factory, effort, expected=expected, select=select)
     effort.shared.update(
         on_progress=on_seed, on_step=on_step, goes_on=goes_on_after(planned, effort.keep_going)
     )
@@ -269,14 +281,14 @@ def run_checks(
 
 def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
     """Return a function that decides whether the runs continue after a broken law."""
-    judged = {one.check.law for one in planned if not (one.skip_reason or one.xfail_reason)}
+    judged = {one.check.law for one in planned if not (one.skip_reason or one.expected)}
     named = {*LAWS, EXCEPTIONS}
     return lambda law: keep_going or (law if law in named else "*") not in judged
 
 
 def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
     """Run one check, unless it is skipped."""
-    check, expected, part = planned.check, planned.xfail_reason, planned.part
+    check, expected, part = planned.check, planned.expected, planned.part
     if planned.skip_reason:
         return CheckResult(check, Outcome.SKIPPED, 0.0, planned.skip_reason, part=part)
     failure = None
@@ -284,8 +296,8 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
     try:
         with use_effort(planned.effort(effort)):
             check.function(planned.factory)
-    except NotApplicable as reason:
-        return CheckResult(check, Outcome.SKIPPED, reason=str(reason), part=part)
+    except NotApplicable as skipped:
+        return CheckResult(check, Outcome.SKIPPED, reason=str(skipped), part=part)
     except LawBroken as broken:
         failure = broken
     except ModuleNotFoundError as error:
@@ -312,32 +324,8 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
         outcome = Outcome.EXPECTED_FAILURE
     else:
         outcome = Outcome.NOT_CHECKED if isinstance(failure, NotExercised) else Outcome.FAILED
-    return CheckResult(check, outcome, seconds, expected, failure, part)
-
-
-def read_expected_failures(path: str | Path) -> dict[str, str]:
-    """Read lines of the form ``check_name: reason``; skip blank lines and ``#`` comments.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line does not have this form.
-    """
-    try:
-        text = read_file(path).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or line_of(error)
-        raise ConfigError(f"expected failures {str(path)!r} cannot be read: {why}") from error
-    expected: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        found = _EXPECTED.fullmatch(line)
-        if found is None or found["name"] in expected:
-            raise ConfigError(
-                f"{path}:{number}: expected 'check_name: reason', each name once, got {line!r}"
-            )
-        expected[re.sub(r":\s*", ": ", found["name"], count=1)] = found["reason"]
-    return expected
+    reason, link = (expected.reason, expected.link) if expected else ("", "")
+    return CheckResult(check, outcome, seconds, reason, failure, part, link)
 
 
 def _matches(pattern: str, check: Check) -> bool:

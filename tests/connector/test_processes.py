@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvview import Connector, SchedulerConnector
-from kvview.testing import run_checks
+from kvview.testing import ExpectedFailure, run_checks
 from kvview.testing.connector import check_connector
 from kvview.testing.connector.half.process import can_fork
 from kvview.testing.connector.processes import Died, Processes, Task, default_processes
@@ -177,8 +177,8 @@ class Refuses(StoreConnector):
 
 
 def test_an_expected_failure_does_not_end_the_runs() -> None:
-    expected = {"check_exceptions_in_simulated_runs": "a host that is known"}
-    report = run_checks(Refuses, seeds=3, expected_failures=expected)
+    expected = [ExpectedFailure("exceptions", "a host that is known", "https://example.com/1")]
+    report = run_checks(Refuses, seeds=3, expected=expected)
     assert report.runs is not None
     assert not report.runs.is_cut_short
     assert not report.failures

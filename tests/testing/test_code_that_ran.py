@@ -57,10 +57,11 @@ def test_code_that_never_ran_is_not_checked() -> None:
 
 @pytest.mark.slow
 def test_a_line_that_is_expected_not_to_run_is_green(tmp_path: Path) -> None:
-    expected = tmp_path / "expected"
+    expected = tmp_path / "expected.toml"
     line = line_of("            self.shorten()")
-    expected.write_text(f"coverage: unrun_code.py:{line}: the limit is never reached\n")
-    result = run("TwoLevels", *SEEDS, "--expected-failures", expected)
+    law = f"coverage: unrun_code.py:{line}"
+    expected.write_text(f"[[expected]]\nlaw = '{law}'\nreason = 'the limit is never reached'\n")
+    result = run("TwoLevels", *SEEDS, "--expected", expected)
     assert result.exit_code == ExitCode.CLEAN, result.output
 
 

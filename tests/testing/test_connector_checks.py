@@ -20,7 +20,13 @@ from click.testing import CliRunner, Result
 from kvview import Connector, RequestInfo, SchedulerConnector, StepInfo, StepPlan
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
-from kvview.testing import BoundCheck, Outcome, parametrize_with_checks, run_checks
+from kvview.testing import (
+    BoundCheck,
+    ExpectedFailure,
+    Outcome,
+    parametrize_with_checks,
+    run_checks,
+)
 
 pytest.importorskip("torch")
 
@@ -137,17 +143,18 @@ def test_the_runs_are_shared() -> None:
 def test_select_and_expected_failures_are_honoured(tmp_path: Path) -> None:
     report = run_checks(Connector_that_does_nothing, seeds=2, select=["coverage"])
     assert [result.outcome for result in report] == [Outcome.NOT_CHECKED]
-    expected = {f"coverage: {name}": "it does nothing" for name in NAMES}
-    report = run_checks(Connector_that_does_nothing, seeds=2, expected_failures=expected)
+    expected = [ExpectedFailure(f"coverage: {name}", "it does nothing") for name in NAMES]
+    report = run_checks(Connector_that_does_nothing, seeds=2, expected=expected)
     assert report.is_clean
     assert report.counts["expected failure"] == len(NAMES)
-    report = run_checks(StoreConnector, seeds=2, expected_failures=expected, select=["coverage"])
+    report = run_checks(StoreConnector, seeds=2, expected=expected, select=["coverage"])
     assert [r.outcome for r in report.failures] == [Outcome.UNEXPECTED_PASS] * len(NAMES)
-    lines = tmp_path / "expected"
-    lines.write_text("".join(f"coverage: {name}: it does nothing\n" for name in NAMES))
+    lines = tmp_path / "expected.toml"
+    entry = "[[expected]]\nlaw = 'coverage: {}'\nreason = 'it does nothing'\n"
+    lines.write_text("".join(map(entry.format, NAMES)))
     target = f"{__file__}:Connector_that_does_nothing"
     assert run(target, "--seeds", "2").exit_code == ExitCode.NOT_CHECKED
-    assert run(target, "--seeds", "2", "--expected-failures", lines).exit_code == ExitCode.CLEAN
+    assert run(target, "--seeds", "2", "--expected", lines).exit_code == ExitCode.CLEAN
 
 
 class Connector_that_does_nothing(Connector):

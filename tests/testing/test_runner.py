@@ -19,16 +19,19 @@ from kvview.cli.commands import cli
 from kvview.testing import (
     BoundCheck,
     CheckResult,
+    Effort,
+    ExpectedFailure,
     LawBroken,
     Outcome,
     PoolConformance,
     all_checks,
     inspect_target,
     parametrize_with_checks,
-    read_expected_failures,
+    read_expected,
     run_checks,
 )
 from kvview.testing.checks import checks_for
+from kvview.testing.runner import plan_checks
 from kvview.testing.suites.capability import capabilities_of
 from kvview_reference.harness import (
     ReferenceEnginePool,
@@ -82,6 +85,7 @@ class Minimal(PoolConformance):
 
 
 WRONG_CHECK = "check_pool_4"
+LINK = "https://example.com/issues/7"
 QUICK_CHECK = "test_pool_1_growth_of_holds"  # without a machine, whose runs take seconds
 
 
@@ -112,14 +116,14 @@ def test_undeclared_capabilities_are_skipped_with_a_reason() -> None:
 
 
 def test_expected_failures_and_unexpected_passes() -> None:
-    expected = {WRONG_CHECK: "upstream #1", QUICK_CHECK: "upstream #2"}
+    expected = [ExpectedFailure(name, "known", LINK) for name in (WRONG_CHECK, QUICK_CHECK)]
     select = [WRONG_CHECK, QUICK_CHECK]
-    report = run_checks(DropsEngineReferences, expected_failures=expected, select=select, seeds=50)
+    report = run_checks(DropsEngineReferences, expected=expected, select=select, seeds=50)
     outcomes = {r.check.name: r.outcome for r in report}
     assert outcomes[WRONG_CHECK] is Outcome.EXPECTED_FAILURE
     assert outcomes[QUICK_CHECK] is Outcome.UNEXPECTED_PASS
     assert not report.is_clean
-    assert report.verdict() == f"red: {QUICK_CHECK} passed, but is expected to fail"
+    assert report.verdict().startswith(f"red: {QUICK_CHECK} passed, but is expected to fail")
 
 
 def test_a_failure_can_be_pasted() -> None:
@@ -229,16 +233,50 @@ def test_every_fault_is_reported_at_once() -> None:
         assert part in message
 
 
-def test_expected_failures_file(tmp_path: Path) -> None:
-    path = tmp_path / "expected.txt"
-    path.write_text(f"# known\n\n{WRONG_CHECK}: upstream #1\n")
-    assert read_expected_failures(path) == {WRONG_CHECK: "upstream #1"}
-    for text in ("check_x\n", "check_x:\n", "check_x: a\ncheck_x: b\n"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"expected\.txt:\d: expected 'check_name: reason'"):
-            read_expected_failures(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_expected_failures(tmp_path / "missing")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"reason": " "}, "POOL-4 needs a reason"),
+        ({"link": ""}, "POOL-4 needs a link to its thread"),
+        ({"link": "issue 7"}, "POOL-4 needs a link to its thread"),
+        ({"until": "0.34"}, "until of POOL-4 is a package and a version"),
+        ({"until": 34}, "until of 'POOL-4' is not a text"),
+        ({"until": "no-such-package 1"}, "names 'no-such-package', which is not installed"),
+        ({"law": "POOL-6"}, "POOL-6 has several checks: check_pool_6, test_pool_6"),
+        ({"law": "POOL-44"}, "'POOL-44' matches no check of this contract; did you mean POOL-4"),
+        ({"law": "coverage: loads"}, "'coverage: loads' matches no check"),
+        ({"laws": "POOL-4"}, "unexpected keyword argument 'laws'"),
+    ],
+)
+def test_an_expected_failure_has_a_law_a_reason_and_a_link(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    entry = {"law": "POOL-4", "reason": "known", "link": LINK} | values
+    path = tmp_path / "expected.toml"
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in entry.items())
+    path.write_text(f"[[expected]]\n{lines}")
+    with pytest.raises(ConfigError, match=message):
+        plan_checks(Minimal, Effort(), expected=read_expected(path))
+
+
+def test_an_expected_failure_ends_with_a_version() -> None:
+    older, newer = (
+        ExpectedFailure("POOL-4", "known", LINK, f"pytest {version}") for version in ("1.0", "999")
+    )
+    for expected, outcome in ((newer, Outcome.EXPECTED_FAILURE), (older, Outcome.FAILED)):
+        select = [WRONG_CHECK]
+        report = run_checks(DropsEngineReferences, expected=[expected], select=select, seeds=50)
+        assert [result.outcome for result in report] == [outcome]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "law = 'POOL-4'", "[[expected]]\n[other]", "?", "expected = 1"]
+)
+def test_a_file_of_expected_failures_has_only_these(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "expected.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"expected\.toml.*: "):
+        read_expected(path)
 
 
 # --- pytest ---
@@ -250,7 +288,10 @@ def test_parametrized(check: BoundCheck) -> None:
 
 
 @parametrize_with_checks(
-    DropsEngineReferences, {WRONG_CHECK: "wrong on purpose"}, select=[WRONG_CHECK], seeds=50
+    DropsEngineReferences,
+    [ExpectedFailure("POOL-4", "wrong on purpose", LINK)],
+    select=[WRONG_CHECK],
+    seeds=50,
 )
 def test_parametrized_expected_failure(check: BoundCheck) -> None:
     check()
@@ -282,7 +323,7 @@ def test_the_command_reports_by_law(tmp_path: Path) -> None:
 
 
 def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
-    expected = tmp_path / "expected.txt"
+    expected = tmp_path / "expected.toml"
     target = f"{__file__}:DropsEngineReferences"
     result = run(target, "--select", WRONG_CHECK, "--seeds", "50")
     assert result.exit_code == 1
@@ -291,10 +332,18 @@ def test_the_command_shows_failures_and_exits_1(tmp_path: Path) -> None:
     assert verdict.endswith("must raise BlockNotHeldError")
     assert f"{target}: 1 failed" in summary
     assert "expected: BlockNotHeldError" in result.output
-    expected.write_text(f"{WRONG_CHECK}: wrong on purpose\n")
-    result = run(target, "--select", WRONG_CHECK, "--seeds=50", "--expected-failures", expected)
+    expected.write_text(f"[[expected]]\nlaw = 'POOL-4'\nreason = 'on purpose'\nlink = '{LINK}'\n")
+    path = tmp_path / "report.json"
+    arguments = ("--seeds=50", "--expected", expected, "--report-json", tmp_path / "result.json")
+    result = run(target, "--select", WRONG_CHECK, *arguments, "--json", path)
     assert result.exit_code == 0
-    assert "1 expected failure" in result.output
+    assert result.output.startswith("green, 1 expected failure: every other law checked holds\n")
+    assert f"expected failure: {WRONG_CHECK}: on purpose {LINK}" in result.output
+    (reported,) = json.loads(path.read_text())["checks"]
+    assert (reported["reason"], reported["link"]) == ("on purpose", LINK)
+    (profile,) = json.loads((tmp_path / "result.json").read_text())["profiles"]
+    assert profile["verdict"] == "green"
+    assert [finding["evidence"] for finding in profile["findings"]] == [f"on purpose {LINK}"]
 
 
 class NeverComesBack(ReferenceTransfer):

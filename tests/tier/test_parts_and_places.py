@@ -9,7 +9,7 @@ import pytest
 from examples.compressed_memory import CompressedConnector
 from examples.folder_store import FolderStore
 from examples.host_memory import HostMemoryConnector
-from kvview.testing import NotExercised, Outcome, Report, run_checks
+from kvview.testing import ExpectedFailure, NotExercised, Outcome, Report, run_checks
 from kvview.testing.checks import coverage_check
 from kvview.testing.effort import Effort
 from kvview.testing.results.law_broken import Gap
@@ -78,10 +78,8 @@ def test_a_store_on_a_server_names_the_laws_that_the_kit_cannot_check() -> None:
     assert "cannot be counted, because" in gaps_in(report)["TIER-8"]
     outcomes = {one.name: one.outcome for one in report}
     assert outcomes["check_tier_10"] == outcomes["check_tier_9"] == Outcome.PASSED
-    accepted = {"coverage: TIER-8": "the server limits its memory"}
-    report = run_checks(
-        OnAServer, seeds=15, steps=6, select=["coverage"], expected_failures=accepted
-    )
+    accepted = [ExpectedFailure("coverage: TIER-8", "the server limits its memory")]
+    report = run_checks(OnAServer, seeds=15, steps=6, select=["coverage"], expected=accepted)
     assert report.is_clean
 
 
@@ -148,7 +146,7 @@ def test_failures_of_their_own_come_before_other_gaps() -> None:
             return [Gap(name, f"{name}!")]
 
         check = coverage_check(f"check_{name}", "", "connector", gaps)
-        results.append(run_planned(PlannedCheck(check, Wrong, "", "", ""), Effort()))
+        results.append(run_planned(PlannedCheck(check, Wrong, "", ""), Effort()))
     report = Report("target", "connector", 0, 1, results, 2)
     assert report.verdict() == "not checked: failed loads!"
 

@@ -87,6 +87,8 @@ class ReleaseResult:
         parts = [f"{self.verdict}", f"{self.seconds:.0f} s"]
         if runs:
             parts += [f"{runs['num_seeds']} seeds", f"{len(self.left_out)} parts left out"]
+        if expected := ((self.report or {}).get("counts") or {}).get("expected failure"):
+            parts.append(f"{expected} expected failures")
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.release}: {', '.join(parts)}{reason}"
 

@@ -43,6 +43,7 @@ class CheckResult:
         reason: Reason why the check was skipped or expected to fail; otherwise empty.
         failure: The failure, expected or not; None if the check passed.
         part: Name of the part that was checked; empty for the target itself.
+        link: Address of the thread about an expected failure; otherwise empty.
     """
 
     check: Check
@@ -51,6 +52,7 @@ class CheckResult:
     reason: str = ""
     failure: LawBroken | None = None
     part: str = ""
+    link: str = ""
 
     @property
     def name(self) -> str:
@@ -140,7 +142,10 @@ class Report:
         for result in self.failures:
             failure = result.failure
             if failure is None:
-                return f"red: {result.check.name} passed, but is expected to fail"
+                return (
+                    f"red: {result.check.name} passed, but is expected to fail; remove it from the "
+                    "expected failures"
+                )
             part = f"{result.part}: " if result.part else ""
             return f"red: {part}{titled(failure.law)}: {failure.what}"
         if self.is_interrupted:
@@ -150,6 +155,9 @@ class Report:
             part = f"{result.part}: " if result.part else ""
             what = result.failure.what if result.failure else result.check.name
             return f"not checked: {part}{what}"
+        if self.is_clean and (number := self.counts.get(Outcome.EXPECTED_FAILURE, 0)):
+            plural = "" if number == 1 else "s"
+            return f"green, {number} expected failure{plural}: every other law checked holds"
         if self.is_clean:
             return "green: every law that was checked holds"
         return "not checked: no check has a result"

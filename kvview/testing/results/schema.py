@@ -42,6 +42,7 @@ class CheckModel(_Model):
         law: Number of the law; with '*', several laws; 'coverage' for exercised items.
         reason: Why the check was skipped or was expected to fail, or empty.
         part: Name of the part of a connector that was checked, such as its store, or empty.
+        link: Address of the thread about an expected failure, or empty.
     """
 
     name: str
@@ -54,6 +55,7 @@ class CheckModel(_Model):
     reason: str
     failure: FailureModel | None
     part: str = ""
+    link: str = ""
 
 
 class GapModel(_Model):

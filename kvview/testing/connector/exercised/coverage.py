@@ -43,7 +43,7 @@ _NEVER = {
 }
 _SAY_WHICH = (
     "Name the option that limits the tier, --option NAME='{blocks}' or NAME='{bytes}', so that the "
-    "check chooses the limit. If the tier has no limit, name the gap in --expected-failures"
+    "check chooses the limit. If the tier has no limit, name the gap in --expected"
 )
 _SHAPES = {
     "one/equal": "one group",
@@ -175,7 +175,7 @@ def failed_by_themselves(
             text += (
                 ". If the store evicts pages by itself, let the connector evict instead (--option "
                 "store_blocks='{blocks}', without a limit of the store's own), or name 'coverage: "
-                "failed loads' with this reason in --expected-failures"
+                "failed loads' with this reason in --expected"
             )
         yield Gap("failed loads", text)
 

@@ -13,7 +13,7 @@ from kvview.testing.results.law_broken import Gap
 _TO_REACH = (
     "to reach the code that never ran: give the option of a limit a size (--option "
     "NAME='{blocks}/4'), set the option that leads there, or remove conditions that are never "
-    "true; or name lines that cannot run, with a reason, in --expected-failures"
+    "true; or name lines that cannot run, with a reason, in --expected"
 )
 
 
