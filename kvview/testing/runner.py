@@ -29,6 +29,7 @@ from kvview.testing.results.report import CheckResult, Outcome, Report
 from kvview.testing.suites.capability import Contract, Factory
 from kvview.testing.suites.conformance import Conformance
 from kvview.testing.suites.inspect_target import inspect_target
+from kvview.testing.supervision import watchdog
 from kvview.testing.tier.suite import TierConformance, suite_of
 from kvview.testing.tier.transform_suite import is_transform, suite_of_transform
 from kvview.tier import is_tier_store
@@ -305,6 +306,8 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
             f"{check.name} needs {error.name}: pip install 'kvview[testing,reference]'"
         ) from error
     except Exception as error:
+        if watchdog.is_ending():  # a signal during a search ends it with any exception
+            raise KeyboardInterrupt from error
         if check.contract == "connector" or getattr(error, "law", None) == "ENGINE":
             raise  # exceptions of hooks are already reported, and those of vLLM break no law
         # The target raised outside of a recorded call, in its factory.

@@ -69,7 +69,8 @@ def _show_checks(console: Console, report: Report) -> None:
         if result.outcome is Outcome.SKIPPED:
             skipped[result.reason] = skipped.get(result.reason, 0) + 1
         elif result.outcome is Outcome.EXPECTED_FAILURE:
-            print_line(console, f"{result.outcome}: {result.full_name}: {result.reason}", "yellow")
+            text = f"{result.outcome}: {result.full_name}: {result.reason} {result.link}".rstrip()
+            print_line(console, text, "yellow")
     for reason, number in skipped.items():
         print_line(console, f"skipped: {number} checks: {reason}", "dim")
 

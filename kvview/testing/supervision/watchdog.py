@@ -78,6 +78,11 @@ def end_soon() -> None:
     _Call.is_ending = True
 
 
+def is_ending() -> bool:
+    """Whether a signal has asked for the end of the check."""
+    return _Call.is_ending
+
+
 def next_call() -> None:
     """Record that a call in the ``with`` block has returned, and that another one starts."""
     _Call.number += 1
