@@ -8,7 +8,9 @@ Source: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.11.0 to 0.33.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 Facts = tuple[Any, ...]
@@ -61,16 +63,27 @@ SAME_AS = {
 }
 """Hooks with the fields of another hook."""
 
+_SIZED = (dict, list, set, tuple)
 _QUERIES = ("get_", "has_", "is_", "requires_", "supports_", "take_")
-_OF_LAYERS = frozenset({"save_kv_layer", "wait_for_layer_load"})
+_COUNTED = frozenset(
+    {
+        "bind_connector_metadata",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+        "handle_preemptions",
+        "save_kv_layer",
+        "wait_for_layer_load",
+    }
+)
+"""Hooks that vLLM calls in each step or layer, without anything that a record needs."""
 
 Read = Callable[[Sequence[Any], Mapping[str, Any], Any], Facts | None]
 
 
 def is_only_counted(hook: str) -> bool:
-    """Whether a hook is called for each layer, or queries something that no record needs."""
+    """Whether a call of a hook needs no record, because it is a query or shows nothing."""
     is_query = hook.startswith(_QUERIES) and hook not in _READERS
-    return is_query or hook in _OF_LAYERS
+    return is_query or hook in _COUNTED
 
 
 def facts_of(
@@ -105,6 +118,7 @@ def describe(request: Any) -> Facts:
     )
 
 
+@lru_cache(maxsize=1024)
 def positions(number: int) -> tuple[int, ...]:
     """Return the positions of the hashes that are kept of this number: fewer far from the start."""
     kept = list(range(min(number, _EVERY_BLOCK)))
@@ -190,10 +204,10 @@ def _step(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
         )
         for one in output.scheduled_new_reqs
     )
+    tables_of, names = cached.new_block_ids, cached.req_ids
     extended = tuple(
         (hash(name), scheduled.get(name, 0), _first(tables))
-        for name, tables in zip(cached.req_ids, cached.new_block_ids, strict=False)
-        if tables
+        for name, tables in zip(compress(names, tables_of), filter(None, tables_of), strict=True)
     )
     return (
         len(scheduled),
@@ -216,15 +230,13 @@ def _resumed(cached: Any) -> Iterable[str]:
 
 
 def _first(tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(table[:MOST_BLOCK_IDS]) for table in tables)
+    return tuple([tuple(table[:MOST_BLOCK_IDS]) for table in tables])
 
 
 def _sizes(plan: Any) -> tuple[tuple[str, int], ...]:
     """Return the numbers of entries in the attributes of a connector's metadata."""
     found = getattr(plan, "__dict__", None) or {}
-    return tuple(
-        (name, len(value)) for name, value in found.items() if isinstance(value, Collection)
-    )
+    return tuple((name, len(one)) for name, one in found.items() if isinstance(one, _SIZED))
 
 
 def _finished(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:

@@ -165,7 +165,7 @@ class IncidentModel(_Model):
     """An incident that a recorder wrote.
 
     Args:
-        schema_: The proposed schema whose names of events and fields the records use.
+        schema: The proposed schema whose names of events and fields the records use.
         wall_ns: Time of the incident.
         reason: Why the incident was written.
         details: More about the reason, such as the broken ``law``.
