@@ -75,23 +75,16 @@ _COUNTED = frozenset(
         "wait_for_layer_load",
     }
 )
-"""Hooks that vLLM calls in each step or layer, without anything that a record needs."""
 
 Read = Callable[[Sequence[Any], Mapping[str, Any], Any], Facts | None]
 
 
-def is_only_counted(hook: str) -> bool:
-    """Whether a call of a hook needs no record, because it is a query or shows nothing."""
-    is_query = hook.startswith(_QUERIES) and hook not in _READERS
-    return is_query or hook in _COUNTED
-
-
-def facts_of(
-    hook: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> Facts | None:
-    """Return the facts about a call; None for a call in which nothing happened."""
-    read = _READERS.get(hook)
-    return () if read is None else read(args, kwargs, result)
+def reader_of(hook: str) -> Read | None:
+    """Return the function that reads the facts about a call; None if calls are only counted."""
+    if read := _READERS.get(hook):
+        return read
+    # A query, or a call in each step or layer, shows nothing that a record needs.
+    return None if hook.startswith(_QUERIES) or hook in _COUNTED else _no_facts
 
 
 def request_of(hook: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -164,6 +157,10 @@ def read_setup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
 # --- one hook ---
 
 
+def _no_facts(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
+    return ()
+
+
 def _key(request: Any) -> int:
     return hash(request.request_id)
 
@@ -229,8 +226,10 @@ def _resumed(cached: Any) -> Iterable[str]:
     return [name for name, flag in zip(cached.req_ids, flags, strict=False) if flag]
 
 
-def _first(tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(table[:MOST_BLOCK_IDS]) for table in tables])
+def _first(tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    if max(map(len, tables)) <= MOST_BLOCK_IDS:
+        return tables
+    return tuple([table[:MOST_BLOCK_IDS] for table in tables])
 
 
 def _sizes(plan: Any) -> tuple[tuple[str, int], ...]:

@@ -92,25 +92,24 @@ class Recorder:
         """
         try:
             self.num_hooks += 1
-            if hook == "__init__":
-                self._setup = facts.read_setup(args, kwargs)
-            elif not facts.is_only_counted(hook):
-                self._note(hook, args, kwargs, result)
+            if read := facts.reader_of(hook):
+                found = read(args, kwargs, result)
+                if found is not None:
+                    self._note(hook, args, kwargs, found)
             elif hook == "save_kv_layer":
                 self._num_layers_saved += 1
         except Exception as error:
             self._on_error(f"hook {hook}", error)
 
     def _note(
-        self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+        self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: facts.Facts
     ) -> None:
-        found = facts.facts_of(hook, args, kwargs, result)
-        if found is None:
+        if hook == "__init__":
+            self._setup = facts.read_setup(args, kwargs)
             return
         if hook == "wait_for_save":
             found, self._num_layers_saved = (self._num_layers_saved,), 0
-        request = facts.request_of(hook, args, kwargs)
-        if request is not None:
+        elif (request := facts.request_of(hook, args, kwargs)) is not None:
             self._describe(request)
         self._add(marshal.dumps((time.monotonic_ns(), hook, *found)))
 
