@@ -184,7 +184,7 @@ def _allocation(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> 
     blocks = args[1] if len(args) > 1 else kwargs["blocks"]
     num_tokens = args[2] if len(args) > 2 else kwargs["num_external_tokens"]
     tables = blocks.blocks
-    first = tuple(tuple(one.block_id for one in table[:MOST_BLOCK_IDS]) for table in tables)
+    first = [[one.block_id for one in table[:MOST_BLOCK_IDS]] for table in tables]
     request = request_of("update_state_after_alloc", args, kwargs)
     return _key(request), int(num_tokens), sum(map(len, tables)), first
 
@@ -197,15 +197,13 @@ def _step(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
             hash(one.req_id),
             one.num_computed_tokens,
             scheduled.get(one.req_id, 0),
-            _first(one.block_ids),
+            one.block_ids,
         )
         for one in output.scheduled_new_reqs
     )
-    tables_of, names = cached.new_block_ids, cached.req_ids
-    extended = tuple(
-        (hash(name), scheduled.get(name, 0), _first(tables))
-        for name, tables in zip(compress(names, tables_of), filter(None, tables_of), strict=True)
-    )
+    tables, names = cached.new_block_ids, cached.req_ids
+    # Without a loop, because most requests of a step have no new block.
+    extended = tuple(zip(map(hash, compress(names, tables)), filter(None, tables), strict=True))
     return (
         len(scheduled),
         int(output.total_num_scheduled_tokens),
@@ -224,12 +222,6 @@ def _resumed(cached: Any) -> Iterable[str]:
         return tuple(resumed)
     flags = getattr(cached, "resumed_from_preemption", ())  # up to 0.11
     return [name for name, flag in zip(cached.req_ids, flags, strict=False) if flag]
-
-
-def _first(tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    if max(map(len, tables)) <= MOST_BLOCK_IDS:
-        return tables
-    return tuple([table[:MOST_BLOCK_IDS] for table in tables])
 
 
 def _sizes(plan: Any) -> tuple[tuple[str, int], ...]:

@@ -32,6 +32,7 @@ LEAST_BYTES = 1 << 16
 _SHARE_OF_RECORDS = 0.75  # of the limit; the rest is for descriptions of requests
 _BYTES_PER_RECORD = 24  # a place in the ring and its share of the ring's blocks
 _BYTES_PER_REQUEST = 400  # an entry of the table, with the key
+_MARSHAL = 2  # the last version without references, which cost more time than they save bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Recorder:
             found, self._num_layers_saved = (self._num_layers_saved,), 0
         elif (request := facts.request_of(hook, args, kwargs)) is not None:
             self._describe(request)
-        self._add(marshal.dumps((time.monotonic_ns(), hook, *found)))
+        self._add(marshal.dumps((time.monotonic_ns(), hook, *found), _MARSHAL))
 
     def _add(self, record: bytes) -> None:
         self._num_records += 1
@@ -125,7 +126,7 @@ class Recorder:
         key = hash(request.request_id)
         if key in self._requests:
             return
-        text = marshal.dumps(facts.describe(request))
+        text = marshal.dumps(facts.describe(request), _MARSHAL)
         self._requests[key] = text
         self._request_bytes += sys.getsizeof(text) + _BYTES_PER_REQUEST
         while self._request_bytes > self.limit_bytes - self._most_record_bytes:
