@@ -159,10 +159,21 @@ class OutputFile(click.ParamType[str]):
 
 
 class JSONOption(click.Option):
-    """An option for a JSON file with a published schema; see :func:`report_option`."""
+    """An option for a JSON file with a published schema; see :func:`report_option`.
 
-    def __init__(self, names: list[str], *, schemas: dict[str, str], help: str) -> None:
-        super().__init__(names, type=OutputFile(), metavar="FILE", help=help)
+    Args:
+        type: Type of a file that the command reads; by default the command writes the file.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        *,
+        schemas: dict[str, str],
+        help: str,
+        type: click.ParamType[str] | None = None,
+    ) -> None:
+        super().__init__(names, type=type or OutputFile(), metavar="FILE", help=help)
         self.schemas = schemas
 
 

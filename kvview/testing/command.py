@@ -19,6 +19,7 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
+    JSONOption,
     Whole,
     arguments_of,
     given_parameters,
@@ -118,7 +119,9 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--from",
     "incident",
-    metavar="FILE",
+    cls=JSONOption,
+    type=click.STRING,
+    schemas={"incident": "kvview_vllm.recorder.incident:IncidentModel"},
     help="Play an incident that the recorder in a server wrote, and report whether its fault "
     "repeats (docs/canary.md).",
 )

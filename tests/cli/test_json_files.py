@@ -18,6 +18,8 @@ from kvview.events.recording import Message, Recording
 from kvview.testing.results.schema import UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
+from kvview_vllm.recorder import Recorder
+from tests.recorder.calls import Calls, play_reuse
 
 CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 
@@ -44,6 +46,15 @@ def result() -> Any:
     return json.loads(CliRunner().invoke(cli, arguments).stdout)
 
 
+def incident() -> Any:
+    """An incident, which a recorder writes in a server."""
+    recorder = Recorder(1 << 20, "incidents")
+    play_reuse(Calls(recorder))
+    path = recorder.write("on request", {"law": "XFER-1"})
+    assert path is not None
+    return json.loads(path.read_text())
+
+
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "report": [
         "check kvview_reference.harness:ReferencePool --select test_pool_1_growth_of_holds",
@@ -53,6 +64,7 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     ],
     "upgrade": [upgrade],
     "result": [result],
+    "incident": [incident],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
     "events": ["events validate recording.jsonl", "events tail recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from kvview_vllm.recorder.facts import FIELDS, SAME_AS, Facts
+from kvview_vllm.recorder.facts import FIELDS, MOST_BLOCK_IDS, SAME_AS, Facts
 
 SCHEMA: Literal["vllm-kv-connector-v1"] = "vllm-kv-connector-v1"
 """The schema that vllm#52859 proposes, whose names of events and fields an incident uses."""
@@ -94,14 +94,13 @@ def _record(record: Facts, numbers: Numbers) -> dict[str, Any]:
                     "request": numbers[request],
                     "num_computed_tokens": computed,
                     "num_scheduled_tokens": scheduled,
-                    "blocks": blocks,
+                    "blocks": _first(blocks),
                 }
                 for request, computed, scheduled, blocks in value
             ]
         elif name == "extended":
             value = [
-                {"request": numbers[request], "num_scheduled_tokens": scheduled, "blocks": blocks}
-                for request, scheduled, blocks in value
+                {"request": numbers[request], "blocks": _first(blocks)} for request, blocks in value
             ]
         elif name == "plan":
             value = dict(value)
@@ -110,6 +109,10 @@ def _record(record: Facts, numbers: Numbers) -> dict[str, Any]:
     if event := _event(fields):
         fields["event"] = event
     return fields
+
+
+def _first(tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[*table[:MOST_BLOCK_IDS]] for table in tables]
 
 
 def _event(fields: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,9 @@ Source: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.11.0 to 0.33.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 Facts = tuple[Any, ...]
@@ -61,24 +63,28 @@ SAME_AS = {
 }
 """Hooks with the fields of another hook."""
 
+_SIZED = (dict, list, set, tuple)
 _QUERIES = ("get_", "has_", "is_", "requires_", "supports_", "take_")
-_OF_LAYERS = frozenset({"save_kv_layer", "wait_for_layer_load"})
+_COUNTED = frozenset(
+    {
+        "bind_connector_metadata",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+        "handle_preemptions",
+        "save_kv_layer",
+        "wait_for_layer_load",
+    }
+)
 
 Read = Callable[[Sequence[Any], Mapping[str, Any], Any], Facts | None]
 
 
-def is_only_counted(hook: str) -> bool:
-    """Whether a hook is called for each layer, or queries something that no record needs."""
-    is_query = hook.startswith(_QUERIES) and hook not in _READERS
-    return is_query or hook in _OF_LAYERS
-
-
-def facts_of(
-    hook: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> Facts | None:
-    """Return the facts about a call; None for a call in which nothing happened."""
-    read = _READERS.get(hook)
-    return () if read is None else read(args, kwargs, result)
+def reader_of(hook: str) -> Read | None:
+    """Return the function that reads the facts about a call; None if calls are only counted."""
+    if read := _READERS.get(hook):
+        return read
+    # A query, or a call in each step or layer, shows nothing that a record needs.
+    return None if hook.startswith(_QUERIES) or hook in _COUNTED else _no_facts
 
 
 def request_of(hook: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,6 +111,7 @@ def describe(request: Any) -> Facts:
     )
 
 
+@lru_cache(maxsize=1024)
 def positions(number: int) -> tuple[int, ...]:
     """Return the positions of the hashes that are kept of this number: fewer far from the start."""
     kept = list(range(min(number, _EVERY_BLOCK)))
@@ -150,6 +157,10 @@ def read_setup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
 # --- one hook ---
 
 
+def _no_facts(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
+    return ()
+
+
 def _key(request: Any) -> int:
     return hash(request.request_id)
 
@@ -173,7 +184,7 @@ def _allocation(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> 
     blocks = args[1] if len(args) > 1 else kwargs["blocks"]
     num_tokens = args[2] if len(args) > 2 else kwargs["num_external_tokens"]
     tables = blocks.blocks
-    first = tuple(tuple(one.block_id for one in table[:MOST_BLOCK_IDS]) for table in tables)
+    first = [[one.block_id for one in table[:MOST_BLOCK_IDS]] for table in tables]
     request = request_of("update_state_after_alloc", args, kwargs)
     return _key(request), int(num_tokens), sum(map(len, tables)), first
 
@@ -186,15 +197,13 @@ def _step(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
             hash(one.req_id),
             one.num_computed_tokens,
             scheduled.get(one.req_id, 0),
-            _first(one.block_ids),
+            one.block_ids,
         )
         for one in output.scheduled_new_reqs
     )
-    extended = tuple(
-        (hash(name), scheduled.get(name, 0), _first(tables))
-        for name, tables in zip(cached.req_ids, cached.new_block_ids, strict=False)
-        if tables
-    )
+    tables, names = cached.new_block_ids, cached.req_ids
+    # Without a loop, because most requests of a step have no new block.
+    extended = tuple(zip(map(hash, compress(names, tables)), filter(None, tables), strict=True))
     return (
         len(scheduled),
         int(output.total_num_scheduled_tokens),
@@ -215,16 +224,10 @@ def _resumed(cached: Any) -> Iterable[str]:
     return [name for name, flag in zip(cached.req_ids, flags, strict=False) if flag]
 
 
-def _first(tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(table[:MOST_BLOCK_IDS]) for table in tables)
-
-
 def _sizes(plan: Any) -> tuple[tuple[str, int], ...]:
     """Return the numbers of entries in the attributes of a connector's metadata."""
     found = getattr(plan, "__dict__", None) or {}
-    return tuple(
-        (name, len(value)) for name, value in found.items() if isinstance(value, Collection)
-    )
+    return tuple((name, len(one)) for name, one in found.items() if isinstance(one, _SIZED))
 
 
 def _finished(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:

@@ -105,10 +105,15 @@ class RequestModel(_Model):
 
 
 class ScheduledModel(_Model):
-    """A request in a step, with its first new blocks by group."""
+    """A request in a step, with its first new blocks by group.
+
+    Args:
+        num_scheduled_tokens: Tokens that the step computes, if the request is new.
+        num_computed_tokens: Tokens whose KV existed before the step, if the request is new.
+    """
 
     request: int
-    num_scheduled_tokens: int
+    num_scheduled_tokens: int | None = None
     num_computed_tokens: int | None = None
     blocks: Tables = Field(default_factory=list)
 
@@ -165,7 +170,7 @@ class IncidentModel(_Model):
     """An incident that a recorder wrote.
 
     Args:
-        schema_: The proposed schema whose names of events and fields the records use.
+        schema: The proposed schema whose names of events and fields the records use.
         wall_ns: Time of the incident.
         reason: Why the incident was written.
         details: More about the reason, such as the broken ``law``.

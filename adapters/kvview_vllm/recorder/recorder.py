@@ -31,7 +31,8 @@ LEAST_BYTES = 1 << 16
 
 _SHARE_OF_RECORDS = 0.75  # of the limit; the rest is for descriptions of requests
 _BYTES_PER_RECORD = 24  # a place in the ring and its share of the ring's blocks
-_BYTES_PER_REQUEST = 400  # an entry of the table, with the key and a tuple
+_BYTES_PER_REQUEST = 400  # an entry of the table, with the key
+_MARSHAL = 2  # the last version without references, which cost more time than they save bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Recorder:
         self._record_bytes = 0
         self._most_record_bytes = int(limit_bytes * _SHARE_OF_RECORDS)
         self._num_records = 0
-        self._requests: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        self._requests: OrderedDict[int, bytes] = OrderedDict()
         self._request_bytes = 0
         self._has_dropped_requests = False
         self._num_layers_saved = 0
@@ -92,27 +93,26 @@ class Recorder:
         """
         try:
             self.num_hooks += 1
-            if hook == "__init__":
-                self._setup = facts.read_setup(args, kwargs)
-            elif not facts.is_only_counted(hook):
-                self._note(hook, args, kwargs, result)
+            if read := facts.reader_of(hook):
+                found = read(args, kwargs, result)
+                if found is not None:
+                    self._note(hook, args, kwargs, found)
             elif hook == "save_kv_layer":
                 self._num_layers_saved += 1
         except Exception as error:
             self._on_error(f"hook {hook}", error)
 
     def _note(
-        self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+        self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: facts.Facts
     ) -> None:
-        found = facts.facts_of(hook, args, kwargs, result)
-        if found is None:
+        if hook == "__init__":
+            self._setup = facts.read_setup(args, kwargs)
             return
         if hook == "wait_for_save":
             found, self._num_layers_saved = (self._num_layers_saved,), 0
-        request = facts.request_of(hook, args, kwargs)
-        if request is not None:
+        elif (request := facts.request_of(hook, args, kwargs)) is not None:
             self._describe(request)
-        self._add(marshal.dumps((time.monotonic_ns(), hook, *found)))
+        self._add(marshal.dumps((time.monotonic_ns(), hook, *found), _MARSHAL))
 
     def _add(self, record: bytes) -> None:
         self._num_records += 1
@@ -122,18 +122,15 @@ class Recorder:
             self._record_bytes -= sys.getsizeof(self._records.popleft()) + _BYTES_PER_RECORD
 
     def _describe(self, request: Any) -> None:
-        """Keep the description of a request, unless its hashes are known already."""
-        key, num_hashes = hash(request.request_id), len(request.block_hashes)
-        known = self._requests.get(key)
-        if known is not None:
-            if known[0] == num_hashes:
-                return
-            self._request_bytes -= sys.getsizeof(known[1]) + _BYTES_PER_REQUEST
-        text = marshal.dumps(facts.describe(request))
-        self._requests[key] = num_hashes, text
+        """Keep the description of a request at its first call."""
+        key = hash(request.request_id)
+        if key in self._requests:
+            return
+        text = marshal.dumps(facts.describe(request), _MARSHAL)
+        self._requests[key] = text
         self._request_bytes += sys.getsizeof(text) + _BYTES_PER_REQUEST
         while self._request_bytes > self.limit_bytes - self._most_record_bytes:
-            _, (_, dropped) = self._requests.popitem(last=False)
+            _, dropped = self._requests.popitem(last=False)
             self._request_bytes -= sys.getsizeof(dropped) + _BYTES_PER_REQUEST
             self._has_dropped_requests = True
 
@@ -158,7 +155,7 @@ class Recorder:
 
     def _write(self, reason: str, details: Mapping[str, Any]) -> Path:
         records = [marshal.loads(record) for record in self._records.copy()]
-        requests = {key: marshal.loads(text) for key, (_, text) in self._requests.copy().items()}
+        requests = {key: marshal.loads(text) for key, text in self._requests.copy().items()}
         window = {
             "num_hooks": self.num_hooks,
             "num_records": len(records),
@@ -169,13 +166,13 @@ class Recorder:
         incident = export(reason, details, self._setup, window, requests, records)
         self._num_written += 1
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        name = f"incident-{stamp}-{os.getpid()}-{id(self):x}-{self._num_written}.json"
+        name = f"recorded-{stamp}-{os.getpid()}-{id(self):x}-{self._num_written}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / name
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(incident), encoding="utf-8")
         partial.replace(path)
-        for old in sorted(self._folder.glob("incident-*.json"))[1 : 1 - self._max_files]:
+        for old in sorted(self._folder.glob("recorded-*.json"))[1 : 1 - self._max_files]:
             old.unlink(missing_ok=True)
         return path
 

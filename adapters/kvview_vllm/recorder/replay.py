@@ -38,10 +38,12 @@ from kvview_vllm.recorder.incident import GroupModel, IncidentModel, RecordModel
 from kvview_vllm.recorder.prompts import Prompts, num_shared
 
 _BLOCK_SIZE = 16  # of the simulation of raw connectors
-_MOST_BLOCKS = 250
+_MOST_BLOCKS = 300
+_MOST_BLOCKS_OF_A_REQUEST = 40
 _MOST_STEPS = 6  # in a row in which no event happened
 _LATEST = 8  # steps
 _MOST_RUNNING = 64
+_MOST_TOKENS_TO_COME = 64  # of a request that had not ended
 
 
 def make_replay(incident: IncidentModel) -> Replay:
@@ -87,7 +89,8 @@ class _Story:
         engine = incident.engine
         self._size = engine.hash_block_size
         self._pool = engine.num_blocks or self._largest_block() + 2
-        self._factor = max(1, -(-self._pool // _MOST_BLOCKS))
+        longest = max((one.num_tokens for one in self.requests.values()), default=1)
+        self._factor = -(-longest // (_MOST_BLOCKS_OF_A_REQUEST * self._size))
 
     def notes(self) -> Iterator[str]:
         """Yield the lines for the reader."""
@@ -100,7 +103,7 @@ class _Story:
         if self._num_missing:
             yield f"{self._num_missing} requests began before the window and are not played"
         if self._factor > 1:
-            yield f"the pool of {self._pool} blocks and all prompts are played at 1:{self._factor}"
+            yield f"prompts and the pool of {self._pool} blocks are played at 1:{self._factor}"
         if self._prompts.num_approximated:
             yield (
                 f"{self._prompts.num_approximated} pairs of prompts share other prefixes than "
@@ -118,7 +121,7 @@ class _Story:
         drafts = engine.num_draft_tokens
         plain = Scenario(
             CacheGeometry(_BLOCK_SIZE, _BLOCK_SIZE, groups),
-            num_gpu_blocks=max(needed + 3, self._pool // self._factor),
+            num_gpu_blocks=max(needed + 3, min(self._pool // self._factor, _MOST_BLOCKS)),
             events=tuple(self._events(is_forced=True)),
             fates=tuple(self._fates()),
             max_running=min(engine.max_running or 8, _MOST_RUNNING),
@@ -198,8 +201,10 @@ class _Story:
         return max(1, self._scaled(request.num_prompt_tokens))
 
     def _num_output(self, request: RequestModel) -> int:
-        num_tokens = self._ends.get(request.request, request.num_tokens)
-        generated = num_tokens - request.num_prompt_tokens
+        num_tokens = self._ends.get(request.request)
+        generated = min(request.max_tokens or 1, _MOST_TOKENS_TO_COME)
+        if num_tokens is not None:
+            generated = num_tokens - request.num_prompt_tokens
         return max(1, -(-generated // self._factor))
 
     def _scaled(self, num_tokens: int) -> int:
