@@ -15,13 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvview_vllm.canary.connector import CanaryConnector as CanaryConnector
-    from kvview_vllm.canary.connector import CanaryOneGroupConnector as CanaryOneGroupConnector
+    from kvview_vllm.canary.wrapper.connector import CanaryConnector as CanaryConnector
+    from kvview_vllm.canary.wrapper.connector import (
+        CanaryOneGroupConnector as CanaryOneGroupConnector,
+    )
 
 __all__ = ["CanaryConnector", "CanaryOneGroupConnector"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("kvview_vllm.canary.connector"), name)
+        return getattr(import_module("kvview_vllm.canary.wrapper.connector"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ class Recorder(Protocol):
     def note(self, hook: str, args: Any, kwargs: Any, result: Any) -> None:
         """Record a call of a hook, after it has returned."""
 
-    def write(self, reason: str, details: Mapping[str, Any]) -> None:
+    def write(self, reason: str, details: Mapping[str, Any]) -> object:
         """Write the recorded calls."""
 
 

@@ -32,6 +32,8 @@ class CanaryOptions(BaseModel):
             servers share; None keeps them in memory.
         max_digests: Most blocks whose digests a worker keeps; the oldest are dropped first.
         late_seconds: Age at which a load, a kept request or a hold is reported as late.
+        recorder_bytes: Memory of each half for its last calls, which are written at an incident;
+            None for no recorder.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,6 +46,7 @@ class CanaryOptions(BaseModel):
     digests: str | None = None
     max_digests: int = Field(default=100_000, ge=1)
     late_seconds: float = Field(default=60.0, gt=0)
+    recorder_bytes: int | None = None
 
 
 def canary_options(transfer_config: Any) -> CanaryOptions:
@@ -90,6 +93,14 @@ def wrapped_class(transfer_config: Any) -> type:
     """
     kind: type = KVConnectorFactory.get_connector_class(transfer_config)
     return kind
+
+
+def wrapped_class_named(connector: str, module_path: str | None) -> type:
+    """Return the class of the wrapped connector, by its name and module."""
+    config = KVTransferConfig(
+        kv_connector=connector, kv_connector_module_path=module_path, kv_role="kv_both"
+    )
+    return wrapped_class(config)
 
 
 def unwrap(argument: Any) -> tuple[type, Any] | None:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvview_vllm.canary.messages import Place
+from kvview_vllm.canary.wrapper.messages import Place
 
 Digest = tuple[int, ...]
 _Key = tuple[bytes, int]  # hash and group

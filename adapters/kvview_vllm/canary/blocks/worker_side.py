@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kvview import ConnectorError, UnsupportedEngineError
-from kvview_vllm.canary.digests import Digests, Pending
+from kvview_vllm.canary.blocks.digests import Digests, Pending
+from kvview_vllm.canary.blocks.known_digests import KnownDigests
 from kvview_vllm.canary.incidents import Incidents
-from kvview_vllm.canary.known_digests import KnownDigests
-from kvview_vllm.canary.messages import Place, Work
-from kvview_vllm.canary.options import CanaryOptions
+from kvview_vllm.canary.wrapper.messages import Place, Work
+from kvview_vllm.canary.wrapper.options import CanaryOptions
 
 
 class WorkerSide:
@@ -110,6 +110,15 @@ class WorkerSide:
         self._settle(wait=self._waits)
         wrong, self._wrong_requests = self._wrong_requests, set()
         return wrong
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters of the metrics."""
+        return {
+            "canary_digests": self.num_digests,
+            "canary_compared": self.known.num_compared,
+            "canary_learnt": self.known.num_learnt,
+            "canary_changed": self.known.num_changed,
+        }
 
     def settle(self, *, wait: bool = False) -> None:
         """Compare the digests that are ready."""

@@ -18,7 +18,7 @@ from itertools import chain, compress
 from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, Mamba
-from kvview_vllm.canary.messages import Place, Work
+from kvview_vllm.canary.wrapper.messages import Place, Work
 from kvview_vllm.connector.steps import resumed_request_ids
 from kvview_vllm.releases import ConnectorSeam
 

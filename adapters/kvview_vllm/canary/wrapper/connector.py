@@ -11,23 +11,31 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from kvview import ConfigError, KVViewError
-from kvview_vllm.canary.delegation import DelegatingConnector
+from kvview_vllm.binding import BlockPoolViewMixin
+from kvview_vllm.canary.blocks.sampling import Sampler
+from kvview_vllm.canary.blocks.worker_side import WorkerSide
 from kvview_vllm.canary.incidents import Incidents, NoRecorder, Recorder
-from kvview_vllm.canary.messages import CanaryMetadata
-from kvview_vllm.canary.options import (
+from kvview_vllm.canary.laws import CallLaws
+from kvview_vllm.canary.watched_pool import watched_manager, watched_pool
+from kvview_vllm.canary.wrapper.delegation import DelegatingConnector
+from kvview_vllm.canary.wrapper.messages import CanaryMetadata
+from kvview_vllm.canary.wrapper.metrics import CanaryPromMetrics, CanaryStats, stats_from
+from kvview_vllm.canary.wrapper.options import (
     CanaryOptions,
     canary_options,
     wrapped_class,
     wrapped_config,
 )
-from kvview_vllm.canary.sampling import Sampler
-from kvview_vllm.canary.worker_side import WorkerSide
 from kvview_vllm.geometry import read_geometry
+from kvview_vllm.recorder import Recorder as CallRecorder
 from kvview_vllm.releases import installed, reading, require_concrete
+from kvview_vllm.releases.compat import calls
 
 with reading("connector", "the interface of connectors"):
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -56,7 +64,8 @@ class CanaryOneGroupConnector(DelegatingConnector):
         config = [kv_cache_config] if release.cache_config_argument else []
         super().__init__(vllm_config, role, *config)
         options = canary_options(vllm_config.kv_transfer_config)
-        self._recorder: Recorder = NoRecorder()
+        self._options = options
+        self._recorder = _recorder(options)
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
         self._check(options)
         own = wrapped_config(vllm_config)
@@ -71,6 +80,9 @@ class CanaryOneGroupConnector(DelegatingConnector):
         rank = vllm_config.parallel_config.rank
         half = "scheduler" if is_scheduler else f"rank {rank}"
         self._incidents = Incidents(options.connector, half, options.incidents, self._recorder)
+        self._laws = CallLaws(self._incidents.report)
+        self._sent: Counter[str] = Counter()
+        self._recorder.note("__init__", (vllm_config, role, kv_cache_config), {}, None)
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
         except KVViewError as error:
@@ -102,6 +114,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """Note the promise."""
         answer = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
+        self._laws.on_promise(request, num_computed_tokens, answer)
         if self._sampler is not None:
             self._sampler.on_query(request, num_computed_tokens, answer)
         return answer
@@ -109,26 +122,45 @@ class CanaryOneGroupConnector(DelegatingConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks."""
         self._call("update_state_after_alloc", request, blocks, num_external_tokens)
+        self._laws.on_allocated(request.request_id, num_external_tokens)
         if self._sampler is not None:
             self._sampler.on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> CanaryMetadata:
         """Wrap the metadata."""
         wrapped = self._call("build_connector_meta", scheduler_output)
+        self._laws.on_step(self._options.late_seconds)
         work = None if self._sampler is None else self._sampler.on_step(scheduler_output)
         return CanaryMetadata(wrapped, work)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the ends of loads."""
-        self._call("update_connector_output", connector_output)
+        received = connector_output.finished_recving or ()
+        self._laws.on_output(received, connector_output.finished_sending or ())
+        stats = connector_output.kv_connector_stats
+        if isinstance(stats, CanaryStats):
+            connector_output.kv_connector_stats = stats.wrapped
+        try:
+            self._call("update_connector_output", connector_output)
+        finally:
+            if isinstance(stats, CanaryStats):
+                stats.wrapped = connector_output.kv_connector_stats
+                connector_output.kv_connector_stats = stats
         if self._sampler is not None:
-            self._sampler.on_received(connector_output.finished_recving or ())
+            self._sampler.on_received(received)
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Forget the request."""
+        return self._finish("request_finished", request, block_ids)
+
+    def _finish(self, name: str, request: Any, block_ids: Any) -> Any:
+        answer = self._call(name, request, block_ids)
+        self._laws.on_finished(
+            request.request_id, keeps_blocks=bool(answer[0]), keeps_load=aborted_loads_keep_blocks()
+        )
         if self._sampler is not None:
             self._sampler.on_finished(request.request_id)
-        return self._call("request_finished", request, block_ids)
+        return answer
 
     def reset_cache(self) -> Any:
         """Note a reset (0.13.0)."""
@@ -144,12 +176,19 @@ class CanaryOneGroupConnector(DelegatingConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Note the pool (0.19.0)."""
         self._pool = gpu_block_pool
-        self._call("bind_gpu_block_pool", gpu_block_pool)
+        self._call("bind_gpu_block_pool", self._watched(gpu_block_pool))
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Note the pool (0.30.0)."""
         self._pool = kv_cache_manager.block_pool
-        self._call("bind_kv_cache_manager", kv_cache_manager)
+        pool = self._watched(self._pool)
+        is_same = pool is self._pool
+        manager = kv_cache_manager if is_same else watched_manager(kv_cache_manager, pool)
+        self._call("bind_kv_cache_manager", manager)
+
+    def _watched(self, pool: Any) -> Any:
+        is_guarded = isinstance(self._child, BlockPoolViewMixin)
+        return pool if is_guarded else watched_pool(pool, self._laws)
 
     # --- worker ---
 
@@ -204,6 +243,42 @@ class CanaryOneGroupConnector(DelegatingConnector):
         wrong = self._worker.take_wrong_blocks()
         return failed | wrong if self._num_groups == 1 else failed
 
+    # --- metrics ---
+
+    def get_kv_connector_stats(self) -> CanaryStats | None:
+        """Add the canary's counters to the stats of the wrapped connector."""
+        counts = {"canary_incidents": self._incidents.counts.total()}
+        if self._worker is not None:
+            self._worker.settle()
+            counts |= self._worker.counts()
+        stats = CanaryStats(
+            (self._options.connector, self._options.module_path),
+            {name: number - self._sent[name] for name, number in counts.items()},
+            self._call("get_kv_connector_stats"),
+        )
+        if stats.wrapped is None and not stats.counts.total():
+            return None
+        self._sent = Counter(counts)
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CanaryStats:
+        """Make stats from the data that the front end has received."""
+        return stats_from(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> CanaryPromMetrics:
+        """Return the metrics of the canary and of the wrapped connector (0.11.1)."""
+        own = wrapped_config(vllm_config)
+        kind: Any = wrapped_class(own.kv_transfer_config)
+        given = metric_types, labelnames, per_engine_labelvalues
+        wrapped = kind.build_prom_metrics(own, *given)
+        return CanaryPromMetrics(own.kv_transfer_config.kv_connector, wrapped, *given)
+
+    # --- both ---
+
     def shutdown(self) -> None:
         """Compare the last digests."""
         if self._worker is not None:
@@ -227,9 +302,22 @@ class CanaryConnector(CanaryOneGroupConnector, SupportsHMA):  # type: ignore[mis
         """Forget the request."""
         if not isinstance(self._child, SupportsHMA):
             return self.request_finished(request, block_ids[0])
-        if self._sampler is not None:
-            self._sampler.on_finished(request.request_id)
-        return self._call("request_finished_all_groups", request, block_ids)
+        return self._finish("request_finished_all_groups", request, block_ids)
+
+
+@cache
+def aborted_loads_keep_blocks() -> bool:
+    """Whether vLLM waits for the load of an aborted request (0.16.0)."""
+    return calls.aborted_loads_keep_blocks()
+
+
+def _recorder(options: CanaryOptions) -> Recorder:
+    """Return a recorder of calls, or one that records nothing."""
+    if options.recorder_bytes is None:
+        return NoRecorder()
+    if options.incidents is None:
+        raise ConfigError("canary: recorder_bytes needs a folder; add incidents")
+    return CallRecorder(options.recorder_bytes, options.incidents)
 
 
 def _identity(vllm_config: Any, geometry: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvview import ConnectorError
-from kvview_vllm.canary.messages import Place
+from kvview_vllm.canary.wrapper.messages import Place
 from kvview_vllm.transfer import canonical_kv_caches
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number of 64 bits
