@@ -129,7 +129,7 @@ def _play(
     if traffic is not None:
         traffic.rest()
     if leaked := server.leaked_blocks():
-        by = sorted(set(recorder.places.values()))[:3]
+        by = sorted(set(recorder.laws.places.values()))[:3]
         touched = f"; last touched by {', '.join(by)}" if by else ""
         message = f"{leaked} blocks of the KV cache are held when everything has ended{touched}"
         raise InvariantBroken("CONN-4", message)

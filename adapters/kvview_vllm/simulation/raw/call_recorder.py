@@ -14,6 +14,7 @@ from typing import Any
 
 from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview_vllm.canary.laws import CallLaws
 from kvview_vllm.releases.cpu.worker_caches import is_hook, overridden
 from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 
@@ -44,14 +45,10 @@ class CallRecorder:
     def __init__(self, *, loads: bool = True) -> None:
         self.coverage: Counter[str] = Counter()
         self.events: ReportedEvents | None = None  # of the scheduler's side, which is built later
-        self.unanswered: set[str] = set()  # requests whose last result was None
-        # First token, number of tokens, whether between steps.
-        self.promised: dict[str, tuple[int, int, bool]] = {}
         self.to_load: dict[str, tuple[int, int]] = {}  # first and last token, since the last step
         self.left_out: set[str] = set()
         self.seen: set[str] = set()  # coverage entries of the worker
-        self.held: Counter[int] = Counter()  # references by touches in hooks
-        self.places: dict[int, str] = {}  # of the last touch
+        self.laws = CallLaws(_raise)
         self._loads = loads
         self._inside: list[str] = []
 
@@ -86,39 +83,20 @@ class CallRecorder:
         return answer
 
     def _promise(self, request: Any, num_computed: int, answer: Any) -> Any:
-        request_id = request.request_id
-        is_pair = isinstance(answer, tuple) and len(answer) == 2
-        if not is_pair or not (answer[0] is None or isinstance(answer[0], int)):
-            raise InvariantBroken(
-                "CONN-2",
-                f"get_num_new_matched_tokens returned {answer!r}; expected a number of tokens or "
-                f"None, and whether they are loaded between steps",
-            )
-        num_tokens, is_async = answer
-        (self.unanswered.add if num_tokens is None else self.unanswered.discard)(request_id)
+        num_tokens = self.laws.on_promise(request, num_computed, answer, is_used=self._loads)
         if not self._loads and num_tokens is not None:
             return 0, False
-        most = request.num_tokens - num_computed - (not is_async)
-        if num_tokens is not None and not 0 <= num_tokens <= most:
-            why = "" if is_async else ": within a step one token must be left to compute"
-            raise InvariantBroken(
-                "CONN-2",
-                f"get_num_new_matched_tokens returned {num_tokens} tokens for {request_id!r}, "
-                f"which has {request.num_tokens} tokens, {num_computed} of them computed; "
-                f"expected 0 to {most}{why}",
-            )
         self.coverage["tokens asked about"] += request.num_tokens
         self.coverage["tokens hit on the GPU"] += num_computed
         if num_tokens:
             self.coverage["hits"] += 1
             self.coverage["tokens promised"] += num_tokens
-            self.promised[request_id] = num_computed, num_tokens, is_async
         return answer
 
     def _note_load(self, request_id: str, num_tokens: int) -> None:
         if not num_tokens:
             return
-        start, _, is_async = self.promised.get(request_id, (0, 0, False))
+        start, is_async = self.laws.on_allocated(request_id, num_tokens)
         self.to_load[request_id] = start, start + num_tokens
         self.coverage["tokens to load"] += num_tokens
         self.coverage["loads between steps" if is_async else "loads within a step"] += 1
@@ -152,24 +130,18 @@ class CallRecorder:
     def _hold(self, blocks: Iterable[Any]) -> None:
         if not self._inside:
             return
-        for block in blocks:
-            self.held[block.block_id] += 1
-            self.coverage["blocks held"] += 1
-            self.places[block.block_id] = f"{self._inside[-1]}{_line()}"
+        block_ids = [block.block_id for block in blocks]
+        self.laws.hold(block_ids, f"{self._inside[-1]}{_line()}")
+        self.coverage["blocks held"] += len(block_ids)
 
     def _release(self, blocks: Iterable[Any]) -> None:
-        if not self._inside:
-            return
-        for block in blocks:
-            if self.held[block.block_id] <= 0:
-                raise InvariantBroken(
-                    "POOL-4",
-                    f"{self._inside[-1]} frees block {block.block_id} of the raw pool{_line()}, "
-                    f"but the connector no longer holds the block, because it has freed the block "
-                    f"as often as it touched the block; call view.free_blocks(ids), which refuses "
-                    f"such a call",
-                )
-            self.held[block.block_id] -= 1
+        if self._inside:
+            block_ids = (block.block_id for block in blocks)
+            self.laws.release(block_ids, self._inside[-1], _line())
+
+
+def _raise(law: str, message: str) -> None:
+    raise InvariantBroken(law, message)
 
 
 def make_recorded(connector_class: type, recorder: CallRecorder) -> type:

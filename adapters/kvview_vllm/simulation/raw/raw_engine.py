@@ -461,7 +461,7 @@ class RawHarness(VLLMHarness):
             self._num_wrong_reads += not is_loaded
             return
         self._stats.mismatches += 1
-        start, number, _ = self._recorder.promised.get(wrong.request_id, (0, 0, False))
+        start, number, _ = self._recorder.laws.promised.get(wrong.request_id, (0, 0, False))
         source = "a block that was hit or computed"
         if start <= wrong.position < start + number:
             source = f"get_num_new_matched_tokens promised tokens {start} to {start + number} of it"

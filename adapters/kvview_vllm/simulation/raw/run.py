@@ -18,6 +18,7 @@ from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview.testing.supervision import watchdog
+from kvview_vllm.canary.laws import stuck_ends, stuck_loads, stuck_queries
 from kvview_vllm.releases.cpu.process_groups import process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
@@ -111,24 +112,14 @@ class RawRun(Run):
         unfinished, held = engine.unfinished(), engine.held_blocks()
         loading = [name for name, status in unfinished.items() if status == "loading"]
         ended = engine.finished_requests()
-        waiting = [name for name in unfinished if name in recorder.unanswered]
+        waiting = [name for name in unfinished if name in recorder.laws.unanswered]
         law, message = "CONN-3", "has_pending_push_work stays true forever"
         if loading:
-            message = (
-                f"requests {loading} wait forever for their loads: get_num_new_matched_tokens "
-                f"promised them, and get_finished of the worker never names the requests"
-            )
+            law, message = stuck_loads(loading)
         elif ended:
-            law, message = (
-                "CONN-4",
-                f"requests {ended} have ended and keep their blocks: request_finished returned "
-                f"that they are freed later, and get_finished of the worker never names them",
-            )
+            law, message = stuck_ends(ended)
         elif waiting:
-            law, message = (
-                "CONN-2",
-                f"requests {waiting} wait forever: get_num_new_matched_tokens always returns None",
-            )
+            law, message = stuck_queries(waiting)
         elif held:
             law, message = "CONN-4", self._message_of_held(held)
         elif again := engine.preempted_again_and_again():
@@ -147,7 +138,7 @@ class RawRun(Run):
         raise InvariantBroken(law, message)
 
     def _message_of_held(self, held: Mapping[int, int]) -> str:
-        places = self._recorder.places
+        places = self._recorder.laws.places
         by = {place for block, place in places.items() if block in held}
         touched = f"; last touched by {', '.join(sorted(by)[:3])}" if by else ""
         return (

@@ -40,7 +40,7 @@ def split_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
-    """Return a connector's class, and the classes of the children of a ``MultiConnector``.
+    """Return a connector's class, and those of the children of a ``MultiConnector`` or a canary.
 
     Args:
         connector_class: The connector.
@@ -49,12 +49,18 @@ def classes_of(connector_class: type, config: Mapping[str, Any]) -> list[type]:
     Raises:
         ConfigError: vLLM refuses the configuration of a child.
     """
-    is_multi = any(kind.__name__ == "MultiConnector" for kind in connector_class.__mro__)
-    return [connector_class, *(_children(config) if is_multi else ())]
+    names = {kind.__name__ for kind in connector_class.__mro__}
+    extra = config["kv_connector_extra_config"]
+    children: Any = extra.get("connectors", []) if "MultiConnector" in names else []
+    if "CanaryOneGroupConnector" in names:
+        entry = extra.get("canary", {})
+        wrapped = {"kv_connector": entry.get("connector"), "kv_role": "kv_both"}
+        path = {"kv_connector_module_path": entry.get("module_path")}
+        children = [wrapped | path | {"kv_connector_extra_config": extra}]
+    return [connector_class, *_classes(children)]
 
 
-def _children(config: Mapping[str, Any]) -> Iterator[type]:
-    children = config["kv_connector_extra_config"].get("connectors", [])
+def _classes(children: Any) -> Iterator[type]:
     if not isinstance(children, Sequence) or isinstance(children, str):
         raise ConfigError(f"connectors must be a JSON list of objects, got {children!r}")
     for child in children:

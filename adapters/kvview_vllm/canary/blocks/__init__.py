@@ -1,0 +1,1 @@
+"""The sampled blocks: which blocks, their digests, and the comparison."""

@@ -1,0 +1,1 @@
+"""The wrapper around a connector: hooks, options, messages and metrics."""

@@ -1,0 +1,127 @@
+"""The options of the canary, and the configuration of the connector that it wraps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvview import ConfigError
+from kvview.options import parse_options
+from kvview_vllm.releases import reading
+
+with reading("connector", "the interface of connectors"):
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+_KEY = "canary"
+
+
+class CanaryOptions(BaseModel):
+    """The entry ``canary`` of ``kv_connector_extra_config``.
+
+    Args:
+        connector: Name of the wrapped connector, as in ``kv_connector``.
+        module_path: Its module, as in ``kv_connector_module_path``; None for connectors of vLLM.
+        sample: One block in this many is digested, chosen by its hash.
+        on_difference: Reaction to wrong KV: only log it, let vLLM compute the blocks, or stop.
+        incidents: Folder for one JSON file per incident; None for log lines only.
+        digests: Folder that keeps the digests, for a store that outlives the server or that several
+            servers share; None keeps them in memory.
+        max_digests: Most blocks whose digests a worker keeps; the oldest are dropped first.
+        late_seconds: Age at which a load, a kept request or a hold is reported as late.
+        recorder_bytes: Memory of each half for its last calls, which are written at an incident;
+            None for no recorder.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    connector: str
+    module_path: str | None = None
+    sample: int = Field(default=64, ge=1)
+    on_difference: Literal["log", "recompute", "stop"] = "log"
+    incidents: str | None = None
+    digests: str | None = None
+    max_digests: int = Field(default=100_000, ge=1)
+    late_seconds: float = Field(default=60.0, gt=0)
+    recorder_bytes: int | None = None
+
+
+def canary_options(transfer_config: Any) -> CanaryOptions:
+    """Read the options out of a ``KVTransferConfig``.
+
+    Raises:
+        ConfigError: The entry is missing or has an unknown key.
+    """
+    entry = (transfer_config.kv_connector_extra_config or {}).get(_KEY)
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f'kv_connector_extra_config needs an entry "canary" that names the wrapped connector, '
+            f'got {entry!r}; add "canary": {{"connector": "OffloadingConnector"}}'
+        )
+    try:
+        return parse_options(CanaryOptions, entry)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector_extra_config: canary: {error}") from None
+
+
+def wrapped_transfer_config(transfer_config: Any) -> Any:
+    """Return the ``KVTransferConfig`` of the wrapped connector."""
+    options = canary_options(transfer_config)
+    wrapped = copy.copy(transfer_config)
+    wrapped.kv_connector = options.connector
+    wrapped.kv_connector_module_path = options.module_path
+    extra = transfer_config.kv_connector_extra_config
+    wrapped.kv_connector_extra_config = {key: extra[key] for key in extra if key != _KEY}
+    return wrapped
+
+
+def wrapped_config(vllm_config: Any) -> Any:
+    """Return the ``VllmConfig`` of the wrapped connector."""
+    wrapped = copy.copy(vllm_config)
+    wrapped.kv_transfer_config = wrapped_transfer_config(vllm_config.kv_transfer_config)
+    return wrapped
+
+
+def wrapped_class(transfer_config: Any) -> type:
+    """Return the class of the wrapped connector.
+
+    Args:
+        transfer_config: Its own ``KVTransferConfig`` (:func:`wrapped_transfer_config`).
+    """
+    kind: type = KVConnectorFactory.get_connector_class(transfer_config)
+    return kind
+
+
+def wrapped_class_named(connector: str, module_path: str | None) -> type:
+    """Return the class of the wrapped connector, by its name and module."""
+    config = KVTransferConfig(
+        kv_connector=connector, kv_connector_module_path=module_path, kv_role="kv_both"
+    )
+    return wrapped_class(config)
+
+
+def unwrap(argument: Any) -> tuple[type, Any] | None:
+    """Return the wrapped class and its configuration for an argument of a class method.
+
+    Args:
+        argument: A ``VllmConfig``, a ``KVTransferConfig`` or a ``kv_connector_extra_config``; None
+            is returned for any other argument.
+    """
+    if hasattr(argument, "kv_transfer_config"):
+        config = wrapped_config(argument)
+        return wrapped_class(config.kv_transfer_config), config
+    if hasattr(argument, "kv_connector_extra_config"):
+        config = wrapped_transfer_config(argument)
+        return wrapped_class(config), config
+    if isinstance(argument, Mapping) and _KEY in argument:
+        outer = KVTransferConfig(
+            kv_connector="CanaryConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(argument),
+        )
+        config = wrapped_transfer_config(outer)
+        return wrapped_class(config), config.kv_connector_extra_config
+    return None
