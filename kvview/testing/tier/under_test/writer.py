@@ -109,6 +109,7 @@ def write() -> None:
         pages = [memoryview(bytes_of(k, sizes[k.hex()])) for k in names]
         store.put(number, names, pages)
         report()
-    store.drain(_SECONDS)
+    while not store.drain(0.001):
+        report()
     report()
     store.close()
