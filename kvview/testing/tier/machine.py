@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize
 from kvview.errors import KVViewError, TierJobError
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Label, observable, of_state, operation
-from kvview.testing.tier.model import OVERHEAD, bytes_of
+from kvview.testing.tier.model import OVERHEAD, TWIN, bytes_of
 from kvview.testing.tier.under_test.io_watch import slow_renames
 from kvview.testing.tier.under_test.store_calls import TierCalls, finished, sized
 from kvview.tier import Namespace
@@ -36,6 +36,7 @@ _new_keys = st.one_of(
     st.integers(0, 999).map(lambda number: b"key %d" % number),
     st.integers(1, 100).map(lambda length: Random(length).randbytes(length)),
     st.sampled_from(_SPECIAL),
+    st.integers(0, 5).map(lambda number: b"%b%d" % (TWIN, number)),
 )
 _changes: tuple[Callable[[bytes], bytes], ...] = (
     lambda key: key[:-1] or b"k",

@@ -40,11 +40,10 @@ class Writer:
     ) -> None:
         sizes = {key.hex(): size for key, size in keys.items()}
         job = json.dumps([target, dict(options), namespace.to_json(), sizes])
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._output, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import write; write()", job],
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
             stdout=self._output,
             stderr=self._errors,
         )
@@ -80,6 +79,16 @@ class Writer:
             if time.monotonic() > end:
                 self._process.kill()
             time.sleep(0.001)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a new interpreter, with the modules of this one.
+
+    The salt of ``hash`` differs from that of this process.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    salt = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": salt}
 
 
 def _text(file: IO[bytes]) -> str:
