@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import pytest
 from typing_extensions import override
 
-from examples.host_cache import HostCacheScheduler
-from kvview import BlockIds, ConfigError, ConnectorConfig, RequestInfo
+from examples.host_cache import HostCacheScheduler, HostCacheWorker
+from kvview import (
+    BlockIds,
+    ComputeEvent,
+    ConfigError,
+    ConnectorConfig,
+    GPULoadStoreSpec,
+    RequestInfo,
+    StepPlan,
+    TransferJob,
+    TransferResult,
+)
 from kvview.testing.connector import ConnectorRuns, check_connector
 from kvview.testing.connector.exercised.coverage import (
     FEWEST_SEEDS,
     not_exercised,
 )
-from kvview.testing.connector.scenario.generate import generate_scenario
+from kvview.testing.connector.scenario.generate import FULL_TIER_PLACES, generate_scenario
 from kvview.testing.connector.scenario.scenario import NUM_LAYERS, PAGE_BYTES
 from kvview.testing.placeholders import in_size
 from tests.connector.unusual import Host
@@ -48,6 +60,51 @@ class HasHeaders(Host):
     def __init__(self, config: ConnectorConfig) -> None:
         size = config.options["max_bytes"] // (NUM_LAYERS * PAGE_BYTES + HEADER_BYTES)
         super().__init__(ConnectorConfig(config.geometry, {"cpu_blocks": size}))
+
+
+class EvictsPagesOfLoads(Host):
+    """Evicts pages that loads read, which harms nothing while jobs keep their order (XFER-3)."""
+
+    class scheduler(HostCacheScheduler):
+        @override
+        def take_slot(self) -> int | None:
+            if self.slots and not self.free_slots:
+                return self.slots.popitem(last=False)[1]
+            return super().take_slot()
+
+
+class AndCopiesInAnyOrder(EvictsPagesOfLoads):
+    class worker(HostCacheWorker):
+        def __init__(self, cpu_blocks: int) -> None:
+            super().__init__(cpu_blocks)
+            self.pool = ThreadPoolExecutor(4)
+            self.running: dict[int, Future[TransferResult]] = {}
+
+        @override
+        def start_plan(self, plan: StepPlan) -> None:
+            mark = self.compute.record_event() if self.compute else None
+            for job in (*plan.loads, *plan.stores):
+                self.running[job.job_id] = self.pool.submit(self.run, mark, job)
+
+        def run(self, mark: ComputeEvent | None, job: TransferJob) -> TransferResult:
+            if mark is not None:
+                mark.synchronize()
+            is_load = isinstance(job.dst, GPULoadStoreSpec)
+            sides = (self.host, self.gpu) if is_load else (self.gpu, self.host)
+            return self.copy(job.job_id, job.src, sides[0], job.dst, sides[1])
+
+        @override
+        def wait(self, job_ids: Collection[int]) -> None:
+            wait([self.running[job_id] for job_id in job_ids if job_id in self.running])
+
+        @override
+        def get_finished(self) -> list[TransferResult]:
+            ended = [job_id for job_id, future in self.running.items() if future.done()]
+            return [self.running.pop(job_id).result() for job_id in ended]
+
+        @override
+        def shutdown(self) -> None:
+            self.pool.shutdown()
 
 
 class TakesNoFewerThan64(OwnOption):
@@ -114,3 +171,15 @@ def test_no_block_is_skipped_without_a_shortage() -> None:
     seed = next(seed for seed in range(100) if generate_scenario(seed).is_roomy)
     found = check_connector(with_scheduler(CountsAll), first_seed=seed, seeds=1, max_shrink_runs=0)
     assert [failure.law for failure in found.failures] == ["CONN-13"]
+
+
+@pytest.mark.slow
+def test_stores_need_the_pages_of_loads_in_some_seeds() -> None:
+    def laws(connector: type[Host]) -> set[str]:
+        seeds = [place + hundred for place in FULL_TIER_PLACES for hundred in (0, 100)]
+        options = {"cpu_blocks": "{blocks}"}
+        reports = [check(connector, 1, seed, **options) for seed in seeds]
+        return {failure.law for report in reports for failure in report.failures}
+
+    assert laws(EvictsPagesOfLoads) == set()
+    assert laws(AndCopiesInAnyOrder) == {"XFER-1"}

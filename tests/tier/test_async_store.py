@@ -108,3 +108,18 @@ def test_close_ends_coroutines_that_never_end() -> None:
     assert store.poll() == [(1, [False])]
     assert not store.is_connected
     assert threading.active_count() == before
+
+
+class ToThread(SlowDictionary):
+    @override
+    async def fetch(self, key: bytes, page: memoryview, /) -> bool:
+        return await asyncio.to_thread(bool, key)
+
+
+def test_close_ends_the_threads_of_to_thread() -> None:
+    before = {*threading.enumerate()}
+    store = ToThread()
+    store.get(1, [b"key"], [memoryview(bytearray(4))])
+    assert store.drain(10.0)
+    store.close()
+    assert {*threading.enumerate()} == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import pytest
@@ -109,6 +111,59 @@ class Truncates(Transform):
         page[: len(data)] = data
 
 
+class HasAKeyOfItsProcess(Transform):
+    """Right, unless other processes load the pages: it encrypts with a key that no file has."""
+
+    own = hash("a text") & 255
+
+    def encode(self, key: bytes, page: memoryview) -> bytes:
+        return bytes(byte ^ self.own for byte in page)
+
+    def decode(self, key: bytes, data: memoryview, page: memoryview) -> None:
+        page[:] = self.encode(key, data)
+
+
+class Ciphered(StoreConnector):
+    store = FolderStore
+    transform = HasAKeyOfItsProcess
+
+
+class KeepsEqualPagesOnce(Threaded):
+    """Keeps equal pages once; whether it counts their keys decides whether it is right."""
+
+    counts_keys = True
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.names: dict[bytes, bytes] = {}
+        super().__init__(namespace, threads=1)
+
+    def has(self, key: bytes, /) -> bool:
+        return key in self.names
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        found = self.names[key]
+        if len(found) == len(page):
+            page[:] = found
+        return len(found) == len(page)
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        self.names[key] = bytes(page)
+        return True
+
+    def delete(self, keys: Sequence[bytes], /) -> None:
+        self.remove_later(keys, self.remove)
+
+    def remove(self, key: bytes) -> None:
+        page = self.names.pop(key, None)
+        if not self.counts_keys:
+            for other in [other for other in self.names if self.names[other] == page]:
+                self.names[other] = b""
+
+
+class CountsNoKeys(KeepsEqualPagesOnce):
+    counts_keys = False
+
+
 class SaysStored(FolderStore):
     """Wrong: a write that fails is reported as a success."""
 
@@ -119,6 +174,15 @@ class SaysStored(FolderStore):
             self._path(key).unlink() if len(page) == 4096 else None
 
     def has(self, key: bytes, /) -> bool:
+        return True
+
+
+class BelievesEachWrite(FolderStore):
+    """Wrong: a write on a full disk is reported as a success."""
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        with suppress(OSError):
+            super().write(key, page)
         return True
 
 
@@ -166,3 +230,26 @@ def test_parts_follow_from_the_options() -> None:
 def test_a_connector_without_lookups_needs_none_of_its_store() -> None:
     report = run_checks(HostMemoryConnector, seeds=2, select=["check_tier_7"])
     assert report.is_clean, [str(result.failure) for result in report.failures]
+
+
+@pytest.mark.slow  # starts an interpreter
+@pytest.mark.parametrize(("weights", "is_green"), [("", True), ("1", False)])
+def test_a_page_is_decoded_in_another_process_if_runs_share_it(
+    weights: str, is_green: bool
+) -> None:
+    options = {"root": "{tmp}", "weights": weights} if weights else {"root": "{tmp}"}
+    report = run_checks(Ciphered, options=options, select=["test_tier_1_another_process"])
+    assert report.is_clean == is_green
+    assert {one.law for one in report.failures} == (set() if is_green else {"TIER-1"})
+
+
+def test_a_success_on_a_full_disk_is_believed() -> None:
+    for store in (FolderStore, BelievesEachWrite):
+        report = run_checks(store, options={"root": "{tmp}"}, select=["test_tier_6_full_disk"])
+        assert report.is_clean == (store is FolderStore)
+
+
+@pytest.mark.slow
+def test_some_keys_have_equal_pages() -> None:
+    assert run_checks(KeepsEqualPagesOnce, select=["check_tier_7"]).is_clean
+    assert not run_checks(CountsNoKeys, select=["check_tier_7"]).is_clean

@@ -15,13 +15,13 @@ from hypothesis.stateful import initialize
 from kvview.errors import KVViewError, TierJobError
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Label, observable, of_state, operation
-from kvview.testing.tier.model import OVERHEAD, bytes_of
+from kvview.testing.tier.model import OVERHEAD, TWIN, bytes_of
 from kvview.testing.tier.under_test.io_watch import slow_renames
 from kvview.testing.tier.under_test.store_calls import TierCalls, finished, sized
 from kvview.tier import Namespace
 
 _BUDGETS = (100_000, 400_000, 3_000_000)
-_NOTES = 64 << 10  # maximum of bytes for a store's own notes; a log of SQLite has 32 KiB
+NOTES = 64 << 10  # maximum of bytes for a store's own notes; a log of SQLite has 32 KiB
 _SLACK = 30_000  # maximum difference between the usage and the medium
 _SPECIAL = (b"..", b"/", b"a/a", b"\0", b"a\0", b"\n", b" ", b"%61", b"\xff", b"*", b"-", b"a.tmp")
 _NEVER_PUT = b"never put"
@@ -36,6 +36,7 @@ _new_keys = st.one_of(
     st.integers(0, 999).map(lambda number: b"key %d" % number),
     st.integers(1, 100).map(lambda length: Random(length).randbytes(length)),
     st.sampled_from(_SPECIAL),
+    st.integers(0, 5).map(lambda number: b"%b%d" % (TWIN, number)),
 )
 _changes: tuple[Callable[[bytes], bytes], ...] = (
     lambda key: key[:-1] or b"k",
@@ -442,7 +443,7 @@ class TierMachine(TierCalls):
         what = "a store never occupies more than its budget"
         self.occupies_at_most(most, what, "max_bytes")
         held = (*self.model.held.values(), *self.model.either.values())
-        expected = sum(held) + OVERHEAD * len(held) + _NOTES
+        expected = sum(held) + OVERHEAD * len(held) + NOTES
         end = time.monotonic() + self.suite.patience
         while not self.model.jobs and not self.model.damaged:
             used = occupied = opened.occupied_bytes()
@@ -462,5 +463,5 @@ class TierMachine(TierCalls):
                 if not self.model.sizes:
                     what = "a store without a put occupies bytes for its own notes only"
                 reason = f"{len(held)} pages of {sum(held):,}, {OVERHEAD} more for each"
-                self.occupies_at_most(expected, what, f"{reason}, {_NOTES:,} for notes")
+                self.occupies_at_most(expected, what, f"{reason}, {NOTES:,} for notes")
             time.sleep(0.002)  # a thread may still be removing deleted files

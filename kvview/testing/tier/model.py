@@ -19,13 +19,16 @@ OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""
 
 
+TWIN = b"twin"
+"""Start of the keys whose pages are equal, as those of equal prefixes under two salts are."""
+
 _MOST_REFUSED = 10  # keys; a store that refuses three keys in ten never reaches this number
 
 
 @lru_cache(maxsize=256)
 def bytes_of(key: bytes, num_bytes: int) -> bytes:
     """Return the bytes that the checks put under a key."""
-    return random.Random(key).randbytes(num_bytes)
+    return random.Random(TWIN if key.startswith(TWIN) else key).randbytes(num_bytes)
 
 
 @dataclass

@@ -24,8 +24,8 @@ from kvview.testing.placeholders import FOLDER, in_size
 from kvview.testing.results.law_broken import Gap
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Conformance, example, failures_of, runs_of
-from kvview.testing.tier.machine import TierMachine
-from kvview.testing.tier.model import bytes_of
+from kvview.testing.tier.machine import NOTES, TierMachine
+from kvview.testing.tier.model import OVERHEAD, bytes_of
 from kvview.testing.tier.under_test.io_watch import files_of_at_most, open_files
 from kvview.testing.tier.under_test.opened_store import SMALLEST_ENTRY, OpenedStore, importable
 from kvview.testing.tier.under_test.store_calls import finished, first_exception
@@ -44,6 +44,8 @@ _BLOCKS, _BLOCK_BYTES = 4096, 65_536
 _BUDGET_OF_NO_EFFECT = 64 << 20
 _FEWEST_RUNS = 15
 _STALE = 1.2  # seconds after which no result of an earlier lookup is returned
+
+_LARGE = 4 << 20  # bytes of a page whose write takes long
 
 _MANY = {b"key %d" % number: 4096 for number in range(40)}
 _SIX = {b"old %d" % number: 9000 for number in range(6)}
@@ -185,6 +187,8 @@ class TierConformance(Conformance):
             flags = machine.move("get", {key: sizes[key] for key in found})
             machine.equal(flags, [True] * len(found), "a key that is found can be loaded")
             others = {key: sizes[key] for key in sizes if key not in found}
+            if machine.can(C.LOOKUPS):
+                _leaves_nothing(machine, {key: sizes[key] for key in found}, "a killed process")
             machine.move("get", others)
             machine.move("put", {key: others[key] for key in [*others][:40]})
             _check_held(machine, machine.model.held)
@@ -285,7 +289,7 @@ class TierConformance(Conformance):
             machine.model.become_faulty()
         with files_of_at_most(2 << 20):
             job = machine.submit("put", large)
-            machine.model.jobs[job].crossed.update(large)  # the put may fail
+            machine.model.jobs[job].first.clear()  # the put may fail
             machine.submit("put", small)
             machine.drain()
             machine.move("get", small)
@@ -392,6 +396,11 @@ class TierConformance(Conformance):
                 machine.occupies_at_most(most, what, reason)
         more = num_files[-1] - num_files[0]
         machine.true(more < 20, "a put again makes no new files", f"{more} more", "no more files")
+        if machine.can(C.DELETE):
+            machine.ask("delete", [*sizes])
+            machine.model.delete(sizes)
+            machine.open_again()
+            _leaves_nothing(machine, {}, "a deleted page")
 
     @example("TIER-11", C.GONE, C.THREADED)
     def test_tier_11_threads_and_files(self, machine: TierMachine) -> None:
@@ -438,6 +447,13 @@ def _fits(machine: TierMachine) -> None:
     machine.occupies_at_most(most, "a store never occupies more than its budget", "max_bytes")
 
 
+def _leaves_nothing(machine: TierMachine, sizes: Mapping[bytes, int], subject: str) -> None:
+    if machine.can(C.GONE):
+        most = sum(sizes.values()) * 17 // 16 + len(sizes) * OVERHEAD + NOTES
+        reason = f"{len(sizes)} pages, 1/16 and {OVERHEAD} more for each, {NOTES:,} for notes"
+        machine.occupies_at_most(most, f"{subject} leaves no bytes in a reopened store", reason)
+
+
 def _files(machine: TierMachine) -> set[Path]:
     return {path for path in machine.opened.folder.rglob("*") if path.is_file()}
 
@@ -445,9 +461,13 @@ def _files(machine: TierMachine) -> set[Path]:
 def _kill_writer(machine: TierMachine, seed: int) -> None:
     """Kill a process that writes, while another process writes the same and other keys."""
     rng, model = Random(seed + current_effort().seed), machine.model
-    both, first, second = (_draw_keys(rng, number) for number in (20, 600, 60))
+    both, first, second = (_draw_keys(rng, number) for number in (20, 60, 60))
+    num_stored = rng.randrange(len(both), len(both | first))
+    if model.max_bytes is None:  # the kill comes while a large page is being written
+        small = dict([*(both | first).items()][len(both) : num_stored])
+        first = small | {rng.randbytes(20): _LARGE for _ in range(4)} | first
     writers = [machine.opened.start_writer(both | keys) for keys in (first, second)]
-    writers[0].kill(rng.randrange(60), rng.random() * 0.002)
+    writers[0].kill(num_stored, rng.random() * 0.002)
     model.share()
     for writer, keys in zip(writers, (first, second), strict=True):
         model.sizes |= both | keys

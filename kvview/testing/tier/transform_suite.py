@@ -5,6 +5,9 @@ A transform is part of the path to a store, so its pages satisfy laws of the tie
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,16 +17,22 @@ from hypothesis.stateful import initialize
 from typing_extensions import override
 
 import kvview.testing.tier.suite  # noqa: F401 - so that its checks have the short names
+from kvview.errors import printable
+from kvview.targets import load_target
+from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.capability import Contract
 from kvview.testing.suites.conformance import (
     Conformance,
     ContractMachine,
     Label,
+    example,
     import_lines,
     of_state,
     operation,
 )
 from kvview.testing.tier.model import bytes_of
+from kvview.testing.tier.under_test.opened_store import importable
+from kvview.testing.tier.under_test.writer import environment
 
 _METHODS = ("max_bytes", "encode", "decode")
 _SIZES = (1, 64, 511, 4096, 9001, 65_536)
@@ -92,10 +101,43 @@ class TransformConformance(Conformance):
     machine = TransformMachine
     transform: ClassVar[type]
     """The class."""
+    is_shared: ClassVar[bool] = True
+    """Whether other processes decode the pages."""
 
     def make(self) -> Any:
         """Make a transform."""
         return self.transform()
+
+    @override
+    def has(self, capability: str) -> bool:
+        return capability in self.capabilities()
+
+    @classmethod
+    @override
+    def capabilities(cls) -> list[C]:
+        return [C.REOPEN] if importable(cls.transform) and cls.is_shared else []
+
+    @example("TIER-1", C.REOPEN)
+    def test_tier_1_another_process(self, machine: TransformMachine) -> None:
+        """Processes: a page that is decoded in another process is exact, or decode raises."""
+        machine.start()
+        for number, size in enumerate(_SIZES):
+            machine.encode(b"key %d" % number, size, num_zeros=number % 3)
+        pages = {key.hex(): [len(page), data.hex()] for key, (page, data) in machine.pages.items()}
+        process = subprocess.run(
+            [sys.executable, "-c", f"from {__name__} import decode_pages; decode_pages()"],
+            input=json.dumps([importable(self.transform), pages]),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+        if process.returncode:
+            raise RuntimeError(f"the decoding process has failed: {process.stderr[-2000:]}")
+        decoded = json.loads(process.stdout)
+        for (page, _), found in zip(machine.pages.values(), decoded, strict=True):
+            what = f"a page of {len(page)} bytes is decoded in another process as it was encoded"
+            machine.true(found in (None, page.hex()), what, "other bytes", "the same")
 
     @override
     @contextmanager
@@ -118,7 +160,28 @@ def is_transform(target: object) -> bool:
     return isinstance(target, type) and all(has_methods)
 
 
-def suite_of_transform(found: Any) -> type[TransformConformance]:
-    """Make the suite of a class of transforms."""
-    members = {"transform": found, "__module__": found.__module__}
+def decode_pages() -> None:
+    """Decode the pages that another process has encoded, and write them to the output."""
+    target, pages = json.loads(sys.stdin.read())
+    transform: Any = load_target(target)()
+    decoded: list[str | None] = []
+    for key, (size, data) in pages.items():
+        page = bytearray(size)
+        encoded = memoryview(bytearray.fromhex(data))
+        try:
+            transform.decode(bytes.fromhex(key), encoded, memoryview(page))
+            decoded.append(page.hex())
+        except Exception:  # the connector then computes the block
+            decoded.append(None)
+    print(printable(json.dumps(decoded)))
+
+
+def suite_of_transform(found: Any, is_shared: bool = True) -> type[TransformConformance]:
+    """Make the suite of a class of transforms.
+
+    Args:
+        found: The class.
+        is_shared: Whether other processes decode the pages.
+    """
+    members = {"transform": found, "__module__": found.__module__, "is_shared": is_shared}
     return type(f"Test{found.__name__}", (TransformConformance,), members)

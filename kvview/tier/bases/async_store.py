@@ -97,11 +97,17 @@ class AsyncStore(Threaded):
                 self._loop.call_soon_threadsafe(self._cancel_all)
             super().close()
             try:
-                asyncio.run_coroutine_threadsafe(self.disconnect(), self._loop).result()
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop_thread.join()
                 self._loop.close()
+
+    async def _end(self) -> None:
+        try:
+            await self.disconnect()
+        finally:
+            await self._loop.shutdown_default_executor()  # the threads of asyncio.to_thread
 
     def _cancel_all(self) -> None:
         for task in asyncio.all_tasks(self._loop):

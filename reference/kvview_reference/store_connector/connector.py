@@ -235,7 +235,11 @@ class StoreConnector(Connector):
         policy = own["policy"] or cls.policy
         if isinstance(policy, str):
             policy = load_target(policy) if ":" in policy else None
-        transform = None if cls.transform is Transform else cls.transform
+        transform: Any = None if cls.transform is Transform else cls.transform
+        if transform is not None and not own["weights"]:  # then no other process decodes its pages
+            from kvview.testing.tier.transform_suite import suite_of_transform
+
+            transform = suite_of_transform(transform, is_shared=False)
         if store is not None and _never_finds(store):  # then the connector makes no lookups
             from kvview.testing.tier.suite import suite_of  # imports Hypothesis
 

@@ -37,7 +37,9 @@ from kvview.testing.connector.scenario.scenario import (
 )
 from kvview.testing.connector.scenario.scenes import Scenes
 
-Kind = Literal["usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady"]
+Kind = Literal[
+    "usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady", "full tier"
+]
 KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "small pool": 3,
     "large pool": 1,
@@ -45,7 +47,8 @@ KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "no tier": 2,  # the tier has 0 pages
     "roomy": 2,  # neither blocks nor pages are ever short
     "steady": 2,
-    "usual": 89,
+    "usual": 84,
+    "full tier": 5,  # stores need the pages of loads and promises
 }
 """Kinds of scenarios, and the number of seeds for each in a hundred consecutive seeds."""
 HUGE_POOLS: dict[Kind, int] = {"large pool": 2_000, "huge pool": 10_000}
@@ -103,6 +106,8 @@ def _kinds() -> list[Kind]:
 _KINDS = _kinds()
 STEADY_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "steady"]
 """Indices of the steady runs among a hundred consecutive seeds."""
+FULL_TIER_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "full tier"]
+"""Indices of the runs in which stores need the pages of loads and promises."""
 
 
 def generate_scenario(seed: int, steps: int = 0) -> Scenario:
@@ -167,6 +172,8 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
         pin_budget=_generate_pin_budget(Draw(seed, "pin budget")),
         clock_jump=Draw(seed, "clock").one_of(CLOCK_JUMPS),
     )
+    if kind == "full tier":
+        scenario = _with_full_tier(Draw(seed, kind), scenario, longest)
     scenario = _over_ranks(Draw(seed, "ranks"), scenario)
     scenario = _with_caps(Draw(seed, "caps"), scenario)
     if scenario.ends_abruptly:
@@ -185,6 +192,38 @@ def _without_shortage(scenario: Scenario) -> Scenario:
         num_gpu_blocks=2 * num_blocks + 1,
         ends_abruptly=False,
         group_pages=(),
+        pin_budget=None,
+    )
+
+
+def _with_full_tier(draw: Draw, scenario: Scenario, longest: int) -> Scenario:
+    """Return a scenario of the same sizes, in which one prompt fills the tier again and again.
+
+    Other prompts end and are stored while that prompt waits for blocks, or while it loads.
+    """
+    size = scenario.geometry.scheduler_block_size
+    full = max(1, (longest - 1) // size) * size
+    num_blocks = scenario.num_gpu_blocks
+    events: list[Event] = []
+    for number in range(8):
+        other = f"other {number}"
+        events += [Add(f"first {number}", 1, full), Step(12)]
+        events += [HoldBlocks(num_blocks), HoldBlocks(0)]
+        events += [Add(other, 2 + number, size * draw.number(1, 2), 4 * size), Step(2)]
+        if draw.chance(0.4):  # the prompt is promised, but waits for blocks
+            events.append(HoldBlocks(num_blocks))
+        events += [Add(f"again {number}", 1, full + 1), Step(1), Abort(other)]
+        events += [Step(draw.number(1, 3)), HoldBlocks(0), Step(8)]
+    lateness = [(draw.number(1, 4), draw.number(0, 2)) for _ in range(_NUM_FATES)]
+    return replace(
+        scenario,
+        events=tuple(events),
+        fates=tuple(Fate(moved, moved + later) for moved, later in lateness),
+        cpu_blocks=sum(len(g.required_blocks(full)) for g in scenario.geometry.groups),
+        max_running=max(MAX_RUNNING),
+        ends_abruptly=False,
+        drafts=(),
+        lookahead_tokens=0,
         pin_budget=None,
     )
 

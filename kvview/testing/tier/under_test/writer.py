@@ -40,11 +40,10 @@ class Writer:
     ) -> None:
         sizes = {key.hex(): size for key, size in keys.items()}
         job = json.dumps([target, dict(options), namespace.to_json(), sizes])
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._output, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import write; write()", job],
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
             stdout=self._output,
             stderr=self._errors,
         )
@@ -82,6 +81,16 @@ class Writer:
             time.sleep(0.001)
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a new interpreter, with the modules of this one.
+
+    The salt of ``hash`` differs from that of this process.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    salt = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    return {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": salt}
+
+
 def _text(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), 1 << 22, 0).decode()  # seek would move the process's position
 
@@ -109,6 +118,7 @@ def write() -> None:
         pages = [memoryview(bytes_of(k, sizes[k.hex()])) for k in names]
         store.put(number, names, pages)
         report()
-    store.drain(_SECONDS)
+    while not store.drain(0.001):
+        report()
     report()
     store.close()
