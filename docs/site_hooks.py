@@ -3,7 +3,8 @@
 1. A relative link that leaves ``docs/`` leads to the code host.
 2. Cross references of docstrings (``:class:`~kvview.Leak```) become links into the API pages.
 3. The number of a law links to its anchor.
-4. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code and long words
+4. The charts are drawn again before each build.
+5. Wide tables and diagrams scroll by themselves, also with the keyboard. Long code and long words
    break at punctuation only.
 """
 
@@ -14,6 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docs.make_charts import write as draw_charts
 from kvview.urls import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,11 @@ _INLINE_CODE = re.compile(r"<code>[^<]{12,}</code>")
 _LONG_WORD = re.compile(r"(?<=[>\s])[^\s<>\"]{24,}(?=[<\s])")
 _PUNCTUATION = re.compile(r"(?<=[a-z\d\]])([._/:,=([]+)(?=[A-Za-z\d_\"'\[])")
 _WIDE = re.compile(r"<table>.*?</table>|<p><img [^>]*\.svg[^>]*></p>", re.DOTALL)
+
+
+def on_pre_build(**_: Any) -> None:
+    """Draw the charts."""
+    draw_charts()
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
