@@ -287,6 +287,38 @@ class ReadsItsRanks(HostConnector):
         assert {cache.numel() for cache in kv_caches.values()} == {num_blocks * per_block}
 
 
+class RefusesRanks(HostConnector):
+    """Refuses several ranks, as a connector whose keys contain no rank must."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if vllm_config.parallel_config.world_size > 1:
+            raise ValueError("one rank only")
+
+
+class AgreesOnSizes(HostConnector):
+    """Its ranks agree on the size of a page with a collective operation of torch."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        state: Any = importlib.import_module("vllm.distributed.parallel_state")
+        if (group := state.get_world_group()).world_size > 1:
+            torch.distributed.all_reduce(torch.tensor(1), group=group.cpu_group)
+
+
+class RecordsEvents(HostConnector):
+    """Records an event of CUDA in each step, and waits for it, as if it copied on a GPU."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+        cuda: Any = torch.cuda
+        event = cuda.Event()
+        event.record()
+        with cuda.stream(cuda.Stream()):
+            cuda.current_stream().wait_event(event)
+        event.synchronize()
+        return super().get_finished(finished_req_ids)
+
+
 class OneRankReports(HostConnector):
     """Reports the end of a copy on the first rank only; all ranks copy in the same step."""
 

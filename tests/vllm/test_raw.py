@@ -42,12 +42,15 @@ from tests.mutants.edits import Variant
 from tests.vllm.ported import After, Before
 from tests.vllm.raw_connectors import (
     TAKES_CONFIG,
+    AgreesOnSizes,
     DoesNothing,
     EventsConnector,
     GroupsConnector,
     HostConnector,
     OneRankReports,
     ReadsItsRanks,
+    RecordsEvents,
+    RefusesRanks,
     faults,
     load_fault,
 )
@@ -204,6 +207,31 @@ def test_a_right_connector_is_clean_on_several_ranks(connector: type, engines: V
 def test_caches_model_and_process_groups_agree_on_several_ranks(engines: VLLMEngines) -> None:
     scenario = replace(generate_scenario(5), ranks=(2, 2, 2))
     result = simulate(ReadsItsRanks, scenario, engines=engines)
+    assert result.failure is None, result.failure
+
+
+@pytest.mark.parametrize(
+    ("connector", "why"),
+    [
+        (RefusesRanks, "the connector refuses them: one rank only"),
+        (
+            AgreesOnSizes,
+            "the connector uses their process group, and the simulated ranks cannot communicate",
+        ),
+    ],
+)
+def test_a_connector_that_cannot_have_simulated_ranks_runs_in_one(
+    connector: type, why: str, engines: VLLMEngines
+) -> None:
+    scenario = replace(generate_scenario(1), ranks=(2, 2))
+    result = simulate(connector, scenario, engines=engines)
+    assert result.failure is None, result.failure
+    assert result.coverage["loads"]
+    assert result.coverage[f"left out: several ranks: {why}"]
+
+
+def test_a_connector_may_wait_for_cuda(engines: VLLMEngines) -> None:
+    result = simulate(RecordsEvents, generate_scenario(1), engines=engines)
     assert result.failure is None, result.failure
 
 

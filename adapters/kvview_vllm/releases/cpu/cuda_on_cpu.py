@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ def as_gpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class Stream:
     """A stream without an order of its own, because the queues keep copies in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.last: tuple[Any, object] | None = None
 
     def wait_stream(self, stream: Stream) -> None:
@@ -44,6 +45,19 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Do nothing, because copies of one direction run in order."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, or a new one, and return it."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Return True, because a step on a CPU has ended when it returns."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing, because a step on a CPU has ended when it returns."""
 
 
 class Device:
@@ -89,12 +103,15 @@ class Device:
 class Event:
     """The end of a copy, with the interface of ``torch.Event``."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self._copy: tuple[Any, object] | None = None
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """Set the event to the end of the last copy of a stream."""
-        self._copy = stream.last
+        self._copy = None if stream is None else stream.last
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing, because copies of one direction run in order."""
 
     def query(self) -> bool:
         """Whether the copy has ended."""
@@ -108,6 +125,27 @@ class Event:
     def elapsed_time(self, event: Event) -> float:
         """Return any number of milliseconds, because only metrics read it."""
         return 1.0
+
+
+def use_in(cuda: Any, stack: ExitStack) -> None:
+    """Let code that uses ``torch.cuda`` record and wait for events and streams of the CPU.
+
+    Args:
+        cuda: The module ``torch.cuda``.
+        stack: Undoes the replacement.
+    """
+    device = Device(lambda: None)
+    replacements: dict[str, Any] = {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda *_: device.current_stream(),
+        "default_stream": lambda *_: device.current_stream(),
+        "stream": device.stream,
+        "synchronize": lambda *_: None,
+        "set_device": lambda *_: None,
+    }
+    for name, replacement in replacements.items():
+        stack.enter_context(patch.object(cuda, name, replacement))
 
 
 class Torch:

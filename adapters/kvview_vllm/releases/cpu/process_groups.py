@@ -8,7 +8,7 @@ Source: ``get_tp_group`` and its siblings in vllm/distributed/parallel_state.py,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,8 @@ from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.compat.versions import vllm
 
 _ALONE = ("_DCP", "_PCP")  # groups of context parallelism, which no check varies
+_OF_TORCH = ("cpu_group", "device_group")
+CANNOT_COMMUNICATE = "the simulated ranks cannot communicate"
 
 
 class _Group:
@@ -29,21 +31,26 @@ class _Group:
         self.first_rank, self.last_rank = 0, size - 1
         self.is_first_rank, self.is_last_rank = rank == 0, rank == size - 1
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in _OF_TORCH:  # torch's own collective operations take them
+            return self._use(name)
 
         # A connector may pass the operation on and never call it, as LMCache does.
         def operation(*args: Any, **kwargs: Any) -> Any:
-            if self.world_size > 1:
-                raise InvariantBroken(
-                    "ENGINE",
-                    f"the connector calls {name} of a group of ranks, and the simulated ranks "
-                    f"cannot communicate; check it with --inference",
-                )
+            self._use(name)
             return args[0] if args else None
 
         return operation
+
+    def _use(self, name: str) -> None:
+        if self.world_size > 1:
+            raise InvariantBroken(
+                "ENGINE",
+                f"the connector uses {name} of a group of ranks, and {CANNOT_COMMUNICATE}; check "
+                f"it with --inference",
+            )
 
 
 def _groups(ranks: tuple[int, int], rank: int) -> dict[str, _Group]:

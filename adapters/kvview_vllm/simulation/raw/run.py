@@ -6,6 +6,7 @@ connector and with its loads off. A failure without the connector is a failure o
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview.testing.supervision import watchdog
 from kvview_vllm.canary.laws import stuck_ends, stuck_loads, stuck_queries
-from kvview_vllm.releases.cpu.process_groups import process_groups
+from kvview_vllm.releases.cpu.process_groups import CANNOT_COMMUNICATE, process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder
 from kvview_vllm.simulation.raw.raw_engine import RawHarness
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.run.engine import SimulatedEngine
     from kvview.testing.connector.scenario.scenario import Scenario
+
+
+# Exceptions with which constructors refuse settings, as vLLM's own do.
+_REFUSAL = re.compile(r"raised (?:ValueError|NotImplementedError) (.*?)(?: at \S+:\d+:|$)")
 
 
 class RawRun(Run):
@@ -56,6 +61,7 @@ class RawRun(Run):
         engines: Any = RawEngines(capabilities.engine_name())
         super().__init__(connector_class, scenario, [dict(options)], True, engines)
         self._connector_class = connector_class
+        self._options = options
         self._is_connected = without != "connector"
         size = max(1, self.scenario.cpu_blocks)  # because few connectors accept a tier of none
         self._transfer_config = split_options(in_size(options, size, BLOCK_BYTES))
@@ -68,7 +74,23 @@ class RawRun(Run):
     def run(self) -> SimulationResult:
         with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
             self._transfer_config = in_folder(self._transfer_config, folder)
-            return self._run()
+            result = self._run()
+        if (why := self._why_one_rank(result)) is None:
+            return result
+        scenario = replace(self.scenario, ranks=(), ends_abruptly=False)
+        alone = RawRun(self._connector_class, scenario, self._options).run()
+        return replace(alone, coverage={**alone.coverage, f"left out: several ranks: {why}": 1})
+
+    def _why_one_rank(self, result: SimulationResult) -> str | None:
+        """Return why the connector runs in one rank only; None if it can run in the scenario."""
+        if result.failure is None or not self.scenario.ranks:
+            return None
+        message = result.failure.message
+        if CANNOT_COMMUNICATE in message:
+            return f"the connector uses their process group, and {CANNOT_COMMUNICATE}"
+        if self.stage.built is None and (refusal := _REFUSAL.search(message)):
+            return f"the connector refuses them: {refusal[1]}"
+        return None
 
     def _run(self) -> SimulationResult:
         classes = classes_of(self._connector_class, self._transfer_config)

@@ -19,6 +19,7 @@ import torch
 
 from kvview.testing.connector.exercised.coverage import REPLACED
 from kvview.testing.connector.scenario.scenario import Fate
+from kvview_vllm.releases.cpu.cuda_on_cpu import use_in
 
 _CUDA_ONLY = {
     "OffloadingConnector": ("cpu_spec_copies", "replace_worker"),
@@ -131,6 +132,7 @@ class StandIns:
         with ExitStack() as stack:
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", _cuda))
+                use_in(torch.cuda, stack)
                 for kind in _bases(connector_classes):
                     if kind.__name__ in _CUDA_ONLY:
                         module, replace = _CUDA_ONLY[kind.__name__]

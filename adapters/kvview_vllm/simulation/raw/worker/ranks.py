@@ -1,7 +1,7 @@
 """The workers of several ranks of tensor parallelism, each in a separate process.
 
 vLLM's own ``KVOutputAggregator`` merges their reports. The ranks cannot communicate with each
-other, so a connector that calls a collective operation of their group ends the run with ``ENGINE``.
+other, so a connector that uses their process group runs in one rank instead.
 """
 
 from __future__ import annotations
