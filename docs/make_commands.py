@@ -25,6 +25,7 @@ from kvview.targets import load_target
 PAGE = ROOT / "docs/commands.md"
 WIDTH = 80
 
+_INPUTS = {"incident": "kvview_vllm.recorder.incident:IncidentModel"}
 _FIELD = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -54,9 +55,9 @@ def help_of(path: str, command: click.Command) -> str:
 
 
 def targets() -> dict[str, str]:
-    """Return the target of each report, by the name of its schema."""
+    """Return the target of each report and of each input file, by the name of its schema."""
     options = [option for _, command in leaves() for option in command.params]
-    return {
+    return _INPUTS | {
         name: target
         for option in options
         if isinstance(option, JSONOption)

@@ -19,7 +19,6 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
-    JSONOption,
     Whole,
     arguments_of,
     given_parameters,
@@ -119,9 +118,7 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--from",
     "incident",
-    cls=JSONOption,
-    type=click.STRING,
-    schemas={"incident": "kvview_vllm.recorder.incident:IncidentModel"},
+    metavar="FILE",
     help="Play an incident that the recorder in a server wrote, and report whether its fault "
     "repeats (docs/canary.md).",
 )
@@ -385,7 +382,7 @@ def _repeat_incident(console: Console, target: str, path: str, options: dict[str
     """Play an incident, and print whether its fault repeats, with the smallest script."""
     from kvview.testing import load_target
     from kvview.testing.effort import Effort
-    from kvview.testing.incident import read_replay, repeat_incident
+    from kvview.testing.repetition import read_replay, repeat_incident
 
     context = click.get_current_context()
     allowed = {"target", "options", "transfer_config", "incident", "engine", "hook_seconds"}

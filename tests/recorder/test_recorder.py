@@ -19,7 +19,7 @@ from kvview.testing.connector import Add, HoldBlocks, Step
 from kvview_vllm.recorder import Recorder
 from kvview_vllm.recorder.facts import positions
 from kvview_vllm.recorder.incident import read_incident
-from kvview_vllm.recorder.replay import make_replay
+from kvview_vllm.recorder.played import make_replay
 from tests.recorder.calls import Calls, make_request, play_reuse
 
 RIGHT = "kvview_reference.store_connector:StoreConnector"

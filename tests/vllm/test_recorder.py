@@ -101,7 +101,7 @@ def test_the_command_reports_whether_the_fault_repeats_and_prints_a_script(
 def test_an_incident_of_a_worker_is_refused(tmp_path: Path, engines: VLLMEngines) -> None:
     from kvview import ConfigError
     from kvview_vllm.recorder import Recorder
-    from kvview_vllm.recorder.replay import make_replay
+    from kvview_vllm.recorder.played import make_replay
     from tests.vllm.recorded import with_recorders
 
     recorders = {role: Recorder(1 << 20, tmp_path) for role in ("SCHEDULER", "WORKER")}

@@ -7,6 +7,6 @@
 ``kvview check my.py:MyConnector --engine vllm --from incident.json`` plays an incident.
 """
 
-from kvview_vllm.recorder.recorder import Recorder
+from kvview_vllm.recorder.ring import Recorder
 
 __all__ = ["Recorder"]

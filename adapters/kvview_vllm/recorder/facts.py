@@ -13,6 +13,8 @@ from functools import lru_cache
 from itertools import compress
 from typing import Any
 
+from kvview_vllm.releases.compat import outputs
+
 Facts = tuple[Any, ...]
 """Numbers, short texts and tuples of both, in the order of :data:`FIELDS`."""
 
@@ -104,7 +106,7 @@ def describe(request: Any) -> Facts:
     return (
         request.num_prompt_tokens,
         request.num_tokens,
-        getattr(request, "max_tokens", 1),
+        request.max_tokens,
         len(hashes),
         at,
         tuple([hash(hashes[one]) for one in at]),
@@ -129,28 +131,28 @@ def read_setup(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
     given = {**dict(zip(_CONSTRUCTOR, args, strict=False)), **kwargs}
     config, role = given["vllm_config"], given["role"]
     cache, transfer = config.cache_config, config.kv_transfer_config
-    scheduler = config.scheduler_config
+    scheduler, speculation = config.scheduler_config, config.speculative_config
     kv_cache = given.get("kv_cache_config")
-    groups = getattr(kv_cache, "kv_cache_groups", ())
+    groups = kv_cache.kv_cache_groups if kv_cache else ()
     return {
         "connector": transfer.kv_connector,
         "component": role.name.lower(),
         "role": transfer.kv_role,
-        "num_blocks": getattr(kv_cache, "num_blocks", None) or cache.num_gpu_blocks,
+        "num_blocks": kv_cache.num_blocks if kv_cache else cache.num_gpu_blocks,
         "hash_block_size": cache.block_size,
         "groups": [
             {
                 "kind": type(group.kv_cache_spec).__name__,
                 "block_size": group.kv_cache_spec.block_size,
-                "window": getattr(group.kv_cache_spec, "sliding_window", None),
+                "window": outputs.window_of(group.kv_cache_spec),
             }
             for group in groups
         ],
         "max_running": scheduler.max_num_seqs,
         "max_tokens_per_step": scheduler.max_num_batched_tokens,
-        "has_async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
+        "has_async_scheduling": outputs.has_async_scheduling(scheduler),
         "num_ranks": config.parallel_config.tensor_parallel_size,
-        "num_draft_tokens": getattr(config.speculative_config, "num_speculative_tokens", 0) or 0,
+        "num_draft_tokens": speculation.num_speculative_tokens if speculation else 0,
     }
 
 
@@ -209,24 +211,19 @@ def _step(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Facts:
         int(output.total_num_scheduled_tokens),
         new,
         extended,
-        _keys(getattr(output, "preempted_req_ids", None)),
-        _keys(_resumed(cached)),
+        _keys(outputs.preempted_requests(output)),
+        _keys(outputs.resumed_requests(cached)),
         _keys(output.finished_req_ids),
         _sizes(result),
     )
 
 
-def _resumed(cached: Any) -> Iterable[str]:
-    resumed = getattr(cached, "resumed_req_ids", None)
-    if resumed is not None:
-        return tuple(resumed)
-    flags = getattr(cached, "resumed_from_preemption", ())  # up to 0.11
-    return [name for name, flag in zip(cached.req_ids, flags, strict=False) if flag]
-
-
 def _sizes(plan: Any) -> tuple[tuple[str, int], ...]:
     """Return the numbers of entries in the attributes of a connector's metadata."""
-    found = getattr(plan, "__dict__", None) or {}
+    try:
+        found = vars(plan)
+    except TypeError:  # a class with slots
+        return ()
     return tuple((name, len(one)) for name, one in found.items() if isinstance(one, _SIZED))
 
 
@@ -234,7 +231,7 @@ def _finished(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Fa
     request = request_of("request_finished", args, kwargs)
     tables = args[1] if len(args) > 1 else kwargs["block_ids"]
     tables = tables if isinstance(tables, tuple) else (tables,)
-    status = getattr(request.status, "name", "")
+    status = request.status.name
     is_delayed = bool(result[0]) if isinstance(result, tuple) else False
     return (
         _key(request),
@@ -251,8 +248,8 @@ def _output(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Fact
     return _unless_empty(
         _keys(output.finished_sending),
         _keys(output.finished_recving),
-        _keys(getattr(output, "failed_recving", None)),
-        tuple(getattr(output, "invalid_block_ids", None) or ()),
+        _keys(outputs.failed_requests(output)),
+        tuple(outputs.invalid_blocks(output)),
     )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.handoff.harness import EngineLife, PDHarness, TwoEngines
     from kvview.testing.handoff.real_engines import RealCase
-    from kvview.testing.incident import Replay
+    from kvview.testing.repetition import Replay
     from kvview.testing.token_runs import TokenCheck
 
 
@@ -73,7 +73,7 @@ class VLLMEngines:
     def read_replay(path: str) -> Replay:
         """Make the scenarios of an incident that a recorder in a server wrote."""
         from kvview_vllm.recorder.incident import read_incident
-        from kvview_vllm.recorder.replay import make_replay
+        from kvview_vllm.recorder.played import make_replay
 
         return make_replay(read_incident(path))
 

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 from kvview.errors import ConfigError
 from kvview.targets import is_connector, is_engine_connector
 from kvview.testing.effort import Effort
+from kvview.testing.token_runs import ENGINE
 
 if TYPE_CHECKING:
     from kvview.testing.connector import ConnectorFailure, ConnectorRuns
     from kvview.testing.connector.scenario.scenario import Scenario
-
-READER = "vllm"
-"""Name of the engine whose incidents are read."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def read_replay(path: str) -> Replay:
     """
     from kvview.testing.connector.run.engine import load_factory_class
 
-    read: Callable[[str], Replay] = load_factory_class(READER).read_replay  # type: ignore[attr-defined]
+    read: Callable[[str], Replay] = load_factory_class(ENGINE).read_replay  # type: ignore[attr-defined]
     return read(path)
 
 
@@ -102,7 +100,7 @@ def repeat_incident(
     is_own = is_engine_connector(connector_class)
     if not (is_own or is_connector(connector_class)):
         raise ConfigError("--from plays an incident with a connector, and the target is not one")
-    engine = effort.engine or (READER if is_own else "reference")
+    engine = effort.engine or (ENGINE if is_own else "reference")
     runs = check_connector(
         connector_class,
         seeds=len(replay.scenarios),

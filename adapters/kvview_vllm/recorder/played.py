@@ -33,7 +33,7 @@ from kvview.testing.connector.scenario.scenario import (
     Scenario,
     Step,
 )
-from kvview.testing.incident import Replay
+from kvview.testing.repetition import Replay
 from kvview_vllm.recorder.incident import GroupModel, IncidentModel, RecordModel, RequestModel
 from kvview_vllm.recorder.prompts import Prompts, num_shared
 
