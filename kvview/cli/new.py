@@ -5,6 +5,7 @@
    examples.
 2. No file is overwritten. If one of the files exists, even as a dangling link, no file is written.
 3. The name of a module that can be imported is refused, because FILE would hide that module.
+4. ``--for`` writes only the test and the CI job, for a connector of vLLM that exists.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,6 +81,7 @@ _RAW = _Kind(
     ("kvview check {target} --engine vllm",),
     (),
 )
+_TARGET = re.compile(r"(?P<module>(?!\S*\.py:)[A-Za-z_]\w*(?:\.\w+)*):(?P<name>[A-Za-z_]\w*)")
 _TOOLS = {  # tools that read a file of this name
     **dict.fromkeys(("conftest", "test_conftest"), "pytest"),
     **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
@@ -101,7 +103,14 @@ _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --json kvview.js
     is_flag=True,
     help="Write a connector for vLLM's own interface, which does not import kvview.",
 )
-def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
+@click.option(
+    "--for",
+    "existing",
+    metavar="TARGET",
+    help="Write only a test (FILE) and a CI job, for a connector of vLLM, package.module:Class. "
+    "Run the command in the root of the repository.",
+)
+def new(file: Path, name: str | None, hooks: bool, raw: bool, existing: str | None) -> None:
     """Write a complete connector to FILE, its test, and a CI job.
 
     The connector keeps blocks in host memory. The default is a StoreConnector; --hooks and --raw
@@ -121,6 +130,11 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
                 f"{file}: {module}.py has the name of {place} and would hide it from programs in "
                 f"the same folder; try my_{stem}.py"
             )
+    if existing is not None:
+        if hooks or raw or name is not None:
+            raise ConfigError("--for writes no connector; drop --hooks, --raw and --name")
+        _write_for(existing, file)
+        return
     name = re.sub("Connector$", "", _in_capitals(stem) if name is None else name)
     kind = _RAW if raw else _HOOKS if hooks else _STORE
     if not name.isidentifier() or name in kind.taken:
@@ -129,20 +143,39 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool) -> None:
         )
     test = file.with_name(f"test_{file.name}")
     workflow = file.parent / ".github" / "workflows" / f"kvview-{stem}.yml"
-    words = {"module": stem, "name": name, "test": test.name, "arguments": kind.arguments}
     texts = {
         file: _connector(kind, name, stem),
-        test: _template("test_connector.txt").format(**words),
+        test: _test(stem, f"{name}Connector", test, kind.arguments),
         workflow: _workflow(kind, f"{file.name}:{name}Connector", test.name),
     }
-    if there := [str(path) for path in texts if os.path.lexists(path)]:
-        raise ConfigError(f"these files already exist: {', '.join(there)}; nothing was written")
     _write_all(texts)
     echo(f"{file}, {test.name} and {workflow.relative_to(file.parent)} are written.")
     echo(f"Run these commands next ({kind.needs}):")
     for command in kind.commands:
         echo(f"  {command.format(target=f'{file}:{name}Connector')}")
     echo(f"  python -m pytest {test}")
+
+
+def _write_for(target: str, test: Path) -> None:
+    """Write a test and a CI job for a connector that exists."""
+    found = _TARGET.fullmatch(target)
+    if found is None:
+        raise ConfigError(
+            f"--for {target!r}: the test imports the connector; expected package.module:Class"
+        )
+    kind = replace(_RAW, index=" -e .")
+    workflow = Path(".github", "workflows", "kvview.yml")  # GitHub reads it in the root only
+    _write_all(
+        {
+            test: _test(found["module"], found["name"], test, 'engine="vllm"'),
+            workflow: _workflow(kind, target, str(test)),
+        }
+    )
+    echo(f"{test} and {workflow} are written.")
+    echo(f"Run these commands next ({kind.needs}):")
+    echo(f"  {kind.commands[0].format(target=target)}")
+    echo(f"  python -m pytest {test}")
+    echo("If the connector needs options, add options={...} to the test, and --option to the job.")
 
 
 def _place_of(module: str, folder: Path) -> str:
@@ -162,8 +195,10 @@ def _write_all(texts: Mapping[Path, str]) -> None:
     """Write new files; if one cannot be written, no file is left.
 
     Raises:
-        ConfigError: A file cannot be written.
+        ConfigError: A file exists, or cannot be written.
     """
+    if there := [str(path) for path in texts if os.path.lexists(path)]:
+        raise ConfigError(f"these files already exist: {', '.join(there)}; nothing was written")
     made: list[Path] = []
     try:
         for path, text in texts.items():
@@ -188,6 +223,11 @@ def _connector(kind: _Kind, name: str, stem: str) -> str:
     # The user has vLLM, with its types.
     text = text.replace(kind.template, stem).replace("  # type: ignore[misc]", "")
     return text.replace(kind.class_prefix, name)
+
+
+def _test(module: str, name: str, test: Path, arguments: str) -> str:
+    words = {"module": module, "name": name, "test": test.name, "arguments": arguments}
+    return _template("test_connector.txt").format(**words, function=test.stem)
 
 
 def _workflow(kind: _Kind, target: str, test: str) -> str:

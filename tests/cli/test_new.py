@@ -79,6 +79,38 @@ def test_the_files_have_the_given_name(tmp_path: Path, options: list[str]) -> No
     assert CliRunner().invoke(new, [str(tmp_path / "other.py"), *options]).exit_code == 0
 
 
+def test_a_connector_that_exists_gets_a_test_and_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    test = tmp_path / "tests" / "test_kv.py"
+    target = "my_package.connector:MyConnector"
+    result = CliRunner().invoke(new, [str(test), "--for", target])
+    assert result.exit_code == 0, result.output
+    assert f"kvview check {target} --engine vllm\n" in result.output
+    workflow = tmp_path / ".github" / "workflows" / "kvview.yml"
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {test, workflow}
+    compile(test.read_text(), test.name, "exec")
+    assert "from my_package.connector import MyConnector\n" in test.read_text()
+    assert 'MyConnector, seeds=50, engine="vllm")' in test.read_text()
+    assert re.search(r"pip install vllm\S* -e \.\n", workflow.read_text())
+    assert f"kvview check {target} --engine vllm --json" in workflow.read_text()
+    assert "these files already exist" in refusal(tmp_path, str(test), "--for", target)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--for", "mine.py:Mine"], "expected package.module:Class"),
+        (["--for", "package:Mine", "--raw"], "--for writes no connector"),
+    ],
+)
+def test_a_wrong_connector_that_exists_is_refused(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    assert message in refusal(tmp_path, str(tmp_path / "test_kv.py"), *options)
+
+
 @pytest.mark.parametrize(
     "existing", ["mine.py", "test_mine.py", ".github/workflows/kvview-mine.yml"]
 )
