@@ -206,6 +206,7 @@ def check(
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected, run_checks
     from kvview.testing.results.terminal import show_report
+    from kvview.testing.supervision.scratch import scratch_folder
 
     given = read_options(options)
     if transfer_config is not None:
@@ -220,6 +221,7 @@ def check(
         sys.exit(_check_real_handoffs(console, name, given))
     profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
     with (
+        scratch_folder(),
         _ended_in_order(),
         naming(name),
         or_could_not_run(result_file, name, profile),

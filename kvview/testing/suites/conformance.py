@@ -204,7 +204,7 @@ class ContractMachine(RuleBasedStateMachine):
     def judge(self, promises: Promises, got: object) -> None:
         """Break the law of the first promise that the model reports as not kept."""
         for law, promise, is_kept in promises:
-            self.true(is_kept, promise, got, "the promise", law)
+            self.true(is_kept, promise, got, promise, law)
 
     def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
         """Break a law: that of the call that explains the difference, or else the named one."""

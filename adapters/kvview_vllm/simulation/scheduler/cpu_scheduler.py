@@ -88,7 +88,8 @@ def prepare() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     complete_torch()
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # late releases configure no level
+    for name in ("vllm", "torch._library.triton"):  # late releases of vLLM configure no level
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def connector_config(target: str, **options: Any) -> dict[str, Any]:

@@ -158,10 +158,15 @@ class PlannedRequest:
 
 
 def make_prompt(add: Add, before: Sequence[int], hash_block_size: int) -> list[int]:
-    """Return the tokens of a prompt, which start with shared tokens, or with the previous turn."""
-    num_shared = add.num_shared_blocks * hash_block_size
+    """Return the tokens of a prompt, which start with shared tokens, or with the previous turn.
+
+    Only one block of a prompt has the tokens of its family, so a connector whose keys do not depend
+    on all earlier tokens confuses the later blocks of two families.
+    """
+    first = add.num_shared_blocks * hash_block_size
+    own = range(first, first + hash_block_size)
     return [*before] + [
-        position if position < num_shared else add.family * _TOKENS_OF_A_FAMILY + position
+        add.family * _TOKENS_OF_A_FAMILY * (position in own) + position
         for position in range(len(before), len(before) + add.num_prompt_tokens)
     ]
 

@@ -412,7 +412,8 @@ class TierKeys:
                 "no job of this run stored this key",
                 "Look up each block of a group by the key that its store has: the hash at the end "
                 "of the block, and the group (CacheGeometry.block_key). Pages of an earlier run, "
-                "in a global, a class attribute or a folder without '{tmp}', must not be found.",
+                "in a global, a class attribute, a folder without '{tmp}', or on a server whose "
+                "option weights has no '{tmp}', must not be found.",
             )
         store = f"store job {job.job_id} of this key"
         if key in self.failed or job in self._current:

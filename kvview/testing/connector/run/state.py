@@ -39,6 +39,7 @@ class RunState:
         self.log = RunLog()
         self._num_wrong = 0
         self._checked_references: tuple[object, ...] = ()
+        self._logged_holds: dict[int, int] = {}
 
     @property
     def engine(self) -> SimulatedEngine:
@@ -120,7 +121,9 @@ class RunState:
         owned = engine.engine_refs()
         free = engine.free_block_ids()
         if is_step:
-            self.log.add(f"step {self.num_steps} ends; blocks held by connectors:", held)
+            if held != self._logged_holds:
+                self.log.add(f"step {self.num_steps} ends; blocks held by connectors:", held)
+                self._logged_holds = dict(held)
             num_held = len(held.keys() - owned.keys())
             self.timeline.append(
                 Snapshot(self.num_steps, len(free), len(owned), num_held, self.num_in_flight)
