@@ -133,7 +133,7 @@ def pages(all_laws: Iterable[Law]) -> Mapping[Path, str]:
         PAGES / f"{name.lower()}.md": _page(name, laws, shown) for name, laws in families.items()
     }
     rows = [
-        f'<a id="{rule.number.lower()}"></a>\n\n### {rule.number}\n\n{rule.text}' for rule in rules
+        f'<a id="{rule.number.lower()}"></a>\n\n## {rule.number}\n\n{rule.text}' for rule in rules
     ]
     texts[PAGES / "rules.md"] = _head(_RULES, rules) + "\n" + "\n\n".join(rows) + "\n"
     return texts | {index: with_parts(index, families="\n".join(listed))}
@@ -153,7 +153,7 @@ def _page(name: str, family: Iterable[Law], shown: Mapping[str, Example]) -> str
         ]
         text += _SCRIPTS.format(how=" ".join(how))
     for law in family:
-        text += f'\n<a id="{law.number.lower()}"></a>\n\n### {law.head}\n\n{law.text}\n'
+        text += f'\n<a id="{law.number.lower()}"></a>\n\n## {law.head}\n\n{law.text}\n'
         if law.hint:
             text += f"\n*Usual remedy:* {law.hint}\n"
         if example := shown.get(law.number):

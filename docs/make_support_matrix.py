@@ -2,7 +2,7 @@
 
     python docs/make_support_matrix.py
 
-Releases and differences come from ``kvview_vllm/releases``, features from ``support_matrix.toml``.
+Releases come from ``kvview_vllm/releases``, features from ``support_matrix.toml``.
 A feature names the difference that it needs, so its first release is defined in one place.
 """
 
@@ -21,8 +21,7 @@ from kvview_vllm.releases.compat.versions import RELEASES, is_between
 
 PAGE = Path(__file__).parent / "support-matrix.md"
 
-DIFFERENCES = differences()
-_SPANS = {each.name: (each.first_release, each.last_release) for each in DIFFERENCES}
+_SPANS = {each.name: (each.first_release, each.last_release) for each in differences()}
 _SPANS["TieringOffloadingSpec"] = ("0.22.0", None)
 
 
@@ -72,18 +71,11 @@ def page() -> str:
         ]
         lines += ["", f"## {title}"]
         lines += _table(["feature", *spans, "reason for –"], rows, len(spans))
-    differences_found = [
-        [d.seam, f"`{d.name}`", d.description, d.first_release, d.last_release or "", d.source]
-        for d in DIFFERENCES
-    ]
     first, *_, last = RELEASES
     return with_parts(
         PAGE,
         releases=f"kvview supports all {len(RELEASES)} releases of vLLM from {first} to {last}.",
         features="\n".join(lines),
-        differences="\n".join(
-            _table(("seam", "flag", "description", "from", "to", "source"), differences_found)
-        ),
     )
 
 

@@ -19,7 +19,7 @@ from docs.make_charts import write as draw_charts
 from kvview.urls import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
-_LAW_HEAD = re.compile(r'^<a id="(\S+)"></a>\n\n(### (\S+).*)$', re.MULTILINE)
+_LAW_HEAD = re.compile(r'^<a id="(\S+)"></a>\n\n(## (\S+).*)$', re.MULTILINE)
 _LAWS = [
     head[2]
     for path in sorted((ROOT / "docs/laws").glob("*.md"))
