@@ -243,7 +243,7 @@ def test_every_fault_is_reported_at_once() -> None:
         ({"until": 34}, "until of 'POOL-4' is not a text"),
         ({"until": "no-such-package 1"}, "names 'no-such-package', which is not installed"),
         ({"law": "POOL-6"}, "POOL-6 has several checks: check_pool_6, test_pool_6"),
-        ({"law": "POOL-44"}, "'POOL-44' matches no check of this contract; did you mean POOL-4"),
+        ({"law": "POOL_4"}, "'POOL_4' matches no check of this contract; did you mean POOL-4"),
         ({"law": "coverage: loads"}, "'coverage: loads' matches no check"),
         ({"laws": "POOL-4"}, "unexpected keyword argument 'laws'"),
     ],

@@ -162,8 +162,9 @@ class Capability(StrEnum):
     """The worker has ``host_bytes``, the size of its tier in host memory; 0 after shutdown."""
 
     # tier
-    REOPEN = "reopen", "tier"
-    """The place of the store can be opened again, after the earlier store was closed."""
+    REOPEN = "reopen", "tier transform"
+    """The place of the store can be opened again, after the earlier store was closed; another
+    process can decode the pages of a transform."""
     NAMESPACES = "namespaces", "tier"
     """Stores of several namespaces can be opened in one place."""
     DAMAGE = "damage", "tier"
