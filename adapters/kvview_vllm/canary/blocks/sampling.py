@@ -30,6 +30,7 @@ class _Followed:
     request: Any
     chunks: list[Sequence[Sequence[int]]] = field(default_factory=list)  # of its block table
     num_seen: int = 0  # tokens whose blocks were sampled
+    due: int = 0  # step of the next look
 
     def table(self) -> Sequence[Sequence[int]]:
         if len(self.chunks) > 1:
@@ -45,10 +46,14 @@ class Sampler:
         geometry: Geometry of the engine.
         sample: One block in this many is sampled.
         release: Flags of the release, for the fields of the scheduler's output.
+        num_drafts: Most draft tokens of a request in a step.
     """
 
-    def __init__(self, geometry: CacheGeometry, sample: int, release: ConnectorSeam) -> None:
+    def __init__(
+        self, geometry: CacheGeometry, sample: int, release: ConnectorSeam, num_drafts: int
+    ) -> None:
         self._sample = sample
+        self._most_a_step = 1 + num_drafts
         self._release = release
         self._hash_size = geometry.hash_block_size
         # States are only complete where a step ended, so they have no digest.
@@ -58,7 +63,8 @@ class Sampler:
             if not isinstance(group, Mamba)
         ]
         self._followed: dict[str, _Followed] = {}
-        self._left: dict[str, int] = {}  # tokens that a request may compute before the next look
+        self._step = 0
+        self._due: dict[int, list[str]] = {}  # requests to look at, by step
         self._queried: dict[str, tuple[int, bool]] = {}
         self._loading: set[str] = set()
         self._loads: dict[str, Sequence[Place]] = {}
@@ -80,7 +86,7 @@ class Sampler:
         """Note allocated blocks, and the blocks that a load fills."""
         name = request.request_id
         self._followed[name] = _Followed(request)
-        self._left[name] = 0
+        self._plan(name, 1)
         if not num_tokens or name not in self._queried:
             return
         start, is_async = self._queried.pop(name)
@@ -95,18 +101,17 @@ class Sampler:
     def on_step(self, output: Any) -> Work | None:
         """Return the work of a step; None without any."""
         self._follow_tables(output)
+        self._step += 1
         computed: list[Place] = []
-        left = self._left
-        due = [
-            (name, number)
-            for name, number in output.num_scheduled_tokens.items()
-            if left.get(name, number + 1) <= number
-        ]
-        for name, number in output.num_scheduled_tokens.items():
-            if name in left:
-                left[name] -= number
-        for name, number in due:
-            computed += self._look(name, number)
+        lengths = output.num_scheduled_tokens
+        for name in self._due.pop(self._step, ()):
+            one = self._followed.get(name)
+            if one is None or one.due != self._step:
+                continue  # it has ended, or has other blocks now
+            if name in lengths:
+                computed += self._look(name, lengths[name])
+            else:
+                self._plan(name, 1)
         if not (computed or self._loads or self._ended or self._reset):
             return None
         work = Work(computed, self._loads, frozenset(self._within_step), self._ended, self._reset)
@@ -120,7 +125,6 @@ class Sampler:
     def on_finished(self, request_id: str) -> None:
         """Forget a request; its blocks may be allocated again."""
         self._followed.pop(request_id, None)
-        self._left.pop(request_id, None)
         self._queried.pop(request_id, None)
         if request_id in self._loading:
             self._loading.discard(request_id)
@@ -166,7 +170,14 @@ class Sampler:
             request.block_hashes[following - 1]
         ):
             following += 1
-        self._left[name] = max(1, following * size - end)
+        # A request that has computed all its tokens continues with one and its drafts a step.
+        is_decoding = end >= request.num_tokens
+        num_tokens = following * size - end
+        self._plan(name, max(1, num_tokens // self._most_a_step) if is_decoding else 1)
+
+    def _plan(self, name: str, num_steps: int) -> None:
+        self._followed[name].due = due = self._step + num_steps
+        self._due.setdefault(due, []).append(name)
 
     def _full(self, one: _Followed, before: int, end: int) -> Iterator[Place]:
         hashes = one.request.block_hashes

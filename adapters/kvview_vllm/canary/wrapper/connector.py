@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -81,7 +80,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         half = "scheduler" if is_scheduler else f"rank {rank}"
         self._incidents = Incidents(options.connector, half, options.incidents, self._recorder)
         self._laws = CallLaws(self._incidents.report)
-        self._sent: Counter[str] = Counter()
+        self._sent = {"canary_incidents": 0}
         self._recorder.note("__init__", (vllm_config, role, kv_cache_config), {}, None)
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
@@ -89,7 +88,9 @@ class CanaryOneGroupConnector(DelegatingConnector):
             _logger.warning("canary: no digests, because %s", error)
             return
         if is_scheduler:
-            self._sampler = Sampler(geometry, options.sample, release)
+            speculative = vllm_config.speculative_config
+            num_drafts = speculative.num_speculative_tokens if speculative is not None else 0
+            self._sampler = Sampler(geometry, options.sample, release, num_drafts or 0)
         else:
             identity = _identity(vllm_config, geometry)
             self._worker = WorkerSide(options, kv_cache_config, rank, identity, self._incidents)
@@ -247,19 +248,16 @@ class CanaryOneGroupConnector(DelegatingConnector):
 
     def get_kv_connector_stats(self) -> CanaryStats | None:
         """Add the canary's counters to the stats of the wrapped connector."""
-        counts = {"canary_incidents": self._incidents.counts.total()}
+        counts = {"canary_incidents": self._incidents.num_reported}
         if self._worker is not None:
             self._worker.settle()
             counts |= self._worker.counts()
-        stats = CanaryStats(
-            (self._options.connector, self._options.module_path),
-            {name: number - self._sent[name] for name, number in counts.items()},
-            self._call("get_kv_connector_stats"),
-        )
-        if stats.wrapped is None and not stats.counts.total():
+        wrapped = self._call("get_kv_connector_stats")
+        if wrapped is None and counts == self._sent:
             return None
-        self._sent = Counter(counts)
-        return stats
+        before, self._sent = self._sent, counts
+        new = {name: number - before.get(name, 0) for name, number in counts.items()}
+        return CanaryStats((self._options.connector, self._options.module_path), new, wrapped)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CanaryStats:
