@@ -101,7 +101,8 @@ class Submission:
     def faults(self) -> Iterator[str]:
         """Return the faults of the folder, each in one line."""
         if self.about.project != "none" and not self.about.project.startswith("https://"):
-            yield f"README.md: project is {self.about.project!r}, expected an https address or 'none'"
+            project = self.about.project
+            yield f"README.md: project is {project!r}, expected an https address or 'none'"
         if not self.reports and not self.about.reason:
             yield "README.md: no report; add RELEASE-CHECK.json, or the reason why nothing can run"
         commands = {
