@@ -147,7 +147,8 @@ def _details(row: Row) -> Iterator[str]:
     yield ""
     files = [f"[{r.file}](../results/{row.submission.folder}/{r.file})" for r in row.reports]
     dates = ", ".join(sorted({report.result.date for report in row.reports}))
-    yield f"Owner: [{about.owner}]({about.project}). Reports of {dates}: {', '.join(files)}."
+    owner = about.owner if about.project == "none" else f"[{about.owner}]({about.project})"
+    yield f"Owner: {owner}. Reports of {dates}: {', '.join(files)}."
     if row.replaced:
         yield f"Replaced, so not checked: {'; '.join(row.replaced)}."
     yield ""

@@ -49,7 +49,7 @@ class About(BaseModel):
 
     Args:
         owner: The people or the project that answer questions about the results.
-        project: Address of the project.
+        project: Address of the project; ``none`` for a package that names no address.
         version: Version or commit, which is in the commands; or the name of a package whose version
             is in each report.
         reason: The reason if no command could run; otherwise empty.
@@ -100,8 +100,9 @@ class Submission:
 
     def faults(self) -> Iterator[str]:
         """Return the faults of the folder, each in one line."""
-        if not self.about.project.startswith("https://"):
-            yield f"README.md: project is {self.about.project!r}, expected an https address"
+        if self.about.project != "none" and not self.about.project.startswith("https://"):
+            project = self.about.project
+            yield f"README.md: project is {project!r}, expected an https address or 'none'"
         if not self.reports and not self.about.reason:
             yield "README.md: no report; add RELEASE-CHECK.json, or the reason why nothing can run"
         commands = {
@@ -128,7 +129,8 @@ class Submission:
 
     def _faults_of(self, report: Report) -> Iterator[str]:
         result, version = report.result, self.about.version
-        _, _, release = result.engine.partition(" ")
+        _, _, engine = result.engine.partition(" ")
+        release = engine.partition(",")[0]  # without the model runners
         if release and release != report.release:
             right = f"{release}-CHECK.json"
             yield f"{report.file}: the report is about {result.engine}; name it {right}"

@@ -127,11 +127,11 @@ class Event:
         return 1.0
 
 
-def use_in(cuda: Any, stack: ExitStack) -> None:
+def use_in(torch: Any, stack: ExitStack) -> None:
     """Let code that uses ``torch.cuda`` record and wait for events and streams of the CPU.
 
     Args:
-        cuda: The module ``torch.cuda``.
+        torch: The module ``torch``.
         stack: Undoes the replacement.
     """
     device = Device(lambda: None)
@@ -145,7 +145,9 @@ def use_in(cuda: Any, stack: ExitStack) -> None:
         "set_device": lambda *_: None,
     }
     for name, replacement in replacements.items():
-        stack.enter_context(patch.object(cuda, name, replacement))
+        stack.enter_context(patch.object(torch.cuda, name, replacement))
+    if accelerator := getattr(torch, "accelerator", None):  # torch 2.6
+        stack.enter_context(patch.object(accelerator, "current_device_index", lambda: 0))
 
 
 class Torch:

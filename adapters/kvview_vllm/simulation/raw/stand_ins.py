@@ -132,7 +132,7 @@ class StandIns:
         with ExitStack() as stack:
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", _cuda))
-                use_in(torch.cuda, stack)
+                use_in(torch, stack)
                 for kind in _bases(connector_classes):
                     if kind.__name__ in _CUDA_ONLY:
                         module, replace = _CUDA_ONLY[kind.__name__]
