@@ -7,9 +7,9 @@ a call that raises has changed nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import unicodedata
-from dataclasses import FrozenInstanceError
 from typing import TYPE_CHECKING
 
 from kvview.laws import titled
@@ -154,7 +154,7 @@ def line_of(value: object, convert: Callable[[object], str] = str) -> str:
     except Exception as error:
         return f"<{type(value).__name__} whose text raises {type(error).__name__}>"
     text = printable(" ".join(text.split()))
-    if isinstance(value, FrozenInstanceError):
+    if isinstance(value, dataclasses.FrozenInstanceError):
         text += "; the object is frozen, so make another one with dataclasses.replace"
     return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
 
