@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from kvview import CacheGeometry, OffloadingEvent, RequestInfo, make_offload_key
+from kvview import CacheGeometry, OffloadingEvent, RequestInfo, StepPlan, make_offload_key
+from kvview.errors import line_of
 from kvview.testing.connector import Abort, Add, Fate, Scenario, check_connector
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.tier_model import TierKeys
@@ -99,3 +100,10 @@ def test_a_key_that_is_advertised_too_early_was_never_stored() -> None:
         InvariantBroken, match=r"EVENT-2: .* but no job of this run stored this key"
     ):
         keys.check_advertised()
+
+
+def test_an_assignment_to_a_plan_names_replace() -> None:
+    with pytest.raises(FrozenInstanceError) as caught:
+        StepPlan().loads = []  # type: ignore[misc]
+    expected = "cannot assign to field 'loads'; the object is frozen, so make another one with "
+    assert line_of(caught.value) == f"{expected}dataclasses.replace"
