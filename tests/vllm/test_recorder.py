@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,10 @@ from tests.vllm.recorded import record
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.newest]
 
 OPTIONS = {"path": "{tmp}"}
+OTHER_LAW = dict.fromkeys(
+    ("ForgetsALoad", "SharesLoadsInAClass", "NeedsAttention"), ("CONN-4", "CONN-3")
+)
+"""Faults whose transfers never end, and which another request shows first."""
 FAMILIES = (
     "faults",
     "faults of groups",
@@ -63,19 +66,13 @@ def test_the_fault_of_an_incident_repeats(name: str, tmp_path: Path, engines: VL
 
 
 @pytest.mark.slow
-def test_nine_of_ten_faults_repeat(tmp_path: Path, engines: VLLMEngines) -> None:
-    results: Counter[str] = Counter()
-    for family in FAMILIES:
-        for fault in faults(family):
-            try:
-                kind, law, path = incident_of(fault, tmp_path, engines)
-            except pytest.skip.Exception:
-                continue
-            laws = laws_of_replay(kind, path, law, engines)
-            results["same" if law in laws else "other" if laws else "none"] += 1
-    assert results.total() >= 20
-    assert results["none"] == 0, results
-    assert results["same"] >= 0.88 * results.total(), results
+@pytest.mark.parametrize(
+    "fault", [one for family in FAMILIES for one in faults(family)], ids=lambda one: one.name
+)
+def test_each_fault_repeats(fault: Variant, tmp_path: Path, engines: VLLMEngines) -> None:
+    kind, law, path = incident_of(fault, tmp_path, engines)
+    laws = laws_of_replay(kind, path, law, engines)
+    assert law in laws or (law, *laws[:1]) == OTHER_LAW.get(fault.name)
 
 
 def test_the_command_reports_whether_the_fault_repeats_and_prints_a_script(

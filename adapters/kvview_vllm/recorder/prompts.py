@@ -15,7 +15,7 @@ from kvview_vllm.recorder.incident import RequestModel
 
 
 @dataclass(frozen=True)
-class Place:
+class PromptFamily:
     """The prompt of a request in a scenario.
 
     Args:
@@ -41,11 +41,11 @@ class Prompts:
             self._add(request)
         shared, self.num_approximated = _shares([self._longest(f) for f in self._families])
         self._places = {
-            request: Place(number + 1, shared[number])
+            request: PromptFamily(number + 1, shared[number])
             for request, number in self._family_of.items()
         }
 
-    def place(self, request: int) -> Place:
+    def place(self, request: int) -> PromptFamily:
         """Return the place of a request."""
         return self._places[request]
 
