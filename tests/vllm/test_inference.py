@@ -40,9 +40,11 @@ from kvview_vllm.inference.arrangements import ARRANGEMENTS
 from kvview_vllm.inference.check import check_tokens
 
 for target, options, seconds in json.loads(sys.argv[1]):
+    is_v2 = target.rpartition(":")[2] in json.loads(sys.argv[2])
     runs = check_tokens(
         load_target(target), seeds=1, options=options, hook_seconds=seconds,
-        arrangements=ARRANGEMENTS[:1],
+        arrangements=[a for a in ARRANGEMENTS if a.kind == "llama" and
+                      (a.is_plain or (is_v2 and a.is_v2))],
     )
     broken = [(failure.law, failure.message) for failure in runs.failures]
     gaps = [gap.name for gap in runs.not_exercised]
@@ -57,6 +59,12 @@ TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("tests.mutants.connector:NeverFrees", {}, 30),
     (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": 10_000_000}, 30),
 )
+WRONG_ON_V2 = ("TakesOneArgument", "MisreadsTheBatch")
+V2 = " on model runner V2"
+TRITON = find_spec("triton")
+if TRITON is not None:
+    ARRANGEMENTS += (f"one group{V2}", f"sliding windows{V2}")
+    TARGETS += tuple((f"tests.vllm.wrong_tokens:{name}", {}, 60) for name in WRONG_ON_V2)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +85,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[
     with ThreadPoolExecutor(2) as executor:
         yield [
             executor.submit(_run, "-m", "kvview", "check", target, "--inference", f"--json={file}"),
-            executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS)),
+            executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS), json.dumps(WRONG_ON_V2)),
             executor.submit(lambda: file),
             executor.submit(_run, "tests/vllm/inference_events.py"),
         ]
@@ -116,6 +124,22 @@ def test_wrong_kv_of_one_token_is_found(found: dict[str, Any]) -> None:
     ((law, message),) = found["LosesTheLastToken"]["broken"]
     assert law == "XFER-1"
     assert "Without the connector the run is green, with its loads off as well" in message
+
+
+@pytest.mark.skipif(TRITON is None, reason="Model Runner V2 needs triton")
+@pytest.mark.parametrize("name", WRONG_ON_V2)
+def test_a_fault_on_runner_v2_only_names_the_runner(found: dict[str, Any], name: str) -> None:
+    ((law, message),) = found[name]["broken"]
+    assert law == ("CONN-3" if name == "TakesOneArgument" else "XFER-1")
+    assert message.startswith(f"one group{V2}: ")
+    assert message.endswith("On model runner V1 the same traffic is right")
+
+
+@pytest.mark.skipif(TRITON is not None, reason="triton is installed")
+def test_a_missing_runner_is_reported(processes: list[Future[Any]]) -> None:
+    processes[0].result()
+    coverage = json.loads(processes[2].result().read_text())["runs"]["coverage"]
+    assert any("not run: model runner V2" in name for name in coverage)
 
 
 def test_kv_of_other_weights_is_found(found: dict[str, Any]) -> None:

@@ -32,3 +32,21 @@ class NeverReturns(HostConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         while self._get_connector_metadata().loads:
             time.sleep(0.01)
+
+
+class TakesOneArgument(HostConnector):
+    """Has the parameters that Model Runner V1 passes to ``start_load_kv``; V2 passes more."""
+
+    def start_load_kv(self, forward_context: Any) -> None:
+        super().start_load_kv(forward_context)
+
+
+class MisreadsTheBatch(HostConnector):
+    """Takes the tokens of the batch, which only Model Runner V2 passes, as the tokens to load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if "num_tokens" in kwargs:
+            meta = self._get_connector_metadata()
+            num_blocks = kwargs["num_tokens"] // self.block_size
+            meta.loads = {name: copies[:num_blocks] for name, copies in meta.loads.items()}
+        super().start_load_kv(forward_context)

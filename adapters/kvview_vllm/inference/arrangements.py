@@ -41,17 +41,19 @@ class Arrangement:
         kind: Kind of the model.
         is_multi: Whether two instances of the connector run under ``MultiConnector``.
         more: Further arguments of ``vllm.LLM``.
+        is_v2: Whether Model Runner V2 runs; otherwise V1.
     """
 
     name: str
     kind: str
     is_multi: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
+    is_v2: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether this is the plain arrangement of its model, for which a control run exists."""
-        return not (self.is_multi or self.more)
+        return not (self.is_multi or self.more or self.is_v2)
 
     @property
     def is_ahead(self) -> bool:
@@ -79,6 +81,8 @@ ARRANGEMENTS = (
     ),
     Arrangement("a step ahead", "llama", more={"async_scheduling": True}),
     Arrangement("speculative decoding", "llama", more={"speculative_config": _NGRAM}),
+    Arrangement("one group on model runner V2", "llama", is_v2=True),
+    Arrangement("sliding windows on model runner V2", "gemma", is_v2=True),
 )
 
 

@@ -20,6 +20,7 @@ from kvview.testing.token_runs import TokenRuns
 from kvview_vllm.inference.arrangements import ARRANGEMENTS, Arrangement, Configured
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
+from kvview_vllm.inference.runner_v2 import why_no_runner_v2
 from kvview_vllm.inference.serve import ServeJob, serve
 from kvview_vllm.inference.server import prepare, require_vllm
 from kvview_vllm.inference.traffic import Served
@@ -91,7 +92,7 @@ def check_tokens(
             is_interrupted = True
     return TokenRuns(
         connector_class.__name__,
-        f"vllm {version} (inference)",
+        f"vllm {version}, model runner {check.runners} (inference)",
         first_seed,
         seeds,
         check.failures(),
@@ -123,6 +124,9 @@ class _Check:
         self._truth: dict[str, Served] = {}
         self._broken: list[_Broken] = []
         self._models: dict[str, Path] = {}
+        has_v2 = any(each.is_v2 for each in self.arrangements)
+        self._why_no_v2 = why_no_runner_v2() if has_v2 else ""
+        self.runners = "V1 and V2" if has_v2 and not self._why_no_v2 else "V1"
 
     def run(self) -> None:
         """Run all engines."""
@@ -131,6 +135,8 @@ class _Check:
         self._run_without_connector()
         if self._broken:
             return
+        if self._why_no_v2:
+            self._leave_out(f"not run: model runner V2: {self._why_no_v2}")
         arrangements = [each for each in self.arrangements if self._is_possible(each)]
         jobs = [self._job(arrangement) for arrangement in arrangements]
         jobs += [self._job(plain, "corrupted") for plain in self._plains]
@@ -155,6 +161,8 @@ class _Check:
 
     def _is_possible(self, arrangement: Arrangement) -> bool:
         """Whether the connector can run in an arrangement; record the reason if not."""
+        if arrangement.is_v2 and self._why_no_v2:
+            return False
         why = self._configured.why_not(arrangement)
         if why:
             self._leave_out(f"{arrangement.name}: {why}")
@@ -182,10 +190,15 @@ class _Check:
             message = f"{alike[0].arrangement}: {alike[0].message}"
             if others := [broken.arrangement for broken in alike[1:]]:
                 message += f". In {', '.join(others)} too"
+            if all(self._is_v2(broken) for broken in alike):
+                message += ". On model runner V1 the same traffic is right"
             for seed in sorted({seed for broken in alike for seed in broken.seeds}):
                 script = self._script(seed, message)
                 found.append(ConnectorFailure(seed, law, message, script, filed_under=law))
         return found
+
+    def _is_v2(self, broken: _Broken) -> bool:
+        return any(each.is_v2 and each.name == broken.arrangement for each in self.arrangements)
 
     def _leave_out(self, *parts: str) -> None:
         self.coverage |= Counter({f"left out: {part}": 1 for part in parts})
@@ -207,6 +220,7 @@ class _Check:
             truth=None if truth is None else truth.answers,
             control=control,
             more=dict(arrangement.more) if is_bare else configured.more(arrangement),
+            is_v2=arrangement.is_v2,
             hook_seconds=self.hook_seconds,
         )
         if is_bare:
@@ -253,7 +267,7 @@ class _Check:
     def _with_controls(self, broken: _Broken, arrangement: Arrangement) -> _Broken | None:
         """Add the results of control runs to a failure; None if vLLM itself cannot run."""
         jobs = [self._job(arrangement, "loads off")]
-        if arrangement.more:
+        if arrangement.more or arrangement.is_v2:
             jobs.append(self._job(arrangement, is_bare=True))
         off, *bare = self._run(jobs)
         if bare and bare[0].law:

@@ -14,6 +14,7 @@ from kvview.errors import line_of, split_law
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.supervision import watchdog
 from kvview_vllm.inference.planted import make_corrupting
+from kvview_vllm.inference.runner_v2 import use_runner
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD, SeededTraffic, Served
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder, make_recorded
@@ -47,6 +48,7 @@ class ServeJob:
         truth: Answers without a connector.
         control: "corrupted" injects the fault, and "loads off" makes the connector load nothing.
         more: Further arguments of ``vllm.LLM``.
+        is_v2: Whether Model Runner V2 runs; otherwise V1.
         hook_seconds: CPU seconds that one call of a method may take.
     """
 
@@ -62,6 +64,7 @@ class ServeJob:
     truth: Mapping[str, Sequence[int]] | None = None
     control: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
+    is_v2: bool = False
     hook_seconds: float = watchdog.HOOK_SECONDS
 
     def __str__(self) -> str:
@@ -95,6 +98,7 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
             stand_ins.installed(job.classes),
         ):
             config = None if recorded is None else {**(job.config or {}), **_named(recorded)}
+            use_runner(job.is_v2)
             more = {"max_num_batched_tokens": _TOKENS_PER_STEP, **job.more}
             server = Server(job.model, config, NUM_BLOCKS[job.kind], **more)
             engines.append(server)

@@ -81,7 +81,7 @@ def partition(
     layout. All bytes must be loaded unchanged.
     """
     from kvview_vllm.releases import engine_version
-    from kvview_vllm.simulation.scheduler import cpu_scheduler
+    from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler
 
     given = read_options(options)
     if transfer_config is not None:
@@ -96,6 +96,7 @@ def partition(
         found = load_target(target)
         cpu_scheduler.prepare()
         release = f"vllm {engine_version()}"
+        runner = f"model runner {capabilities.default_runner()}"
         from kvview_vllm.partition.layouts import layout_pairs
         from kvview_vllm.partition.matrix import check_partition
         from kvview_vllm.partition.pairs import all_pairs
@@ -110,7 +111,7 @@ def partition(
     rows = [ResultFinding(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
     by_class = {"keys": rows[: len(keys)], "layouts": rows[len(keys) :]}
     replaced = sorted({part for cell in cells for part in cell.replaced})
-    code = _print_verdict(console, f"{target} on {release}", rows, by_class)
+    code = _print_verdict(console, f"{target} on {release}, {runner}", rows, by_class)
     for part in replaced:
         console.print(Text(f"not checked, because this check replaces it: {part}", style="yellow"))
     profiles = [_profile(name, by_class[name]) for name in names]

@@ -409,6 +409,14 @@ def gpus_use_runner_v2() -> bool:
     return is_for_all and hasattr(config, "use_v2_model_runner")
 
 
+def cpus_have_runner_v2() -> bool:
+    """Whether the workers of the CPU build can use Model Runner V2 (vllm/v1/worker/cpu, 0.23.0)."""
+    try:
+        return find_spec("vllm.v1.worker.cpu.model_runner") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def has_sleep_hooks() -> bool:
     """Whether a connector is notified before the KV cache is unmapped for a sleep (0.33.0)."""
     base = vllm("distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1

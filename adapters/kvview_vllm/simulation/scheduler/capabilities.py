@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 
 def engine_name() -> str:
     """Return the release and the model runners that the simulation uses, the default first."""
-    names = ["V2", "V1"] if gpus_use_runner_v2() else ["V1", "V2"]
+    names = ["V2", "V1"] if default_runner() == "V2" else ["V1", "V2"]
     runners = " and ".join(names if has_two_runners() else ["V1"])
     return f"vllm {engine_version()}, model runner {runners}"
+
+
+def default_runner() -> str:
+    """Return the model runner that the release uses on a GPU."""
+    return "V2" if has_two_runners() and gpus_use_runner_v2() else "V1"
 
 
 def has_two_runners() -> bool:
