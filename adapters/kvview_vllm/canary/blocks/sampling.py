@@ -109,7 +109,7 @@ class Sampler:
             if one is None or one.due != self._step:
                 continue  # it has ended, or has other blocks now
             if name in lengths:
-                computed += self._look(name, lengths[name])
+                self._look(name, one, lengths[name], computed)
             else:
                 self._plan(name, 1)
         if not (computed or self._loads or self._ended or self._reset):
@@ -153,22 +153,21 @@ class Sampler:
                 one.chunks = [[list(group) for group in last] for last in one.chunks[-1:]]
                 one.num_seen = one.request.num_computed_tokens
 
-    def _look(self, name: str, num_scheduled: int) -> Iterator[Place]:
-        """Yield the sampled blocks that are full after a step, and plan the next look."""
-        one = self._followed[name]
-        request = one.request
+    def _look(self, name: str, one: _Followed, num_scheduled: int, computed: list[Place]) -> None:
+        """Add the sampled blocks that are full after a step, and plan the next look."""
+        request, size = one.request, self._hash_size
+        hashes = request.block_hashes
         before = request.num_computed_tokens
         end = before + num_scheduled
-        hashed = len(request.block_hashes) * self._hash_size
+        hashed = len(hashes) * size
         known = min(end, hashed)
-        yield from self._full(one, before, known)
+        # Most blocks are not sampled, and need no block table.
+        if any(map(self._is_sampled, hashes[one.num_seen // size : known // size])):
+            computed += self._full(one, before, known)
         one.num_seen = max(one.num_seen, known)
-        size = self._hash_size
         following = known // size + 1
         # All hashes of a prompt exist, so the look after the next sampled one is early enough.
-        while following * size <= hashed and not self._is_sampled(
-            request.block_hashes[following - 1]
-        ):
+        while following * size <= hashed and not self._is_sampled(hashes[following - 1]):
             following += 1
         # A request that has computed all its tokens continues with one and its drafts a step.
         is_decoding = end >= request.num_tokens
