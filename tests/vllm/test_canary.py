@@ -1,4 +1,8 @@
-"""The canary around right and wrong connectors of vLLM, under the simulation."""
+"""The canary around right and wrong connectors of vLLM, under the simulation.
+
+A right connector stays clean only if CANARY-1, CANARY-2, CANARY-3, CANARY-4, CANARY-6 and CANARY-7
+hold; CANARY-5 and CANARY-8 to CANARY-10 have tests of their own.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from kvview.testing.connector import generate_scenario, simulate
 from kvview_vllm.canary import CanaryConnector, CanaryOneGroupConnector
 from kvview_vllm.canary.blocks.digests import digest
 from kvview_vllm.canary.blocks.known_digests import KnownDigests
-from kvview_vllm.canary.laws import CallLaws
+from kvview_vllm.canary.call_laws import CallLaws
 from kvview_vllm.canary.watched_pool import watched_pool
-from kvview_vllm.canary.wrapper.messages import Place
+from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
 from kvview_vllm.releases.build import samples
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation.raw.transfer_config import registered
@@ -179,7 +183,7 @@ def test_one_planted_corruption_is_seen_once_and_first(damage: str, canary: Cana
 
 
 def test_digests_in_a_folder_survive_the_server(canary: Canary, tmp_path: Path) -> None:
-    place, digests = Place(b"h" * 32, 0, 5), tmp_path / "digests" / "rank0.txt"
+    place, digests = SampledBlock(b"h" * 32, 0, 5), tmp_path / "digests" / "rank0.txt"
     KnownDigests(10, digests, "model").add(place, (1, 2))
     with digests.open("a") as lines:
         lines.write("6868 0")  # of a server that was killed

@@ -5,8 +5,8 @@
       "kv_connector_extra_config": {"canary": {"connector": "OffloadingConnector"},
                                     "cpu_bytes_to_use": 8000000000}}'
 
-The laws that a scheduler can check (:mod:`.laws`) are also used by the check of raw connectors,
-which must not import vLLM, so the connectors are imported at their first use.
+The check of raw connectors uses the laws of calls (:mod:`.call_laws`) and must not import vLLM, so
+the connectors are imported at their first use.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvview_vllm.canary.wrapper.connector import CanaryConnector as CanaryConnector
-    from kvview_vllm.canary.wrapper.connector import (
+    from kvview_vllm.canary.wrapper.canary_connector import CanaryConnector as CanaryConnector
+    from kvview_vllm.canary.wrapper.canary_connector import (
         CanaryOneGroupConnector as CanaryOneGroupConnector,
     )
 
@@ -25,5 +25,5 @@ __all__ = ["CanaryConnector", "CanaryOneGroupConnector"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("kvview_vllm.canary.wrapper.connector"), name)
+        return getattr(import_module("kvview_vllm.canary.wrapper.canary_connector"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 _MOST_FILES = 50
 
 
-class Recorder(Protocol):
+class HookRecorder(Protocol):
     """Records the hooks of one half, and writes them down at an incident."""
 
     def note(self, hook: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -44,7 +44,9 @@ class Incidents:
         recorder: Receives each incident.
     """
 
-    def __init__(self, connector: str, half: str, folder: str | None, recorder: Recorder) -> None:
+    def __init__(
+        self, connector: str, half: str, folder: str | None, recorder: HookRecorder
+    ) -> None:
         self._connector = connector
         self._half = half
         self._folder = None if folder is None else Path(folder)

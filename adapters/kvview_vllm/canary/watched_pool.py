@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvview_vllm.canary.laws import CallLaws
+from kvview_vllm.canary.call_laws import CallLaws
 
 
 def watched_pool(pool: Any, laws: CallLaws) -> Any:

@@ -2,6 +2,8 @@
 
 A digest has one number for each tensor of the block's group: the sum of its words, each multiplied
 with an odd number that depends on its place, so that words that change or swap change the digest.
+
+- CANARY-10 At the start, a changed scratch copy of a block **must** have another digest.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from kvview import ConnectorError
-from kvview_vllm.canary.wrapper.messages import Place
+from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
 from kvview_vllm.transfer import canonical_kv_caches
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number of 64 bits
@@ -36,7 +38,7 @@ def digest(pages: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
     return (mixed * (places * _ODD)).sum(1)
 
 
-class Pending:
+class PendingDigests:
     """Digests that the device may still compute.
 
     Args:
@@ -44,7 +46,7 @@ class Pending:
         rows: For each group, the digests of its blocks, in the order of ``places``.
     """
 
-    def __init__(self, places: Sequence[Place], rows: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, places: Sequence[SampledBlock], rows: Mapping[int, torch.Tensor]) -> None:
         self.places = places
         self._rows = {}
         self._event: Any = None
@@ -98,13 +100,13 @@ class Digests:
             scratch[0, place] ^= 1
             if bool((digest(scratch, first) == before).all()):
                 raise ConnectorError(
-                    f"canary: self-test failed: a changed byte {place} of a page of "
+                    f"CANARY-10: self-test failed: a changed byte {place} of a page of "
                     f"{scratch.shape[1]} bytes has the same digest; report this with the device "
                     f"{pages.device} and remove the canary"
                 )
             scratch[0, place] ^= 1
 
-    def start(self, places: Sequence[Place]) -> Pending:
+    def start(self, places: Sequence[SampledBlock]) -> PendingDigests:
         """Start to digest blocks."""
         rows: dict[int, torch.Tensor] = {}
         for group in {place.group for place in places}:
@@ -114,4 +116,4 @@ class Digests:
             rows[group] = torch.stack(
                 [digest(pages, block_ids) for pages in self._pages[group]], dim=1
             )
-        return Pending(places, rows)
+        return PendingDigests(places, rows)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvview_vllm.canary.wrapper.messages import Place
+from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
 
 Digest = tuple[int, ...]
 _Key = tuple[bytes, int]  # hash and group
@@ -24,7 +24,7 @@ _MOST_OF_ONE_HASH = 16
 
 
 @dataclass(frozen=True)
-class Difference:
+class WrongLoad:
     """A loaded block with wrong KV.
 
     Args:
@@ -57,7 +57,7 @@ class KnownDigests:
         if file is not None:
             self._read(file, identity)
 
-    def add(self, place: Place, digest: Digest) -> None:
+    def add(self, place: SampledBlock, digest: Digest) -> None:
         """Note the digest of a block that was computed."""
         key = place.block_hash, place.group
         known = self._computed.setdefault(key, [])
@@ -71,7 +71,7 @@ class KnownDigests:
             with self._file.open("a", encoding="ascii") as lines:
                 lines.write(_line(key, digest))
 
-    def compare(self, place: Place, digest: Digest) -> Difference | None:
+    def compare(self, place: SampledBlock, digest: Digest) -> WrongLoad | None:
         """Compare the digest of a loaded block; None unless the block is wrong."""
         key = place.block_hash, place.group
         known = self._computed.get(key)
@@ -83,13 +83,13 @@ class KnownDigests:
         closest = min(known, key=lambda one: len(_differing(one, digest)))
         layers = _differing(closest, digest)
         message = f"{len(layers)} of {len(digest)} tensors differ; the block holds"
-        return Difference("XFER-1", f"{message} {self._holder_of(digest)}", layers)
+        return WrongLoad("XFER-1", f"{message} {self._holder_of(digest)}", layers)
 
-    def _compare_unknown(self, key: _Key, digest: Digest) -> Difference | None:
+    def _compare_unknown(self, key: _Key, digest: Digest) -> WrongLoad | None:
         if digest in self._before_reset.get(key, ()):
             self.num_compared += 1
             message = "the block holds the KV of before a reset of the caches"
-            return Difference("CONN-11", message, range(len(digest)))
+            return WrongLoad("CONN-11", message, range(len(digest)))
         if key not in self._learnt:
             self._learnt[key] = digest
             self.num_learnt += 1

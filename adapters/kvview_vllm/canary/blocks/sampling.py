@@ -18,7 +18,7 @@ from itertools import chain, compress
 from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, Mamba
-from kvview_vllm.canary.wrapper.messages import Place, Work
+from kvview_vllm.canary.wrapper.canary_messages import SampledBlock, Work
 from kvview_vllm.connector.steps import resumed_request_ids
 from kvview_vllm.releases import ConnectorSeam
 
@@ -67,7 +67,7 @@ class Sampler:
         self._due: dict[int, list[str]] = {}  # requests to look at, by step
         self._queried: dict[str, tuple[int, bool]] = {}
         self._loading: set[str] = set()
-        self._loads: dict[str, Sequence[Place]] = {}
+        self._loads: dict[str, Sequence[SampledBlock]] = {}
         self._within_step: set[str] = set()
         self._ended: list[str] = []
         self._reset = False
@@ -102,7 +102,7 @@ class Sampler:
         """Return the work of a step; None without any."""
         self._follow_tables(output)
         self._step += 1
-        computed: list[Place] = []
+        computed: list[SampledBlock] = []
         lengths = output.num_scheduled_tokens
         for name in self._due.pop(self._step, ()):
             one = self._followed.get(name)
@@ -153,7 +153,9 @@ class Sampler:
                 one.chunks = [[list(group) for group in last] for last in one.chunks[-1:]]
                 one.num_seen = one.request.num_computed_tokens
 
-    def _look(self, name: str, one: _Followed, num_scheduled: int, computed: list[Place]) -> None:
+    def _look(
+        self, name: str, one: _Followed, num_scheduled: int, computed: list[SampledBlock]
+    ) -> None:
         """Add the sampled blocks that are full after a step, and plan the next look."""
         request, size = one.request, self._hash_size
         hashes = request.block_hashes
@@ -178,7 +180,7 @@ class Sampler:
         self._followed[name].due = due = self._step + num_steps
         self._due.setdefault(due, []).append(name)
 
-    def _full(self, one: _Followed, before: int, end: int) -> Iterator[Place]:
+    def _full(self, one: _Followed, before: int, end: int) -> Iterator[SampledBlock]:
         hashes = one.request.block_hashes
         for (number, group), table in zip(self._groups, self._tables(one.table()), strict=False):
             size = group.block_size
@@ -189,7 +191,7 @@ class Sampler:
 
     def _filled(
         self, request: Any, tables: Sequence[Sequence[int]], start: int, end: int
-    ) -> Iterator[Place]:
+    ) -> Iterator[SampledBlock]:
         hashes = request.block_hashes
         for (number, group), table in zip(self._groups, self._tables(tables), strict=False):
             size = group.block_size
@@ -203,10 +205,10 @@ class Sampler:
 
     def _place(
         self, hashes: Sequence[bytes], group: int, size: int, index: int, block_id: int
-    ) -> Iterator[Place]:
+    ) -> Iterator[SampledBlock]:
         block_hash = hashes[(index + 1) * size // self._hash_size - 1]
         if block_id and self._is_sampled(block_hash):
-            yield Place(bytes(block_hash), group, block_id)
+            yield SampledBlock(bytes(block_hash), group, block_id)
 
     def _is_sampled(self, block_hash: bytes) -> bool:
         return (block_hash[0] << 8 | block_hash[1]) % self._sample == 0

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvview import ConnectorError, UnsupportedEngineError
-from kvview_vllm.canary.blocks.digests import Digests, Pending
+from kvview_vllm.canary.blocks.digests import Digests, PendingDigests
 from kvview_vllm.canary.blocks.known_digests import KnownDigests
 from kvview_vllm.canary.incidents import Incidents
-from kvview_vllm.canary.wrapper.messages import Place, Work
-from kvview_vllm.canary.wrapper.options import CanaryOptions
+from kvview_vllm.canary.wrapper.canary_messages import SampledBlock, Work
+from kvview_vllm.canary.wrapper.canary_options import CanaryOptions
 
 
-class WorkerSide:
+class CanaryWorker:
     """One worker.
 
     Args:
@@ -45,9 +45,9 @@ class WorkerSide:
         self._stops = options.on_difference == "stop"
         self._digests: Digests | None = None
         self._work: Work | None = None
-        self._loads: dict[str, Sequence[Place]] = {}  # that the connector has not reported
-        self._computed: list[Pending] = []
-        self._loaded: list[tuple[str, Pending]] = []
+        self._loads: dict[str, Sequence[SampledBlock]] = {}  # that the connector has not reported
+        self._computed: list[PendingDigests] = []
+        self._loaded: list[tuple[str, PendingDigests]] = []
         self._failed: set[int] = set()  # blocks, since the last step
         self._wrong_blocks: set[int] = set()
         self._wrong_requests: set[str] = set()
@@ -136,7 +136,7 @@ class WorkerSide:
                 if place.block_id not in self._failed:
                     self._compare(name, place, digest)
 
-    def _compare(self, name: str, place: Place, digest: tuple[int, ...]) -> None:
+    def _compare(self, name: str, place: SampledBlock, digest: tuple[int, ...]) -> None:
         difference = self.known.compare(place, digest)
         if difference is None:
             return

@@ -12,8 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from kvview_vllm.canary.wrapper.messages import CanaryMetadata
-from kvview_vllm.canary.wrapper.options import unwrap
+from kvview_vllm.canary.wrapper.canary_messages import CanaryMetadata
+from kvview_vllm.canary.wrapper.canary_options import unwrap
 from kvview_vllm.releases import reading
 
 with reading("connector", "the interface of connectors"):

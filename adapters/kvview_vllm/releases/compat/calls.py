@@ -470,3 +470,14 @@ def offloaded_block_bytes(spec: Any) -> int:
     config = getattr(spec, "config", None)
     number: int = getattr(config, "worker_kv_bytes_per_block", 0)
     return number
+
+
+def takes_cache_config(connector_class: type) -> bool:
+    """Whether a connector's constructor takes the ``KVCacheConfig``, which 0.11.0 does not pass."""
+    return "kv_cache_config" in parameters_of(connector_class)
+
+
+def stats_data(stats: Any) -> dict[str, Any]:
+    """Return the values that a connector's stats send to the front end (``to_dict``, 0.32.0)."""
+    data: dict[str, Any] = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+    return data

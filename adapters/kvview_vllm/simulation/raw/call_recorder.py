@@ -14,7 +14,7 @@ from typing import Any
 
 from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
-from kvview_vllm.canary.laws import CallLaws
+from kvview_vllm.canary.call_laws import CallLaws
 from kvview_vllm.releases.cpu.worker_caches import is_hook, overridden
 from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 

@@ -19,7 +19,7 @@ from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview.testing.supervision import watchdog
-from kvview_vllm.canary.laws import stuck_ends, stuck_loads, stuck_queries
+from kvview_vllm.canary.call_laws import stuck_ends, stuck_loads, stuck_queries
 from kvview_vllm.releases.cpu.process_groups import CANNOT_COMMUNICATE, process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder

@@ -13,7 +13,7 @@ from kvview.options import parse_options
 from kvview_vllm.releases import reading
 
 with reading("connector", "the interface of connectors"):
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 _KEY = "canary"
@@ -110,10 +110,10 @@ def unwrap(argument: Any) -> tuple[type, Any] | None:
         argument: A ``VllmConfig``, a ``KVTransferConfig`` or a ``kv_connector_extra_config``; None
             is returned for any other argument.
     """
-    if hasattr(argument, "kv_transfer_config"):
+    if isinstance(argument, VllmConfig):
         config = wrapped_config(argument)
         return wrapped_class(config.kv_transfer_config), config
-    if hasattr(argument, "kv_connector_extra_config"):
+    if isinstance(argument, KVTransferConfig):
         config = wrapped_transfer_config(argument)
         return wrapped_class(config), config
     if isinstance(argument, Mapping) and _KEY in argument:

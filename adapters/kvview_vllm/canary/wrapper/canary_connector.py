@@ -9,7 +9,6 @@ Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/bas
 
 from __future__ import annotations
 
-import inspect
 import logging
 from contextlib import suppress
 from functools import cache
@@ -18,21 +17,21 @@ from typing import Any
 from kvview import ConfigError, KVViewError
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.canary.blocks.sampling import Sampler
-from kvview_vllm.canary.blocks.worker_side import WorkerSide
-from kvview_vllm.canary.incidents import Incidents, NoRecorder, Recorder
-from kvview_vllm.canary.laws import CallLaws
+from kvview_vllm.canary.blocks.worker_side import CanaryWorker
+from kvview_vllm.canary.call_laws import CallLaws
+from kvview_vllm.canary.incidents import HookRecorder, Incidents, NoRecorder
 from kvview_vllm.canary.watched_pool import watched_manager, watched_pool
-from kvview_vllm.canary.wrapper.delegation import DelegatingConnector
-from kvview_vllm.canary.wrapper.messages import CanaryMetadata
-from kvview_vllm.canary.wrapper.metrics import CanaryPromMetrics, CanaryStats, stats_from
-from kvview_vllm.canary.wrapper.options import (
+from kvview_vllm.canary.wrapper.canary_messages import CanaryMetadata
+from kvview_vllm.canary.wrapper.canary_metrics import CanaryPromMetrics, CanaryStats, stats_from
+from kvview_vllm.canary.wrapper.canary_options import (
     CanaryOptions,
     canary_options,
     wrapped_class,
     wrapped_config,
 )
+from kvview_vllm.canary.wrapper.delegation import DelegatingConnector
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.recorder import Recorder as CallRecorder
+from kvview_vllm.recorder import Recorder
 from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.compat import calls
 
@@ -69,12 +68,12 @@ class CanaryOneGroupConnector(DelegatingConnector):
         self._check(options)
         own = wrapped_config(vllm_config)
         kind = wrapped_class(own.kv_transfer_config)
-        takes_config = "kv_cache_config" in inspect.signature(kind).parameters
+        takes_config = calls.takes_cache_config(kind)
         self._child = kind(own, role, *(config if takes_config else []))
         self._connectors = [self._child]  # by which a scheduler of kvview finds it
         self._pool: Any = None
         self._sampler: Sampler | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: CanaryWorker | None = None
         is_scheduler = role is KVConnectorRole.SCHEDULER
         rank = vllm_config.parallel_config.rank
         half = "scheduler" if is_scheduler else f"rank {rank}"
@@ -93,7 +92,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
             self._sampler = Sampler(geometry, options.sample, release, num_drafts or 0)
         else:
             identity = _identity(vllm_config, geometry)
-            self._worker = WorkerSide(options, kv_cache_config, rank, identity, self._incidents)
+            self._worker = CanaryWorker(options, kv_cache_config, rank, identity, self._incidents)
 
     def _check(self, options: CanaryOptions) -> None:
         """Refuse a reaction that the release does not have."""
@@ -309,13 +308,13 @@ def aborted_loads_keep_blocks() -> bool:
     return calls.aborted_loads_keep_blocks()
 
 
-def _recorder(options: CanaryOptions) -> Recorder:
+def _recorder(options: CanaryOptions) -> HookRecorder:
     """Return a recorder of calls, or one that records nothing."""
     if options.recorder_bytes is None:
         return NoRecorder()
     if options.incidents is None:
         raise ConfigError("canary: recorder_bytes needs a folder; add incidents")
-    return CallRecorder(options.recorder_bytes, options.incidents)
+    return Recorder(options.recorder_bytes, options.incidents)
 
 
 def _identity(vllm_config: Any, geometry: Any) -> str:

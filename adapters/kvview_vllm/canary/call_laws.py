@@ -71,7 +71,7 @@ class CallLaws:
         self.held: Counter[int] = Counter()
         """References that the connector's methods took."""
         self.places: dict[int, str] = {}
-        """Place of the last touch of each block."""
+        """SampledBlock of the last touch of each block."""
         self._broken = on_broken
         self._clock = clock
         self._step = 0

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvview_vllm.canary.wrapper.options import wrapped_class_named
+from kvview_vllm.canary.wrapper.canary_options import wrapped_class_named
 from kvview_vllm.metrics.connector_metrics import PREFIX
 from kvview_vllm.releases import reading
+from kvview_vllm.releases.compat.calls import stats_data
 
 with reading("connector", "the stats of a connector"):
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -51,8 +52,7 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
         """Values that vLLM sends to the front end."""
         own = None
         if self.wrapped is not None:
-            has_dict = hasattr(self.wrapped, "to_dict")  # 0.32.0
-            own = self.wrapped.to_dict() if has_dict else self.wrapped.data
+            own = stats_data(self.wrapped)
         return {"connector": self.connector, "counts": dict(self.counts), "wrapped": own}
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ with reading("connector", "the messages between the halves of a connector"):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 
-class Place(NamedTuple):
+class SampledBlock(NamedTuple):
     """A sampled block and its place on the GPU."""
 
     block_hash: bytes
@@ -32,8 +32,8 @@ class Work:
         reset: Whether the caches were reset since the last step.
     """
 
-    computed: Sequence[Place] = ()
-    loads: Mapping[str, Sequence[Place]] = field(default_factory=dict)
+    computed: Sequence[SampledBlock] = ()
+    loads: Mapping[str, Sequence[SampledBlock]] = field(default_factory=dict)
     within_step: frozenset[str] = frozenset()
     ended: Sequence[str] = ()
     reset: bool = False
