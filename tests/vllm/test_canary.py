@@ -24,6 +24,7 @@ from kvview_vllm.canary.blocks.known_digests import KnownDigests
 from kvview_vllm.canary.call_laws import CallLaws
 from kvview_vllm.canary.watched_pool import watched_pool
 from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
+from kvview_vllm.canary.wrapper.canary_metrics import CanaryPromMetrics, CanaryStats
 from kvview_vllm.releases.build import samples
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation.raw.transfer_config import registered
@@ -274,3 +275,25 @@ def test_a_watched_pool_is_the_pool_and_notes_calls() -> None:
     taken = pool.get_new_blocks(1)
     watched.free_blocks(taken)
     assert broken == ["POOL-4"]
+
+
+def test_canary_5_a_learnt_block_that_changes_is_only_counted() -> None:
+    known, place = KnownDigests(10), SampledBlock(b"h" * 32, 0, 5)
+    assert [known.compare(place, digest) for digest in ((1,), (1,), (2,))] == [None] * 3
+    assert (known.num_learnt, known.num_changed, known.num_compared) == (1, 1, 0)
+
+
+def test_canary_9_every_series_starts_at_zero() -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+
+    def counter(*args: Any) -> Any:
+        return client.Counter(*args, registry=registry)
+
+    metrics = CanaryPromMetrics("Mine", None, {client.Counter: counter}, ["engine"], {0: ["0"]})
+    name = "vllm:kvview_canary_incidents_total"
+    labels = {"engine": "0", "connector": "Mine"}
+    assert registry.get_sample_value(name, labels) == 0
+    first, second = (CanaryStats(("Mine", None), {"canary_incidents": 1}) for _ in range(2))
+    metrics.observe(first.aggregate(second).data)
+    assert registry.get_sample_value(name, labels) == 2
