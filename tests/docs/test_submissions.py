@@ -30,7 +30,7 @@ kvview check mine:Mine --engine vllm --report-json results/mine/0.33.0-check.jso
 """
 REPORT: dict[str, Any] = {
     "target": "mine:Mine",
-    "engine": "vllm 0.33.0",
+    "engine": "vllm 0.33.0, model runner V2",
     "date": "2026-11-29",
     "versions": {"kvview": "1.0.0"},
     "replaced": [],
