@@ -37,7 +37,7 @@ class NeverReturns(HostConnector):
 class TakesOneArgument(HostConnector):
     """Has the parameters that Model Runner V1 passes to ``start_load_kv``; V2 passes more."""
 
-    def start_load_kv(self, forward_context: Any) -> None:
+    def start_load_kv(self, forward_context: Any) -> None:  # type: ignore[override]
         super().start_load_kv(forward_context)
 
 
