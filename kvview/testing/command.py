@@ -19,6 +19,7 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
+    OutputFile,
     Whole,
     arguments_of,
     given_parameters,
@@ -147,6 +148,7 @@ SEEDS_OF_A_RELEASE = 100
 @click.option(
     "--timeline",
     "timeline_file",
+    type=OutputFile(),
     metavar="FILE.html",
     help="Draw the last steps of a connector's first failure: requests, jobs and held blocks.",
 )

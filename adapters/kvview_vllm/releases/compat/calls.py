@@ -392,6 +392,14 @@ def active_connector_class() -> Any:
         return None
 
 
+def finalizes_steps(*, is_v2: bool) -> bool:
+    """Whether a model runner saves a step after its draft model has run (0.18.0, V2: 0.33.0)."""
+    if is_v2:
+        return hasattr(active_connector_class(), "finalize_step")
+    mixin = vllm("v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
+    return hasattr(mixin, "finalize_kv_connector")
+
+
 def call_known(owner: Any, method: str, *args: Any) -> Any:
     """Call a method of vLLM if this release has it; returns None otherwise."""
     return getattr(owner, method)(*args) if hasattr(owner, method) else None

@@ -9,11 +9,11 @@ from kvview import CacheGroup, ChunkedLocalAttention, SlidingWindow
 from kvview_vllm.releases import engine_version, installed
 from kvview_vllm.releases.compat.calls import (
     active_connector_class,
+    finalizes_steps,
     gpus_use_runner_v2,
     has_sleep_hooks,
     takes_batch,
 )
-from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.simulation.scheduler.cpu_scheduler import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def runs_v2(scenario: Scenario) -> bool:
 
 def saves_after_drafts(scenario: Scenario) -> bool:
     """Whether a step is saved after its draft model has run (V1: 0.18.0, V2: 0.33.0)."""
-    if runs_v2(scenario):
-        return hasattr(active_connector_class(), "finalize_step")
-    mixin = vllm("v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
-    return hasattr(mixin, "finalize_kv_connector")
+    return finalizes_steps(is_v2=runs_v2(scenario))
 
 
 def refuses_several_groups() -> bool:
