@@ -123,7 +123,7 @@ def _parts_of(factory: Factory, effort: Effort) -> list[tuple[Factory, str]]:
         return []
     found: list[tuple[Factory, str]] = []
     for part, options in factory.checked_parts(effort.options):
-        name = getattr(part, "__qualname__", repr(part))
+        name = getattr(part, "__qualname__", repr(part)).removeprefix("Test")  # of a suite
         suite = as_target(part, replace(effort, options=options))
         if not (isinstance(suite, type) and issubclass(suite, Conformance)):
             raise ConfigError(

@@ -114,6 +114,7 @@ class TierMachine(TierCalls):
         """Start with a store; the engine may wait for the wake-ups of the store."""
         self.calls.append(("start", {"max_bytes": max_bytes, "most": most, "waits": waits}))
         self.most, self.waits_for_wake_up = most, waits
+        self.elsewhere: set[tuple[str, bytes]] = set()  # keys of other namespaces, by their field
         self.open(max_bytes)
 
     @operation("TIER-7", when=lambda machine: machine.is_over, max_bytes=_budgets)
@@ -363,7 +364,7 @@ class TierMachine(TierCalls):
             is_named = str(value) in str(other)
             self.true(is_named, "a refusal names both namespaces", str(other), f"{value!r} in it")
             return
-        keys = [key for key in keys if key in self.model.held]
+        keys = [k for k in keys if k in self.model.held and (field, k) not in self.elsewhere]
         other.get(1, keys, [memoryview(bytearray(self.model.sizes[key])) for key in keys])
         flags = finished(other, self.suite.patience)
         self.equal(flags, [False] * len(keys), f"another {field} shares no bytes")
@@ -377,6 +378,8 @@ class TierMachine(TierCalls):
         finished(other, self.suite.patience)
         if self.can(C.DELETE):
             other.delete(keys)
+        else:
+            self.elsewhere.update((field, key) for key in keys)
         other.close()
         only_law, self.only_law = self.only_law, "TIER-10"
         self.submit("get", {key: self.model.sizes[key] for key in keys})
