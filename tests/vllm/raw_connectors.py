@@ -279,7 +279,8 @@ class ReadsItsRanks(HostConnector):
         state: Any = importlib.import_module("vllm.distributed.parallel_state")
         self.broadcast = state.get_tp_group().broadcast  # LMCache passes it on, too
         rank = state.get_tensor_model_parallel_rank(), state.get_pp_group().rank_in_group
-        assert rank == (parallel.rank % parallel.tensor_parallel_size, 0)
+        size = parallel.tensor_parallel_size
+        assert rank == (parallel.rank % size, parallel.rank // size)
         assert state.get_tensor_model_parallel_world_size() == parallel.tensor_parallel_size
         assert len(kv_caches) == model.get_num_layers(parallel)
         per_block = 2 * 16 * model.get_num_kv_heads(parallel) * model.get_head_size()
@@ -328,6 +329,84 @@ class OneRankReports(HostConnector):
     def get_finished(self, finished_req_ids: set[str]) -> Ended:
         ended = super().get_finished(finished_req_ids)
         return (None, None) if self._vllm_config.parallel_config.rank else ended
+
+
+class FailsOnTheLastRank(HostConnector):
+    """Fails every second load, on the last rank alone."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.rank = vllm_config.parallel_config.rank
+        self.is_last = self.rank == vllm_config.parallel_config.world_size - 1
+        self.num_loads = 0
+        self.failed: set[int] = set()
+
+    def load(self, copies: Copies) -> None:
+        self.num_loads += 1
+        if self.is_last and self.num_loads % 2 == 0:
+            self.failed.update(block_id for _, block_id in copies)
+            return
+        super().load(copies)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+
+class SavesInItsStep(HostConnector):
+    """Saves the blocks of prompts in the step that fills them, and loads within a step."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.within_step = True
+        self.requests: dict[str, Any] = {}
+        self.tables: dict[str, list[int]] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Match:
+        self.requests[request.request_id] = request
+        return super().get_num_new_matched_tokens(request, num_computed)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        starts = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            self.tables[new.req_id] = [*new.block_ids[0]]
+            starts[new.req_id] = new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        for place, name in enumerate(cached.req_ids):
+            if hasattr(cached, "resumed_req_ids"):
+                is_resumed = name in cached.resumed_req_ids
+            else:
+                is_resumed = cached.resumed_from_preemption[place]
+            table = [] if is_resumed else self.tables[name]
+            self.tables[name] = [*table, *(cached.new_block_ids[place] or [()])[0]]
+            starts[name] = cached.num_computed_tokens[place]
+        meta = super().build_connector_meta(scheduler_output)
+        for name, start in starts.items():
+            end = start + scheduler_output.num_scheduled_tokens[name]
+            meta.stores[name] = self.filled(name, start, end)
+            self.stored.update(key for key, _ in meta.stores[name])
+        return meta
+
+    def filled(self, name: str, start: int, end: int) -> Copies:
+        request, table = self.requests[name], self.tables[name]
+        end = min(end, request.num_prompt_tokens)
+        return [
+            (self.key(0, request.block_hashes[number]), table[number])
+            for number in range(start // self.block_size, end // self.block_size)
+        ]
+
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> Kept:
+        return False, None
+
+    def wait_for_save(self) -> None:
+        self.save()
+
+    def save(self) -> None:
+        for copies in self._get_connector_metadata().stores.values():
+            self.store(copies)
+
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+        return None, None
 
 
 _FILE = Path(__file__)

@@ -45,12 +45,14 @@ from tests.vllm.raw_connectors import (
     AgreesOnSizes,
     DoesNothing,
     EventsConnector,
+    FailsOnTheLastRank,
     GroupsConnector,
     HostConnector,
     OneRankReports,
     ReadsItsRanks,
     RecordsEvents,
     RefusesRanks,
+    SavesInItsStep,
     faults,
     load_fault,
 )
@@ -112,7 +114,6 @@ def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns)
     left_out = " ".join(runs.left_out)
     for part in (
         "layers with other names",
-        "pipeline parallelism",
         "different lengths",
         "kv_load_tiers",
         "kvview partition",
@@ -193,10 +194,12 @@ KILLED = Scenario(  # the last rank, while it stores
 )
 
 
-@pytest.mark.parametrize("connector", [HostConnector, OneRankReports])
+@pytest.mark.parametrize(
+    "connector", [FailsOnTheLastRank, HostConnector, OneRankReports, SavesInItsStep]
+)
 def test_a_right_connector_is_clean_on_several_ranks(connector: type, engines: VLLMEngines) -> None:
     assert simulate(connector, KILLED, engines=engines).failure is None
-    for seed, ranks in ((1, (2, 2)), (5, (2, 2, 2))):
+    for seed, ranks in ((1, (2, 2)), (3, (1, 1)), (5, (2, 2, 2)), (6, (1, 1, 1, 1))):
         scenario = replace(generate_scenario(seed), ranks=ranks)
         result = simulate(connector, scenario, engines=engines)
         assert result.failure is None, result.failure
@@ -204,8 +207,11 @@ def test_a_right_connector_is_clean_on_several_ranks(connector: type, engines: V
         assert result.coverage["loads"]
 
 
-def test_caches_model_and_process_groups_agree_on_several_ranks(engines: VLLMEngines) -> None:
-    scenario = replace(generate_scenario(5), ranks=(2, 2, 2))
+@pytest.mark.parametrize("ranks", [(2, 2, 2), (1, 1), (1, 1, 1, 1)])
+def test_caches_model_and_process_groups_agree_on_several_ranks(
+    ranks: tuple[int, ...], engines: VLLMEngines
+) -> None:
+    scenario = replace(generate_scenario(5), ranks=ranks)
     result = simulate(ReadsItsRanks, scenario, engines=engines)
     assert result.failure is None, result.failure
 
@@ -235,15 +241,76 @@ def test_a_connector_may_wait_for_cuda(engines: VLLMEngines) -> None:
     assert result.failure is None, result.failure
 
 
-@each_of("faults of ranks")
+LAWS_OF_RANKS = {
+    "SharesFiles": "XFER-1",
+    "OnlyTheFirstReports": "CONN-4",
+    "NeedsAllReports": "CONN-4",
+    "CountsOneRank": "CONN-4",
+    "SharesFilesOfStages": "XFER-1",
+    "CountsLayersOfTheModel": "XFER-1",
+    "CountsTensorRanks": "CONN-4",
+    "NeedsTheFirstRank": "CONN-3",
+    "NeedsTheLastRank": "CONN-3",
+    "ReportsTheFirstRank": "XFER-1",
+    "ReportsFailuresOfTheFirst": "XFER-1",
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        fault
+        for kind in ("ranks", "stages", "late ranks", "failed loads")
+        for fault in faults(f"faults of {kind}")
+        if fault.name in LAWS_OF_RANKS
+    ],
+    ids=lambda fault: fault.name,
+)
 def test_only_ranks_show_some_faults(fault: Variant, engines: VLLMEngines) -> None:
     connector, options = fault.load(), {"path": "{tmp}"}
-    scenario = replace(generate_scenario(1), ranks=(2, 2))
-    if fault.name == "NeedsAllReports":
-        scenario = KILLED
-    assert simulate(connector, scenario, options, engines=engines).failure is not None
+    ranks = (1, 1) if fault.family == "faults of stages" else (2, 2)
+    drawn = [replace(generate_scenario(seed), ranks=ranks) for seed in (1, *range(3, 9))]
+    for scenario in [KILLED] if fault.name == "NeedsAllReports" else drawn:
+        failure = simulate(connector, scenario, options, engines=engines).failure
+        if failure is not None:
+            break
+    assert failure is not None
+    assert failure.law == LAWS_OF_RANKS[fault.name]
     alone = replace(scenario, ranks=(), worker_half="in_a_process", ends_abruptly=False)
     assert simulate(connector, alone, options, engines=engines).failure is None, "hidden"
+
+
+@each_of("faults of failed loads")
+def test_a_wrong_report_of_a_failed_load_is_found(fault: Variant, engines: VLLMEngines) -> None:
+    scenarios = (replace(generate_scenario(seed), ranks=(2, 2)) for seed in SEEDS[:4])
+    found = (simulate(fault.load(), scenario, engines=engines).failure for scenario in scenarios)
+    assert next(filter(None, found)).law in ("XFER-1", "CONN-3", "CONN-4")
+
+
+# Its draft model writes a layer after the report of each step.
+DRAFTS = replace(generate_scenario(18), ranks=())
+
+
+def test_a_right_connector_saves_the_layers_of_a_draft_model(engines: VLLMEngines) -> None:
+    for scenario in (DRAFTS, replace(DRAFTS, other_runner=True)):
+        result = simulate(SavesInItsStep, scenario, engines=engines)
+        assert result.failure is None, result.failure
+        fitted = result.scenario
+        has_layers = fitted.lookahead_tokens > 0 and capabilities.saves_after_drafts(fitted)
+        assert result.coverage["with layers of a draft model"] == has_layers
+
+
+@pytest.mark.skipif(
+    not capabilities.saves_after_drafts(DRAFTS), reason="vLLM saves a step before its drafts"
+)
+@each_of("faults of drafts")
+def test_layers_of_a_draft_model_show_some_faults(fault: Variant, engines: VLLMEngines) -> None:
+    failure = simulate(fault.load(), DRAFTS, engines=engines).failure
+    assert failure is not None
+    assert failure.law in ("XFER-1", "CONN-3")
+    without = replace(DRAFTS, drafts=(), lookahead_tokens=0, other_runner=True)
+    if fault.name != "SavesAtTheLastHook":  # which V2 does not call for a step of decodes
+        assert simulate(fault.load(), without, engines=engines).failure is None, "hidden"
 
 
 @has_groups

@@ -55,15 +55,27 @@ class CacheKind:
         name: Name in reports.
         layers: Backend class and spec, by layer number.
         cache_dtype: Name of the dtype of the cache, which determines shapes up to 0.28.
+        first: Number of the first layer in the model.
+        num_draft_layers: Number of the last layers that a draft model has.
     """
 
     name: str
     layers: tuple[tuple[Any, Any], ...]
     cache_dtype: str = "auto"
+    first: int = 0
+    num_draft_layers: int = 0
 
     def named_layers(self) -> dict[str, tuple[Any, Any]]:
         """Backend and spec by layer name."""
-        return {f"model.layers.{i}.self_attn.attn": one for i, one in enumerate(self.layers)}
+        return {
+            f"model.layers.{number}.self_attn.attn": one
+            for number, one in enumerate(self.layers, self.first)
+        }
+
+    def draft_layers(self) -> set[str]:
+        """Return the names of the layers of a draft model."""
+        names = [*self.named_layers()]
+        return {*names[len(names) - self.num_draft_layers :]}
 
     @property
     def has_states(self) -> bool:
@@ -140,14 +152,20 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
         use_layout(vllm_config, name)
 
 
-def make_layers(groups: Sequence[CacheGroup]) -> CacheKind:
+def make_layers(
+    groups: Sequence[CacheGroup], stage: int = 0, num_draft_layers: int = 0
+) -> CacheKind:
     """Make layers of these groups in turn: FlashAttention in float32, or Mamba states.
 
     Args:
         groups: Full attention, a window or Mamba.
+        stage: Number of the pipeline-parallel stage.
+        num_draft_layers: Number of further layers, of a draft model.
     """
-    layers = [_make_layer(groups[index % len(groups)]) for index in range(NUM_LAYERS)]
-    return CacheKind("FlashAttention", tuple(layers))
+    number = max(NUM_LAYERS, len(groups)) + num_draft_layers
+    layers = [_make_layer(groups[index % len(groups)]) for index in range(number)]
+    first = stage * (number - num_draft_layers)
+    return CacheKind("FlashAttention", tuple(layers), "auto", first, num_draft_layers)
 
 
 def _make_layer(group: CacheGroup) -> tuple[Any, Any]:
@@ -189,14 +207,20 @@ def can_allocate_states() -> bool:
 
 
 def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
-    """Make the ``KVCacheConfig`` that the release chooses for these layers.
+    """Make the ``KVCacheConfig`` of one stage; see :func:`make_configs`."""
+    return make_configs(vllm_config, [kind], num_blocks)[0]
+
+
+def make_configs(vllm_config: Any, stages: Sequence[CacheKind], num_blocks: int) -> list[Any]:
+    """Make the ``KVCacheConfig`` of each stage, as the release chooses it for these layers.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
-        kind: The layers, which the release itself divides into groups.
+        stages: The layers of each stage, which the release itself divides into groups.
         num_blocks: Blocks of the pool.
     """
-    specs = {name: spec for name, (_, spec) in kind.named_layers().items()}
+    of_stages = [{name: spec for name, (_, spec) in kind.named_layers().items()} for kind in stages]
+    specs = {name: spec for one in of_stages for name, spec in one.items()}
     cache_config = vllm_config.cache_config
     cache_config.num_gpu_blocks_override = num_blocks
     # vLLM refuses to start unless the longest request fits.
@@ -209,21 +233,22 @@ def make_config(vllm_config: Any, kind: CacheKind, num_blocks: int) -> Any:
         # The default of FlashAttention, unless use_layout has chosen another one.
         cache_config.kv_cache_layout = cache_config.kv_cache_layout or "LBNHC"
     planner = _find(_PLANNERS, "get_kv_cache_configs")
-    arguments: list[Any] = [vllm_config, [specs], [_MEMORY]]
+    arguments: list[Any] = [vllm_config, of_stages, [_MEMORY] * len(stages)]
     if "global_kv_cache_groups" in inspect.signature(planner.get_kv_cache_configs).parameters:
         arguments.append(planner.get_kv_cache_groups(vllm_config, specs))
-    config = planner.get_kv_cache_configs(*arguments)[0]
-    if config.num_blocks != num_blocks:
-        found = f"{config.num_blocks} blocks"
-        expected = f"{num_blocks} blocks, as set by num_gpu_blocks_override"
-        raise refusal("configuration", found, expected)
-    return config
+    configs: list[Any] = planner.get_kv_cache_configs(*arguments)
+    for config in configs:
+        if config.num_blocks != num_blocks:
+            found = f"{config.num_blocks} blocks"
+            expected = f"{num_blocks} blocks, as set by num_gpu_blocks_override"
+            raise refusal("configuration", found, expected)
+    return configs
 
 
-def config_of_scheduler(config: Any) -> Any:
-    """Let the release make the scheduler's ``KVCacheConfig`` from a worker's."""
+def config_of_scheduler(configs: list[Any]) -> Any:
+    """Let the release make the scheduler's ``KVCacheConfig`` from those of the stages."""
     make = getattr(vllm("v1.core.kv_cache_utils"), "generate_scheduler_kv_cache_config", None)
-    return make([config]) if make else copy.deepcopy(config)
+    return make(configs) if make else copy.deepcopy(configs[0])
 
 
 def add_layers(vllm_config: Any, kind: CacheKind) -> None:

@@ -41,7 +41,7 @@ from kvview_vllm.releases.cpu.worker_caches import (
     CacheKind,
     config_of_scheduler,
     has_pending_work,
-    make_config,
+    make_configs,
     make_layers,
     overridden,
     supports_several_groups,
@@ -50,7 +50,7 @@ from kvview_vllm.simulation.engine_core import LaunchedStep, VLLMHarness
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder, free_queue, make_recorded
 from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 from kvview_vllm.simulation.raw.transfer_config import registered
-from kvview_vllm.simulation.raw.worker.ranks import RawRanks
+from kvview_vllm.simulation.raw.worker.ranks import RawRanks, sizes_of_ranks
 from kvview_vllm.simulation.raw.worker.role import RawStep, RawWorker, RemoteRawWorker
 from kvview_vllm.simulation.raw.worker.token_bytes import RequestInStep, TokenWords, Wrong
 from kvview_vllm.simulation.scheduler import capabilities, cpu_scheduler, model_runner
@@ -131,8 +131,9 @@ class RawHarness(VLLMHarness):
         self._load_of: dict[str, RequestInStep] = {}
         self._loaded: set[str] = set()  # requests whose load was right
         self._num_wrong_reads = 0
+        self._reported_again: list[str] = []  # ended requests that a step reports
         self._steps_until = 0.0
-        ranks = (len(scenario.ranks), 1) if scenario.ranks else settings.ranks
+        ranks = sizes_of_ranks(scenario.ranks) if scenario.ranks else settings.ranks
         recorded = make_recorded(connector_class, recorder)
         setattr(sys.modules[__name__], recorded.__name__, recorded)
         transfer_config = {
@@ -141,32 +142,37 @@ class RawHarness(VLLMHarness):
             "kv_connector": recorded.__name__,
             "kv_connector_module_path": __name__,
         }
-        config, cache_config, kind = self._configure(
+        config, cache_configs, stages = self._configure(
             scenario, recorded, transfer_config, ranks, is_connected=is_connected
         )
-        geometry = read_geometry(config, cache_config)
-
-        def connect(rank: int) -> Any:
-            with registered(recorded):
-                return cpu_scheduler.make_worker_connector(config, cache_config, rank)
+        geometry = read_geometry(config, cache_configs[0])
 
         def make_worker(rank: int = 0) -> RawWorker:
+            stage = 0
             if scenario.ranks:
                 join(ranks, rank)
-            role = partial(connect, rank if scenario.ranks else settings.rank)
+                stage = rank // ranks[0]
+                stand_ins.delay_from(rank)
+
+            def connect() -> Any:
+                with registered(recorded):
+                    return cpu_scheduler.make_worker_connector(
+                        config, cache_configs[stage], rank if scenario.ranks else settings.rank
+                    )
+
             return RawWorker(
                 config,
-                cache_config,
-                kind,
+                cache_configs[stage],
+                stages[stage],
                 geometry.groups,
-                role if is_connected else None,
+                connect if is_connected else None,
                 recorder,
                 stand_ins,
                 rank,
                 is_v2=capabilities.runs_v2(scenario),
             )
 
-        own = copy.deepcopy(config), config_of_scheduler(cache_config)
+        own = copy.deepcopy(config), config_of_scheduler(cache_configs)
         # The process is started first, so that it does not get changes to modules by the
         # scheduler's side.
         workers: list[Any] = []
@@ -178,7 +184,8 @@ class RawHarness(VLLMHarness):
                 scheduler = VLLMScheduler(*own, geometry, plain=settings.is_plain)
             self.worker: Any = workers[0]
             if scenario.ranks:
-                self.worker = RawRanks(workers, scheduler.real)
+                delays = [fate.move_after for fate in scenario.fates]
+                self.worker = RawRanks(workers, scheduler.real, ranks[0], delays)
         except BaseException:
             for worker in workers:
                 worker.close()
@@ -197,8 +204,8 @@ class RawHarness(VLLMHarness):
         ranks: tuple[int, int],
         *,
         is_connected: bool,
-    ) -> tuple[Any, Any, CacheKind]:
-        """Make both configurations and the layers, of the groups that the connector takes."""
+    ) -> tuple[Any, list[Any], list[CacheKind]]:
+        """Make the configurations and the layers of all stages, in groups that it takes."""
         geometry = scenario.geometry
         make = partial(self._make_config, scenario, ranks)
         config = make(geometry, transfer_config)
@@ -212,13 +219,22 @@ class RawHarness(VLLMHarness):
             config = make(geometry, transfer_config if is_connected else None)
         if not takes_groups:
             config.scheduler_config.disable_hybrid_kv_cache_manager = True
-        kind = self._settings.kind or make_layers(geometry.groups)
-        cache_config = make_config(config, kind, scenario.num_gpu_blocks)
-        num_groups = len(cache_config.kv_cache_groups)
+        number = ranks[1] if scenario.ranks else 1
+        is_one = len(geometry.groups) == 1 or not takes_groups
+        num_draft_layers = int(
+            is_one and scenario.lookahead_tokens > 0 and capabilities.saves_after_drafts(scenario)
+        )
+        stages = [
+            self._settings.kind or make_layers(geometry.groups, stage, num_draft_layers)
+            for stage in range(number)
+        ]
+        self._recorder.coverage["with layers of a draft model"] = num_draft_layers
+        cache_configs = make_configs(config, stages, scenario.num_gpu_blocks)
+        num_groups = len(cache_configs[0].kv_cache_groups)
         if num_groups < len(scenario.geometry.groups):
             self._recorder.left_out.add("several KV-cache groups: the connector takes one")
         self._recorder.coverage["with several groups"] = num_groups > 1
-        return config, cache_config, kind
+        return config, cache_configs, stages
 
     def _make_config(
         self,
@@ -375,6 +391,8 @@ class RawHarness(VLLMHarness):
         launched = _Launched(output, chunks, step=step)
         if not self._lags:
             self._execute(launched)
+        elif isinstance(self.worker, RawRanks) and isinstance(step, bytes):
+            self.worker.launch(step)
         return launched
 
     @override
@@ -382,6 +400,27 @@ class RawHarness(VLLMHarness):
         assert isinstance(step, _Launched), "this engine launches no other steps"
         if step.answer is None:
             self._execute(step)
+        transfers = step.answer.kv_connector_output
+        names = {
+            *((transfers and transfers.finished_sending) or ()),
+            *((transfers and transfers.finished_recving) or ()),
+        }
+        self._reported_again = sorted(names - self.scheduler.real.requests.keys())
+
+    @override
+    def _take_in(self) -> None:
+        """Process an output; blame the connector if vLLM refuses a report of an ended request."""
+        try:
+            super()._take_in()
+        except InvariantBroken as error:
+            if error.law != "ENGINE" or not self._reported_again:
+                raise
+            raise InvariantBroken(
+                "CONN-4",
+                f"get_finished named {self._reported_again}, whose blocks are already free: a rank "
+                f"reported a transfer twice, or get_finished_count returns fewer ranks than report "
+                f"it",
+            ) from error
 
     def _execute(self, launched: _Launched) -> None:
         """Run a step in the worker, and process its result."""

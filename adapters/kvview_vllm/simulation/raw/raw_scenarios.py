@@ -17,6 +17,7 @@ from kvview_vllm.releases.compat.calls import (
 )
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_SIZE, NUM_LAYERS, can_allocate_states
 from kvview_vllm.simulation.fitting import Fitting
+from kvview_vllm.simulation.raw.worker.ranks import sizes_of_ranks
 from kvview_vllm.simulation.scheduler import capabilities
 
 _MOST_BLOCKS = 300
@@ -25,7 +26,6 @@ _DOUBLE_RESETS_EVERY = 8
 _FULL = FullAttention(BLOCK_SIZE)
 _LONGEST_WINDOW = 4 * BLOCK_SIZE
 _NEVER_PLAYED = (
-    "pipeline parallelism: ranks have all layers",
     "hits of different lengths in the groups",
     "kv_load_tiers of a request",
     "handshake metadata of the workers",
@@ -74,6 +74,8 @@ class RawEngines:
             scenario.steps_in_flight > most, f"{number} steps in flight", steps_in_flight=most
         )
         fitting.drop_lookahead(has_draft_models())
+        if fitting.scenario.lookahead_tokens and not capabilities.saves_after_drafts(scenario):
+            left_out.append("layers of a draft model: vLLM saves a step before them")
         fitting.drop(
             scenario.drafts and not preemptions_drop_drafts(),
             "draft tokens: a preempted request keeps its own",
@@ -81,8 +83,10 @@ class RawEngines:
             lookahead_tokens=0,
         )
         if scenario.ranks:
-            ranks = (NUM_LAYERS,) * len(scenario.ranks)
-            fitting.change(ranks=ranks, worker_half="in_a_process")
+            fitting.change(ranks=_fitted_ranks(scenario.ranks), worker_half="in_a_process")
+            is_split = sizes_of_ranks(fitting.scenario.ranks)[1] > 1
+            part = "draft tokens with several stages: V1 never saves the steps of the others"
+            fitting.drop(is_split and scenario.drafts, part, drafts=(), lookahead_tokens=0)
         fitting.drop(
             scenario.ends_abruptly and not scenario.ranks,
             "an end with transfers in flight, unless a rank is killed",
@@ -93,6 +97,13 @@ class RawEngines:
         resets = any(isinstance(event, Reset) for event in scenario.events)
         fitting.drop(resets and not capabilities.can_reset_connectors(), "resets of the connector")
         return fitting.scenario, [*left_out, *fitting.left_out]
+
+
+def _fitted_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return ranks with all layers, two stages, or two stages of two ranks each."""
+    if len({*ranks}) > 1:
+        return (NUM_LAYERS // 2,) * 4
+    return (min(ranks[0], NUM_LAYERS),) * len(ranks)
 
 
 def can_load_in_groups() -> bool:

@@ -101,6 +101,10 @@ class StandIns:
         for queue in self._queues:
             queue.advance()
 
+    def delay_from(self, rank: int) -> None:
+        """Start with another delay on each rank, so that a copy is late on one rank only."""
+        self._num_copies = rank
+
     def next_delay(self) -> int:
         """Return the number of steps until the next copy may run."""
         self._num_copies += 1

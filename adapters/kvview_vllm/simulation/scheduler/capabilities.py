@@ -13,6 +13,7 @@ from kvview_vllm.releases.compat.calls import (
     has_sleep_hooks,
     takes_batch,
 )
+from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.simulation.scheduler.cpu_scheduler import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ def has_two_runners() -> bool:
 def runs_v2(scenario: Scenario) -> bool:
     """Whether a scenario runs in Model Runner V2."""
     return has_two_runners() and gpus_use_runner_v2() is not scenario.other_runner
+
+
+def saves_after_drafts(scenario: Scenario) -> bool:
+    """Whether a step is saved after its draft model has run (V1: 0.18.0, V2: 0.33.0)."""
+    if runs_v2(scenario):
+        return hasattr(active_connector_class(), "finalize_step")
+    mixin = vllm("v1.worker.kv_connector_model_runner_mixin").KVConnectorModelRunnerMixin
+    return hasattr(mixin, "finalize_kv_connector")
 
 
 def refuses_several_groups() -> bool:

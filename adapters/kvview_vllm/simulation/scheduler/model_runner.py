@@ -9,7 +9,7 @@ vllm/v1/worker/gpu/kv_connector.py and gpu/model_runner.py, 0.15.0 to 0.33.0; vl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -41,8 +41,13 @@ class ModelRunner(Protocol):
             A context, whose value is whether the layers of the model call their hooks.
         """
 
-    def end_step(self, output: Any) -> Any:
-        """Make the calls after a forward pass; returns the ``KVConnectorOutput``."""
+    def end_step(self, output: Any, draft: Callable[[], None] = lambda: None) -> Any:
+        """Make the calls after a forward pass; returns the ``KVConnectorOutput``.
+
+        Args:
+            output: The scheduler's ``SchedulerOutput``.
+            draft: Runs the draft model, before the connector must have saved the step.
+        """
 
     def no_forward(self, output: Any) -> Any:
         """Make the calls of a step without tokens; returns the ``KVConnectorOutput``."""
@@ -62,6 +67,7 @@ class RunnerV1:
         self._context = vllm("forward_context").set_forward_context
         mixin = vllm("v1.worker.kv_connector_model_runner_mixin")
         self._mixin = mixin.KVConnectorModelRunnerMixin
+        self._has_drafts = vllm_config.speculative_config is not None
         self._transfers: Any = None
 
     @contextmanager
@@ -69,15 +75,23 @@ class RunnerV1:
         """Make the calls around a forward pass, also those after its end."""
         handle_preemptions(self._worker, output, output.kv_connector_metadata)
         num_tokens = output.total_num_scheduled_tokens
+        calls = self._mixin.maybe_get_kv_connector_output
+        # 0.18.0, and 0.17.0
+        deferred = {"defer_finalize": self._has_drafts, "clear_metadata": not self._has_drafts}
         with (
             active(self._worker),
             self._context(attention, self._config, num_tokens=num_tokens),
-            self._mixin.maybe_get_kv_connector_output(output) as self._transfers,
+            calls(output, **known_arguments(calls, deferred)) as self._transfers,
         ):
             yield True
 
-    def end_step(self, output: Any) -> Any:
-        """Return the report of the step."""
+    def end_step(self, output: Any, draft: Callable[[], None] = lambda: None) -> Any:
+        """Run the draft model, finalize the step, and return its report."""
+        with active(self._worker):
+            draft()
+            if self._has_drafts:
+                call_known(self._mixin, "finalize_kv_connector")
+                call_known(self._mixin, "clear_kv_connector_metadata")
         return self._transfers
 
     def no_forward(self, output: Any) -> Any:
@@ -140,8 +154,8 @@ class RunnerV2:
         before = self._calls.pre_forward
         before(output, **known_arguments(before, {"input_batch": batch, **more}))
 
-    def end_step(self, output: Any) -> Any:
-        """Make the report of the step, and finalize the step."""
+    def end_step(self, output: Any, draft: Callable[[], None] = lambda: None) -> Any:
+        """Make the report of the step, run the draft model, and finalize the step."""
         after = self._calls.post_forward
         with active(self._worker):
             transfers = make_known(
@@ -150,6 +164,7 @@ class RunnerV2:
                 scheduler_output=output,  # up to 0.18
                 defer_finalize=self._has_drafts,  # 0.33.0
             )
+            draft()
             if self._has_drafts:
                 call_known(self._calls, "finalize_step")
         return transfers

@@ -119,6 +119,9 @@ class RawWorker:
             for name in group.layer_names
         ]
         self._layers = [name for name, _ in members]
+        drafts = kind.draft_layers()
+        self._of_target = [n for n, name in enumerate(self._layers) if name not in drafts]
+        self._of_drafts = [n for n, name in enumerate(self._layers) if name in drafts]
         of_layers = [number for _, number in members]
         self._compute = TokenCompute(self.caches.slots, groups, of_layers, rank)
 
@@ -178,7 +181,8 @@ class RawWorker:
     def _execute(self, step: RawStep) -> tuple[Any, list[Wrong]]:
         output = step.output
         if self._role is None:
-            return None, self._forward(step, {}) if step.batch else []
+            every = range(len(self._layers))
+            return None, self._forward(step, every, {}) if step.batch else []
         if not step.batch:
             return self._runner.no_forward(output), []
         by_group = [
@@ -190,18 +194,27 @@ class RawWorker:
             layer: by_group[number] for layer, number in zip(self._layers, numbers, strict=True)
         }
         with self._runner.forward(output, attention) as calls_layers:
-            wrong = self._forward(step, attention if calls_layers else {})
-        return self._runner.end_step(output), wrong
+            attention = attention if calls_layers else {}
+            wrong = self._forward(step, self._of_target, attention)
 
-    def _forward(self, step: RawStep, attention: dict[str, Any]) -> list[Wrong]:
+        def draft() -> None:
+            wrong.extend(self._forward(step, self._of_drafts, attention))
+
+        return self._runner.end_step(output, draft), wrong
+
+    def _forward(
+        self, step: RawStep, layers: Sequence[int], attention: dict[str, Any]
+    ) -> list[Wrong]:
         """For each layer, wait for its load, write and read tokens, and save the layer.
 
         Args:
             step: The step.
+            layers: Numbers of the layers.
             attention: Metadata by layer; empty if the layers call no hooks.
         """
         wrong: list[Wrong] = []
-        for number, layer in enumerate(self._layers):
+        for number in layers:
+            layer = self._layers[number]
             if attention:
                 self._role.wait_for_layer_load(layer)
             wrong += self._compute.run(number, step.batch)
