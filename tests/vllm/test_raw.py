@@ -251,7 +251,7 @@ LAWS_OF_RANKS = {
     "CountsTensorRanks": "CONN-4",
     "NeedsTheFirstRank": "CONN-3",
     "NeedsTheLastRank": "CONN-3",
-    "ReportsTheFirstRank": "XFER-1",
+    "ReportsTheFirstRank": "XFER-1 CONN-3",  # other bytes, or a page that does not exist yet
     "ReportsFailuresOfTheFirst": "XFER-1",
 }
 
@@ -272,12 +272,12 @@ def test_only_ranks_show_some_faults(fault: Variant, engines: VLLMEngines) -> No
     drawn = [replace(generate_scenario(seed), ranks=ranks) for seed in (1, *range(3, 9))]
     for scenario in [KILLED] if fault.name == "NeedsAllReports" else drawn:
         failure = simulate(connector, scenario, options, engines=engines).failure
-        if failure is not None:
+        alone = replace(scenario, ranks=(), worker_half="in_a_process", ends_abruptly=False)
+        if failure and not simulate(connector, alone, options, engines=engines).failure:
             break
-    assert failure is not None
-    assert failure.law == LAWS_OF_RANKS[fault.name]
-    alone = replace(scenario, ranks=(), worker_half="in_a_process", ends_abruptly=False)
-    assert simulate(connector, alone, options, engines=engines).failure is None, "hidden"
+    else:
+        pytest.fail("no seed fails with several ranks and passes with one")
+    assert failure.law in LAWS_OF_RANKS[fault.name].split()
 
 
 @each_of("faults of failed loads")
