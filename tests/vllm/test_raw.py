@@ -113,6 +113,7 @@ def test_the_template_of_kvview_new_is_clean_and_has_loaded(engines: VLLMEngines
 def test_vsim_2_every_event_that_is_not_simulated_is_listed(runs: ConnectorRuns) -> None:
     left_out = " ".join(runs.left_out)
     for part in (
+        "decode-context and data parallelism",
         "layers with other names",
         "different lengths",
         "kv_load_tiers",

@@ -26,6 +26,7 @@ _DOUBLE_RESETS_EVERY = 8
 _FULL = FullAttention(BLOCK_SIZE)
 _LONGEST_WINDOW = 4 * BLOCK_SIZE
 _NEVER_PLAYED = (
+    "decode-context and data parallelism",
     "hits of different lengths in the groups",
     "kv_load_tiers of a request",
     "handshake metadata of the workers",
