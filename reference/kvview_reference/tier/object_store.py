@@ -48,7 +48,8 @@ class ObjectStore(DeletingStore):
     Args:
         namespace: Namespace of the pages, which has its own prefix.
         url: ``s3://bucket/prefix`` or another URL that obstore accepts (``gs``, ``az``);
-            ``file:///path`` and ``memory:///`` for trials.
+            ``file:///path`` and ``memory:///`` for trials. In a folder, a kill may leave the file
+            of an interrupted write, which obstore never removes (TIER-9).
         threads: Maximum number of requests at once.
         timeout: Seconds after which a request fails.
         retries: Maximum number of retries of a failed request; no retry starts later than twice
