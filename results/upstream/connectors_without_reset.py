@@ -1,7 +1,7 @@
 """Connectors that keep their pages when vLLM resets all caches (vLLM 0.33.0).
 
 ``reset_prefix_cache(reset_connector=True)`` calls ``reset_cache`` of the connector, for example
-after an update of the weights. The base class does nothing and returns None, and vLLM goes on.
+after an update of the weights. The base class does nothing and returns None, and vLLM continues.
 
 This script needs no GPU, no model and no kvview. ``python connectors_without_reset.py`` prints
 whether each installed connector overrides ``reset_cache``. Expected: each does.

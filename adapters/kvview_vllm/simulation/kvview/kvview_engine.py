@@ -182,7 +182,7 @@ class KVViewHarness(VLLMHarness):
             )
 
             extra["handoffs"] = SimulatedHandoffs.of(life)
-        for child in children:  # because the kit looks for faults, and its clock counts steps
+        for child in children:  # because the kit looks for faults itself
             child["kv_connector_extra_config"] |= extra
         return Configs(
             scenario.geometry.groups,
