@@ -7,15 +7,19 @@ threads can run between any two lines.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 _SECONDS_PER_YIELD = 0.0002
+_TASKS = "/proc/self/task"
+_PATIENCE = 0.02  # seconds
+_BETWEEN_LOOKS = 0.00005  # seconds
 _LINES_PER_YIELD = 3  # as all threads count together, each line has its turns
 num_yields = [0]
 """Number of lines so far, in a list of one item; a thread that yields is not asleep."""
@@ -54,6 +58,31 @@ def stop_yielding() -> None:
     """Stop the yields of the calling thread."""
     if sys.gettrace() is _yield_often:
         sys.settrace(None)
+
+
+def wait_until_asleep() -> None:
+    """Wait until each other thread waits for something, so that a loaded machine decides nothing.
+
+    A thread that never sleeps is left alone after a short time.
+    """
+    before, deadline = None, time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        time.sleep(_BETWEEN_LOOKS)  # a thread that waits for the interpreter gets it
+        frames = sys._current_frames()
+        now = num_yields[0], [(ident, frame.f_lasti) for ident, frame in frames.items()]
+        if now == before and all_sleep():
+            return
+        before = now
+
+
+def all_sleep() -> bool:
+    """Whether the operating system reports that no other thread of this process runs."""
+    others = set(os.listdir(_TASKS)) - {str(threading.get_native_id())}
+    for thread in others:
+        with suppress(OSError), open(f"{_TASKS}/{thread}/stat", "rb") as stat:
+            if stat.read().rpartition(b") ")[2][:1] in b"RD":
+                return False
+    return True
 
 
 def _yield_often(frame: FrameType, event: str, arg: object) -> Any:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from kvview.testing.supervision.yield_points import wait_until_asleep
+
 _LONGEST_COPY = 1.0  # seconds until the next operation is let in
 # Operations that read shapes, devices and so on. A view moves no bytes, but leads to a copy.
 _LOOKS = {"__get__", "__len__", "__repr__", "dim", "element_size", "is_contiguous", "numel"}
 _LOOKS |= {"size", "storage_offset", "stride", "untyped_storage", "view"}
-
-
-_SOON = 0.0005  # seconds in which a running thread reaches its next operation
 
 
 @dataclass(eq=False)
@@ -113,7 +112,10 @@ class Gate:
         with self._changed:
             if not self._before:
                 return False
-            ticket = self._before[int(number * len(self._before))]
+            # Threads reach the gate in an order that depends on the machine's load.
+            order = {thread.ident: place for place, thread in enumerate(threading.enumerate())}
+            waiting = sorted(self._before, key=lambda ticket: order.get(ticket.thread, 0))
+            ticket = waiting[int(number * len(waiting))]
             self._pass(ticket)
         while whole_job or self.num_moved == num_moved:
             if not self._let_in_next(ticket.thread):
@@ -121,17 +123,15 @@ class Gate:
         return self.num_moved > num_moved
 
     def _let_in_next(self, thread: int) -> bool:
-        """Let the thread's next operation pass; returns False if no operation arrives soon."""
+        """Let the thread's next operation pass; returns False if the thread does not arrive."""
+        if not any(ticket.thread == thread for ticket in self._before):
+            wait_until_asleep()
         with self._changed:
-            found: list[_Ticket] = []
-
-            def waits() -> bool:
-                found[:] = [ticket for ticket in self._before if ticket.thread == thread]
-                return bool(found)
-
-            if self._changed.wait_for(waits, _SOON):
-                self._pass(found[0])
-            return bool(found)
+            for ticket in self._before:
+                if ticket.thread == thread:
+                    self._pass(ticket)
+                    return True
+        return False
 
     def _pass(self, ticket: _Ticket) -> None:
         self._let_in.add(ticket)

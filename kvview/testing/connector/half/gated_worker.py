@@ -9,9 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from typing import Any
@@ -24,7 +22,13 @@ from kvview.testing.connector.half.hook_calls import calling
 from kvview.testing.connector.judge.invariants import EndedLoudly, InvariantBroken
 from kvview.testing.connector.judge.threads import hint_for, where_all_wait
 from kvview.testing.connector.run.compute_stream import StepStream
-from kvview.testing.supervision.yield_points import num_yields, stop_yielding, yielding_often
+from kvview.testing.supervision.yield_points import (
+    all_sleep,
+    num_yields,
+    stop_yielding,
+    wait_until_asleep,
+    yielding_often,
+)
 from kvview.testing.transfer.compute import GatedComputeEvent
 
 _HEAD_START = 0.001  # seconds in which wait() may wrongly return
@@ -100,12 +104,17 @@ class GatedWorker:
         """Draw whether a copy may pass the gate early."""
         return self._draw() < 0.5
 
-    def let_in(self) -> bool:
+    def let_in(self, *, has_jobs: bool) -> bool:
         """Let a random copy pass, perhaps with the other copies of the job of its thread.
+
+        Args:
+            has_jobs: Whether threads may be on their way to the gate.
 
         Returns:
             Whether bytes were moved.
         """
+        if has_jobs:
+            wait_until_asleep()
         return self.gate.let_in(self._draw(), whole_job=self._draw() < _SHARE_WHOLE_JOBS)
 
     def fail_after(self, num_good: int | None) -> None:
@@ -209,7 +218,7 @@ class _Call:
         """Wait for the end of the call; returns False if all threads sleep forever."""
         num_looks, before = 0, num_yields[0]
         while not self.ends_within(_LOOK):
-            num_looks = num_looks + 1 if _all_sleep() and num_yields[0] == before else 0
+            num_looks = num_looks + 1 if all_sleep() and num_yields[0] == before else 0
             before = num_yields[0]
             if num_looks >= _LOOKS[0]:
                 _LOOKS[0] = 3
@@ -270,14 +279,3 @@ def _is_simulated(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, CopyFailed):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _all_sleep() -> bool:
-    """Whether the operating system reports that no other thread of this process runs."""
-    own = threading.get_native_id()
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):
-            text = stat.read_text()
-            if int(text.split(" ", 1)[0]) != own and text.rpartition(") ")[2][:1] in "RD":
-                return False
-    return True

@@ -99,7 +99,7 @@ class WholePlans(WorkerHarness):
             if self._copies.may_let_in() and self._num_good_copies(moving, moving) is None:
                 self._may_have_copied.update(self._held.values())
                 self._pages.note()
-                has_copied = self._copies.let_in()
+                has_copied = self._copies.let_in(has_jobs=bool(self._held))
                 self._pages.check_writes(in_flight, self._all_blocks_to_load)
                 if has_copied and not moving:
                     check_computed([*self._held.values()])
