@@ -46,6 +46,8 @@ _FEWEST_RUNS = 15
 _STALE = 1.2  # seconds after which no result of an earlier lookup is returned
 
 _LARGE = 4 << 20  # bytes of a page whose write takes long
+_WRITTEN_SIZES = (700, 4096, 20_000, 65_536)
+_HALF_OF_THE_LARGEST = 32_768
 
 _MANY = {b"key %d" % number: 4096 for number in range(40)}
 _SIX = {b"old %d" % number: 9000 for number in range(6)}
@@ -459,14 +461,22 @@ def _files(machine: TierMachine) -> set[Path]:
 
 
 def _kill_writer(machine: TierMachine, seed: int) -> None:
-    """Kill a process that writes, while another process writes the same and other keys."""
+    """Kill a process that writes, while another process writes the same and other keys.
+
+    With seed 0 the system ends the process in the middle of a file, so this kill does not depend on
+    time. With other seeds the process is killed a moment after it has stored some keys, because not
+    every store writes files.
+    """
     rng, model = Random(seed + current_effort().seed), machine.model
     both, first, second = (_draw_keys(rng, number) for number in (20, 60, 60))
     num_stored = rng.randrange(len(both), len(both | first))
+    most_growth = _HALF_OF_THE_LARGEST
     if model.max_bytes is None:  # the kill comes while a large page is being written
+        most_growth = _LARGE // 2
         small = dict([*(both | first).items()][len(both) : num_stored])
         first = small | {rng.randbytes(20): _LARGE for _ in range(4)} | first
-    writers = [machine.opened.start_writer(both | keys) for keys in (first, second)]
+    start = machine.opened.start_writer
+    writers = [start(both | first, None if seed else most_growth), start(both | second)]
     writers[0].kill(num_stored, rng.random() * 0.002)
     model.share()
     for writer, keys in zip(writers, (first, second), strict=True):
@@ -478,7 +488,7 @@ def _kill_writer(machine: TierMachine, seed: int) -> None:
 
 
 def _draw_keys(rng: Random, number: int) -> dict[bytes, int]:
-    return {rng.randbytes(20): rng.choice((700, 4096, 20_000, 65_536)) for _ in range(number)}
+    return {rng.randbytes(20): rng.choice(_WRITTEN_SIZES) for _ in range(number)}
 
 
 # --- classes of stores ---

@@ -87,18 +87,11 @@ class OpenedStore:
 
     def occupied_bytes(self) -> int:
         """Return the number of bytes of all files in the folder."""
-        total = 0
-        for path in self._files():
-            with suppress(OSError):  # a file that was being written
-                total += path.stat().st_size
-        return total
+        return sum(self._sizes().values())
 
     def files_in_words(self) -> str:
         """List the largest files with their sizes in parentheses; empty without files."""
-        sizes: dict[str, int] = {}
-        for path in self._files():
-            with suppress(OSError):  # a file that was being written
-                sizes[str(path.relative_to(self.folder))] = path.stat().st_size
+        sizes = {str(path.relative_to(self.folder)): size for path, size in self._sizes().items()}
         largest = sorted(sizes, key=lambda name: (-sizes[name], name))
         texts = [f"{name} {sizes[name]:,}" for name in largest[:_MOST_FILES]]
         if more := len(sizes) - len(texts):
@@ -123,19 +116,24 @@ class OpenedStore:
         """Break the connections that were opened after this store; return their number."""
         return break_connections(self._foreign_sockets)
 
-    def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
-        """Start a process that opens the same folder and puts keys."""
+    def start_writer(self, keys: Mapping[bytes, int], most_growth: int | None = None) -> Writer:
+        """Start a process that opens the same folder and puts keys.
+
+        Args:
+            keys: Keys, each with the number of bytes of its page.
+            most_growth: Number of bytes more than those of the largest file after which the system
+                ends the process in the middle of a write; None for no limit.
+        """
         target = importable(self._made_of)
         assert target is not None, "without a target there is no capability KILL"
-        return Writer(target, self._filled_options(), self.namespace, keys)
+        limit = None
+        if most_growth is not None:
+            limit = most_growth + max(self._sizes().values(), default=0)
+        return Writer(target, self._filled_options(), self.namespace, keys, limit)
 
     def entries(self) -> set[Path]:
         """Return the files in the folder that are large enough for an entry."""
-        found = set()
-        for path in self._files():
-            with suppress(OSError):  # a file that was being written
-                found |= {path} if path.stat().st_size >= SMALLEST_ENTRY else set()
-        return found
+        return {path for path, size in self._sizes().items() if size >= SMALLEST_ENTRY}
 
     def end(self) -> None:
         """Close the store and remove the folder."""
@@ -148,8 +146,12 @@ class OpenedStore:
     def _filled_options(self) -> dict[str, Any]:
         return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
 
-    def _files(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+    def _sizes(self) -> dict[Path, int]:
+        sizes = {}
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            with suppress(OSError):  # the store has just removed the file
+                sizes[path] = path.stat().st_size
+        return sizes
 
     def _gated(self, make: Any) -> Any:
         """Make a subclass of a ``Threaded`` class whose blocking calls wait at the gate.
