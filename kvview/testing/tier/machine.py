@@ -392,12 +392,7 @@ class TierMachine(TierCalls):
         "TIER-1",
         C.DAMAGE,
         C.VERIFIES,
-        # A budget excludes other bytes.
-        how=of_state(
-            lambda machine: st.sampled_from(
-                ("flip",) if _has_budget(machine) else ("flip", "cut", "grow", "swap")
-            )
-        ),
+        how=st.sampled_from(("flip", "lose the end", "swap")),
         is_large=st.booleans(),
         is_loaded=st.booleans(),
     )

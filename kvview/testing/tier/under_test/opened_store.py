@@ -17,7 +17,6 @@ from kvview.errors import one_line
 from kvview.targets import target_of
 from kvview.testing.placeholders import in_folder
 from kvview.testing.supervision.source_lines import at_places
-from kvview.testing.tier.under_test.file_damage import damage_files
 from kvview.testing.tier.under_test.io_watch import break_connections, open_sockets
 from kvview.testing.tier.under_test.writer import Writer
 from kvview.tier import Namespace, Threaded, TierStore
@@ -99,12 +98,33 @@ class OpenedStore:
             texts.append(f"{more} more files {rest:,}")
         return f" ({', '.join(texts)})" if texts else ""
 
-    def damage(self, how: str) -> int:
-        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
-        new = self.folder / "damaged"
-        number = damage_files(self.entries(), how, self._num_damaged, new)
-        self._num_damaged += number
-        return number
+    def damage(self, how: str) -> None:
+        """Damage every large file in the folder, in its place and without a change of its size.
+
+        A store may have mapped a file, and a shorter file would end the process with SIGBUS.
+
+        Args:
+            how: ``"flip"`` changes a bit, ``"lose the end"`` writes zeros as after a power cut, and
+                ``"swap"`` exchanges neighbours as far as they go.
+        """
+        contents = {}
+        for path in self.entries():
+            with suppress(OSError):  # the store has just removed the file
+                contents[path] = path.read_bytes()
+        by_size = sorted(contents, key=lambda path: (len(contents[path]), path))
+        for number, path in enumerate(by_size):
+            right = contents[path]
+            at = len(right) * ((self._num_damaged + number) * 7 % 41 + 1) // 43
+            if how == "flip":
+                wrong = right[:at] + bytes([right[at] ^ 1 << number % 8]) + right[at + 1 :]
+            elif how == "swap":
+                other = contents[by_size[min(number ^ 1, len(by_size) - 1)]]
+                wrong = other[: len(right)] + right[len(other) :]
+            else:
+                wrong = right[:at] + bytes(len(right) - at)
+            with suppress(OSError), path.open("r+b") as file:
+                file.write(wrong)
+        self._num_damaged += len(contents)
 
     def lose_medium(self) -> None:
         """Replace the folder by a file."""
