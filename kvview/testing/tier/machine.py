@@ -455,8 +455,7 @@ class TierMachine(TierCalls):
             if is_late:
                 self.learn_evictions()
                 what = "usage is the number of bytes on the medium"
-                files = opened.files_in_words()
-                self.true(abs(used - occupied) < _SLACK, what, used, f"about {occupied}{files}")
+                self.true(abs(used - occupied) < _SLACK, what, used, f"about {occupied}")
                 what = "deleted, evicted and incomplete entries leave no bytes"
                 if not self.model.sizes:
                     what = "a store without a put occupies bytes for its own notes only"

@@ -21,10 +21,9 @@ from kvview.testing.tier.under_test.io_watch import break_connections, open_sock
 from kvview.testing.tier.under_test.writer import Writer
 from kvview.tier import Namespace, Threaded, TierStore
 
-SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
+_SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
 
 _SLOW_REMOVAL = 0.003  # seconds
-_MOST_FILES = 5  # maximum of files that a message lists
 
 
 class OpenedStore:
@@ -55,8 +54,8 @@ class OpenedStore:
         self._gate.set()
         self.callers: set[int] = set()
         """The threads that were inside a blocking call of the store, if they are known."""
-        self.errors: dict[tuple[str, bytes], str] = {}
-        """The last exception of each blocking call and key, with its line of source."""
+        self.first_error = ""
+        """The first exception of a blocking call, as the end of a message; empty without one."""
         self._foreign_sockets = open_sockets()
         gated = self._gated(made_of) if issubclass(made_of, Threaded) else made_of
         try:
@@ -87,16 +86,6 @@ class OpenedStore:
     def occupied_bytes(self) -> int:
         """Return the number of bytes of all files in the folder."""
         return sum(self._sizes().values())
-
-    def files_in_words(self) -> str:
-        """List the largest files with their sizes in parentheses; empty without files."""
-        sizes = {str(path.relative_to(self.folder)): size for path, size in self._sizes().items()}
-        largest = sorted(sizes, key=lambda name: (-sizes[name], name))
-        texts = [f"{name} {sizes[name]:,}" for name in largest[:_MOST_FILES]]
-        if more := len(sizes) - len(texts):
-            rest = sum(sizes[name] for name in largest[_MOST_FILES:])
-            texts.append(f"{more} more files {rest:,}")
-        return f" ({', '.join(texts)})" if texts else ""
 
     def damage(self, how: str) -> None:
         """Damage every large file in the folder, in its place and without a change of its size.
@@ -153,7 +142,7 @@ class OpenedStore:
 
     def entries(self) -> set[Path]:
         """Return the files in the folder that are large enough for an entry."""
-        return {path for path, size in self._sizes().items() if size >= SMALLEST_ENTRY}
+        return {path for path, size in self._sizes().items() if size >= _SMALLEST_ENTRY}
 
     def end(self) -> None:
         """Close the store and remove the folder."""
@@ -187,7 +176,8 @@ class OpenedStore:
                     return bool(getattr(make, name)(store, *args))
                 except Exception as error:
                     places = places_in(walk_tb(error.__traceback__), make.__module__)
-                    self.errors[name, bytes(args[0])] = f"{one_line(error)}{at_places(places)}"
+                    first = f"; the first exception: {one_line(error)}{at_places(places)}"
+                    self.first_error = self.first_error or first
                     raise
 
             call.__name__ = name
