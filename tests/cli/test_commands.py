@@ -101,7 +101,7 @@ def test_quiet_prints_only_errors_and_reports() -> None:
 
 
 def test_verbose_prints_versions_and_tracebacks() -> None:
-    first, *lines, last = run("events", "validate", "no_such", "--verbose").stderr.splitlines()
+    first, *lines, last = run("events", "no_such", "--verbose").stderr.splitlines()
     assert first.startswith(f"kvview: kvview {__version__} (contract {CONTRACT_VERSION}), ")
     assert any("Traceback" in line for line in lines)
     assert last.startswith("kvview: 'no_such'")
@@ -112,9 +112,9 @@ def test_the_shell_completes_commands() -> None:
         "_KVVIEW_COMPLETE=bash_complete"
         in python("-c", MAIN, _KVVIEW_COMPLETE="bash_source").stdout
     )
-    words = {"COMP_WORDS": "kvview events val", "COMP_CWORD": "2"}
+    words = {"COMP_WORDS": "kvview tier be", "COMP_CWORD": "2"}
     done = python("-c", MAIN, _KVVIEW_COMPLETE="bash_complete", **words)
-    assert done.stdout == "plain,validate\n"
+    assert done.stdout == "plain,bench\n"
 
 
 # --- entry points ---

@@ -231,8 +231,7 @@ def recording(folder: Path, dice: random.Random) -> Input:
             written.write(Message(number + (dice.random() < 0.1), payload, topic, 1.5))
     rows = [json.loads(line) for line in source.read_bytes().splitlines()]
     path = put(folder / "recording.jsonl", wrong_rows(rows, dice), dice)
-    commands = ["events tail", "events validate", "size", "replay --gpu-blocks 90"]
-    commands.append("events validate --format vllm-0.33")
+    commands = ["events", "size", "replay --gpu-blocks 90"]
     return reporting(folder, dice.choice(commands), path, codes=(0, 1, 2, 4))
 
 
@@ -302,10 +301,10 @@ LARGE: list[tuple[str, Callable[[], bytes]]] = [
         lambda: gzip.compress(ROW + b'\n{"hash_ids":[' + b"1," * 60_000_000, 1),
     ),
     ("size", lambda: gzip.compress(b" " * (400 << 20), 1)),
-    ("events tail", lambda: gzip.compress(b"1" * (400 << 20), 1)),
-    ("events validate", lambda: messages([*range(0, 60_000, 2), *range(1, 60_000, 2)])),
+    ("events", lambda: gzip.compress(b"1" * (400 << 20), 1)),
+    ("events", lambda: messages([*range(0, 60_000, 2), *range(1, 60_000, 2)])),
     (
-        "events validate",
+        "events",
         lambda: messages([0], b"\x93\x01\xdd" + (10**7).to_bytes(4, "big") + b"\x90" * 10**7),
     ),
     (

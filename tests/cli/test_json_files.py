@@ -66,7 +66,7 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "result": [result],
     "incident": [incident],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
-    "events": ["events validate recording.jsonl", "events tail recording.jsonl"],
+    "events": ["events recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],
     "size": ["size --requests=30", "size trace.jsonl --skip-bad-rows --block-bytes=9"],
     "bench": [

@@ -29,8 +29,8 @@ TABLE = json.loads((HERE / "wrong_values.json").read_text("utf-8"))
 which an option is not read; wrong values of each option, and lists of them."""
 ARGUMENTS = {command: args.split() for command, args in TABLE["succeeds"].items()}
 CONNECTOR = ["kvview_reference.store_connector:StoreConnector", "--seeds", "1"]
-FREE = {"endpoint", "file", "--topic"}
-"""Any text is a topic; paths to write and endpoints have tests of their own."""
+FREE = {"file"}
+"""Paths to write have tests of their own."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +78,8 @@ def test_a_refused_run_leaves_its_files_unchanged() -> None:
     Path("link.json").symlink_to("nowhere.json")
     for path in ("old.json", "new.json", "link.json"):
         assert_refused(run("doctor", "--tier=[]", "--json", path))
-        assert_refused(run("events", "record", "tcp://x", path, "--seconds=0"))
-    assert_refused(run("events", "record", "old.json", "old.json"))
+        assert_refused(run("events", "tcp://x", "--record", path, "--seconds=0"))
+    assert_refused(run("events", "old.json", "--record", "old.json"))
     assert Path("old.json").read_text() == "old"
     assert not Path("new.json").exists()
     assert not Path("nowhere.json").exists()
@@ -142,10 +142,10 @@ def test_a_refused_command_names_the_reason(section: str, given: str, part: str)
     [
         (f"size --requests=20 --sizes=9999,{10**20}", ExitCode.CLEAN),
         (
-            "events record tcp://127.0.0.1:5999 x.jsonl --seconds=0 --topic=\udce9",
+            "events tcp://127.0.0.1:5999 --record x.jsonl --seconds=0",
             ExitCode.NOT_CHECKED,
         ),
-        ("events tail empty", ExitCode.NOT_CHECKED),
+        ("events empty", ExitCode.NOT_CHECKED),
     ],
 )
 def test_unusual_inputs_that_are_valid(arguments: str, code: ExitCode) -> None:

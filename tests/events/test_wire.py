@@ -24,7 +24,6 @@ from kvview.events.wire import (
     decode,
     encode,
 )
-from kvview.testing.events.command import _line
 from kvview.testing.events.stream_fold import StreamFold
 
 pack = msgspec.msgpack.encode
@@ -86,7 +85,6 @@ def _is_sound(payload: bytes) -> None:
     assert encode(batch) == payload
     for event in batch.events:
         assert isinstance(event, StoredEvent | RemovedEvent | ClearedEvent)
-        assert _line(event)
 
 
 ANYTHING = st.recursive(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from typing_extensions import override
 
 from kvview.testing.tier.machine import TierMachine
 from kvview.testing.tier.suite import suite_of
-from kvview.testing.tier.under_test.file_damage import damage_files
 from kvview_reference.tier import FileStore
 
 pytest.importorskip("xxhash")
@@ -101,34 +97,3 @@ def test_a_load_may_end_well_before_the_eviction_of_its_key_is_reported(
     machine.submit("put", NEW)
     machine.wait()
     assert first in machine.model.gone
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux exchanges two files in one step")
-def test_damage_does_not_bring_back_a_file_that_a_store_removes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed, write_bytes = tmp_path / "page", Path.write_bytes
-    removed.touch()
-
-    def write_late(path: Path, content: bytes) -> int:
-        removed.unlink()
-        return write_bytes(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", write_late)
-    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment before
-    damage_files([removed], "grow", 0, tmp_path / "new")
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("how", ["flip", "cut", "grow", "swap"])
-def test_damage_leaves_open_files_as_they_are(tmp_path: Path, how: str) -> None:
-    """A store that has mapped a file would end with SIGBUS if the file became shorter."""
-    pages = {tmp_path / str(size): bytes(size) for size in (30_000, 20_000, 10_000)}
-    with ExitStack() as opened:
-        files = {}
-        for path, page in pages.items():
-            path.write_bytes(page)
-            files[path] = opened.enter_context(path.open("rb"))
-        damage_files(pages, how, 0, tmp_path / "new")
-        assert {path: file.read() for path, file in files.items()} == pages
-    assert {*tmp_path.iterdir()} == {*pages}

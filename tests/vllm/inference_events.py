@@ -136,7 +136,7 @@ class Reader:
                 return
             for message in self.listener.follow(0.5, self.findings.append):
                 self.messages.append(message)
-                _, found = self.fold.apply(message.sequence, message.payload)
+                found = self.fold.apply(message.sequence, message.payload)
                 self.findings += [f"{finding.law}: {finding.what}" for finding in found]
         raise InvariantBroken(
             "EVENT-3", f"message {number} did not arrive within {_DEADLINE_S:g} s"

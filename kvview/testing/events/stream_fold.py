@@ -68,13 +68,9 @@ class Finding:
 
 @dataclass
 class StreamFold:
-    """The fold of messages into the blocks of each medium, with the faults found.
+    """The fold of messages into the blocks of each medium, with the faults found."""
 
-    Args:
-        decoder: Decoder of batches.
-    """
-
-    decoder: EventDecoder = field(default_factory=EventDecoder)
+    _decoder: EventDecoder = field(default_factory=EventDecoder)
     _held: FoldedEvents[_Key] = field(default_factory=FoldedEvents)
     num_messages: int = 0
     num_events: Counter[str] = field(default_factory=Counter)
@@ -88,32 +84,29 @@ class StreamFold:
     _described: dict[tuple[Hash, int], tuple[Hash | None, int]] = field(default_factory=dict)
     _published: set[Hash] = field(default_factory=set)
 
-    def apply(self, sequence: int, payload: bytes) -> tuple[Batch | None, list[Finding]]:
-        """Apply one message.
+    def apply(self, sequence: int, payload: bytes) -> list[Finding]:
+        """Apply one message, and return its faults.
 
         Args:
             sequence: Sequence number of the message.
             payload: The batch.
-
-        Returns:
-            The batch, or None if it cannot be decoded, and the faults of the message.
         """
         self.num_messages += 1
         batch = None
         try:
-            batch = self.decoder.decode(payload)
+            batch = self._decoder.decode(payload)
         except WireFormatError as error:
             unreadable = str(error)
         is_new, found = self._number(sequence, None if batch is None else batch.ts)
         if batch is None:
             self.knows_all = False
-            return None, [*found, Finding(sequence, "FORMAT", unreadable)]
+            return [*found, Finding(sequence, "FORMAT", unreadable)]
         self.formats[batch.wire_format.name] += 1
         all_ = chain(found, self._apply(sequence, batch, is_new))
         found = [*islice(all_, MAX_FINDINGS)]
         if more := sum(1 for _ in all_):
             found.append(Finding(sequence, "FORMAT", f"{more} further findings in this message"))
-        return batch, found
+        return found
 
     def _apply(self, sequence: int, batch: Batch, is_new: bool) -> Iterator[Finding]:
         for number, event in enumerate(batch.events if is_new else ()):

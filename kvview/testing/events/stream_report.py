@@ -1,4 +1,4 @@
-"""The JSON report of ``kvview events validate`` and ``kvview events tail``."""
+"""The JSON report of ``kvview events``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvview.testing.events.stream_fold import Finding
 
 @dataclass(frozen=True)
 class StreamReport:
-    """The report of ``kvview events validate --json FILE`` and ``kvview events tail``.
+    """The report of ``kvview events SOURCE --json FILE``.
 
     Args:
         source: The endpoint or file, as given.
@@ -25,7 +25,7 @@ class StreamReport:
             the gap.
         num_findings: Number of all findings.
         findings: The first 10,000 findings.
-        trouble: Problems of the connection.
+        trouble: The first 20 problems of the connection.
         schema_version: Version of the JSON; increased when a field is removed or changes its
             meaning.
     """

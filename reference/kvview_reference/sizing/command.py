@@ -59,7 +59,7 @@ def size(
 
     TRACE is a trace in the Mooncake, Bailian or Weka format, with or without
     sessions (JSONL or JSONL.gz), a folder of such files, or a recording of KV
-    events (kvview events record). Without TRACE, a seeded workload is generated.
+    events (kvview events --record). Without TRACE, a seeded workload is generated.
     """
     from kvview_reference.sizing.hit_curve import parse_sizes
     from kvview_reference.sizing.hit_curve import size as run

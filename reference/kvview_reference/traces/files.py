@@ -55,7 +55,7 @@ def files_of(path: str) -> list[str]:
 
 
 def is_recording(path: str) -> bool:
-    """Whether a file was written by ``kvview events record``."""
+    """Whether a file was written by ``kvview events --record``."""
     try:
         with open_rows(path) as (_, rows):
             row = rows.readline(MAX_ROW_BYTES)

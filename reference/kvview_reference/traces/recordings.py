@@ -8,7 +8,7 @@
 3. A block that is computed again after its eviction is stored again, so its request is visible. A
    request that hits all of its full blocks stores no block and is invisible.
 
-Source: ``kvview events record``; the fields are those of vLLM's ``BlockStored``.
+Source: ``kvview events --record``; the fields are those of vLLM's ``BlockStored``.
 """
 
 from __future__ import annotations

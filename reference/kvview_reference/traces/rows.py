@@ -267,7 +267,7 @@ def recognise(fields: dict[str, Any]) -> FormatName:
     if fields.keys() & _OF_EVENTS:
         raise RowError(
             f"the fields {found} are those of an event log, which lacks the hash_ids of each "
-            "request's prompt; record KV events with 'kvview events record'"
+            "request's prompt; record KV events with 'kvview events --record'"
         )
     known = ", ".join(f"{name} ({names})" for name, names in _FIELDS.items())
     raise RowError(f"the fields {found} fit no known format; known formats: {known}")

@@ -17,15 +17,13 @@ from kvview.errors import one_line
 from kvview.targets import target_of
 from kvview.testing.placeholders import in_folder
 from kvview.testing.supervision.source_lines import at_places
-from kvview.testing.tier.under_test.file_damage import damage_files
 from kvview.testing.tier.under_test.io_watch import break_connections, open_sockets
 from kvview.testing.tier.under_test.writer import Writer
 from kvview.tier import Namespace, Threaded, TierStore
 
-SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
+_SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
 
 _SLOW_REMOVAL = 0.003  # seconds
-_MOST_FILES = 5  # maximum of files that a message lists
 
 
 class OpenedStore:
@@ -56,8 +54,8 @@ class OpenedStore:
         self._gate.set()
         self.callers: set[int] = set()
         """The threads that were inside a blocking call of the store, if they are known."""
-        self.errors: dict[tuple[str, bytes], str] = {}
-        """The last exception of each blocking call and key, with its line of source."""
+        self.first_error = ""
+        """The first exception of a blocking call, as the end of a message; empty without one."""
         self._foreign_sockets = open_sockets()
         gated = self._gated(made_of) if issubclass(made_of, Threaded) else made_of
         try:
@@ -87,31 +85,35 @@ class OpenedStore:
 
     def occupied_bytes(self) -> int:
         """Return the number of bytes of all files in the folder."""
-        total = 0
-        for path in self._files():
-            with suppress(OSError):  # a file that was being written
-                total += path.stat().st_size
-        return total
+        return sum(self._sizes().values())
 
-    def files_in_words(self) -> str:
-        """List the largest files with their sizes in parentheses; empty without files."""
-        sizes: dict[str, int] = {}
-        for path in self._files():
-            with suppress(OSError):  # a file that was being written
-                sizes[str(path.relative_to(self.folder))] = path.stat().st_size
-        largest = sorted(sizes, key=lambda name: (-sizes[name], name))
-        texts = [f"{name} {sizes[name]:,}" for name in largest[:_MOST_FILES]]
-        if more := len(sizes) - len(texts):
-            rest = sum(sizes[name] for name in largest[_MOST_FILES:])
-            texts.append(f"{more} more files {rest:,}")
-        return f" ({', '.join(texts)})" if texts else ""
+    def damage(self, how: str) -> None:
+        """Damage every large file in the folder, in its place and without a change of its size.
 
-    def damage(self, how: str) -> int:
-        """Damage every large file in the folder; ``"swap"`` exchanges them in pairs."""
-        new = self.folder / "damaged"
-        number = damage_files(self.entries(), how, self._num_damaged, new)
-        self._num_damaged += number
-        return number
+        A store may have mapped a file, and a shorter file would end the process with SIGBUS.
+
+        Args:
+            how: ``"flip"`` changes a bit, ``"lose the end"`` writes zeros as after a power cut, and
+                ``"swap"`` exchanges neighbours as far as they go.
+        """
+        contents = {}
+        for path in self.entries():
+            with suppress(OSError):  # the store has just removed the file
+                contents[path] = path.read_bytes()
+        by_size = sorted(contents, key=lambda path: (len(contents[path]), path))
+        for number, path in enumerate(by_size):
+            right = contents[path]
+            at = len(right) * ((self._num_damaged + number) * 7 % 41 + 1) // 43
+            if how == "flip":
+                wrong = right[:at] + bytes([right[at] ^ 1 << number % 8]) + right[at + 1 :]
+            elif how == "swap":
+                other = contents[by_size[min(number ^ 1, len(by_size) - 1)]]
+                wrong = other[: len(right)] + right[len(other) :]
+            else:
+                wrong = right[:at] + bytes(len(right) - at)
+            with suppress(OSError), path.open("r+b") as file:
+                file.write(wrong)
+        self._num_damaged += len(contents)
 
     def lose_medium(self) -> None:
         """Replace the folder by a file."""
@@ -123,19 +125,24 @@ class OpenedStore:
         """Break the connections that were opened after this store; return their number."""
         return break_connections(self._foreign_sockets)
 
-    def start_writer(self, keys: Mapping[bytes, int]) -> Writer:
-        """Start a process that opens the same folder and puts keys."""
+    def start_writer(self, keys: Mapping[bytes, int], most_growth: int | None = None) -> Writer:
+        """Start a process that opens the same folder and puts keys.
+
+        Args:
+            keys: Keys, each with the number of bytes of its page.
+            most_growth: Number of bytes more than those of the largest file after which the system
+                ends the process in the middle of a write; None for no limit.
+        """
         target = importable(self._made_of)
         assert target is not None, "without a target there is no capability KILL"
-        return Writer(target, self._filled_options(), self.namespace, keys)
+        limit = None
+        if most_growth is not None:
+            limit = most_growth + max(self._sizes().values(), default=0)
+        return Writer(target, self._filled_options(), self.namespace, keys, limit)
 
     def entries(self) -> set[Path]:
         """Return the files in the folder that are large enough for an entry."""
-        found = set()
-        for path in self._files():
-            with suppress(OSError):  # a file that was being written
-                found |= {path} if path.stat().st_size >= SMALLEST_ENTRY else set()
-        return found
+        return {path for path, size in self._sizes().items() if size >= _SMALLEST_ENTRY}
 
     def end(self) -> None:
         """Close the store and remove the folder."""
@@ -148,8 +155,12 @@ class OpenedStore:
     def _filled_options(self) -> dict[str, Any]:
         return {key: in_folder(value, str(self.folder)) for key, value in self._options.items()}
 
-    def _files(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+    def _sizes(self) -> dict[Path, int]:
+        sizes = {}
+        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+            with suppress(OSError):  # the store has just removed the file
+                sizes[path] = path.stat().st_size
+        return sizes
 
     def _gated(self, make: Any) -> Any:
         """Make a subclass of a ``Threaded`` class whose blocking calls wait at the gate.
@@ -165,7 +176,8 @@ class OpenedStore:
                     return bool(getattr(make, name)(store, *args))
                 except Exception as error:
                     places = places_in(walk_tb(error.__traceback__), make.__module__)
-                    self.errors[name, bytes(args[0])] = f"{one_line(error)}{at_places(places)}"
+                    first = f"; the first exception: {one_line(error)}{at_places(places)}"
+                    self.first_error = self.first_error or first
                     raise
 
             call.__name__ = name

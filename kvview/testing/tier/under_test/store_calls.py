@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.conformance import ContractMachine, observable
+from kvview.testing.suites.conformance import ContractMachine, Promises, observable
 from kvview.testing.tier.model import TWIN, TierModel, bytes_of
 from kvview.testing.tier.under_test.io_watch import watching_io
 from kvview.testing.tier.under_test.opened_store import OpenedStore
@@ -34,11 +34,6 @@ def size_of(key: bytes) -> int:
 def sized(keys: Iterable[bytes], change: int = 0) -> dict[bytes, int]:
     """Return keys with the sizes of their pages, or with other sizes."""
     return {key: max(1, size_of(key) + change) for key in keys}
-
-
-def first_exception(error: str) -> str:
-    """Return the end of a message that names an exception; empty without one."""
-    return f"; the first exception: {error}" if error else ""
 
 
 def finished(store: Any, seconds: float) -> list[bool]:
@@ -147,9 +142,8 @@ class TierCalls(ContractMachine):
         for job, flags in list(self.ask("poll")):
             known = self.model.jobs.get(job)
             self.await_evictions(partial(self.model.lacks, job, list(flags)))
-            error = self._count(job, flags)
-            promises = self.model.report(job, list(flags))
-            self.judge(((law, what + error, kept) for law, what, kept in promises), flags)
+            self._count(job, flags)
+            self.judge(self.model.report(job, list(flags)), flags)
             assert known is not None, "the model knows the outcome"
             keys, pages = self.pages.pop(job)
             for key, page, flag in zip(keys, pages, flags, strict=True):
@@ -163,22 +157,18 @@ class TierCalls(ContractMachine):
             reports[job] = [bool(flag) for flag in flags]
         return reports
 
-    def _count(self, number: int, flags: Sequence[bool]) -> str:
-        """Count the keys of a reported job; returns the first exception of a key that failed."""
-        job = self.model.jobs.get(number)
-        if job is None:
-            return ""
-        kind, method = ("loads", "read_into") if job.is_get else ("stores", "write")
-        if self.max_bytes is not None:
-            kind += " with a budget"
-        error = ""
-        for key, flag in zip(job.sizes, flags, strict=False):
-            self.suite.seen[kind] += bool(flag)
-            error = error or ("" if flag else self.opened.errors.get((method, key), ""))
-        if not job.is_get:
-            kind_of_suite = type(self.suite)
-            kind_of_suite.first_error = kind_of_suite.first_error or error
-        return first_exception(error)
+    def _count(self, number: int, flags: Sequence[bool]) -> None:
+        """Count the pages that a reported job has stored."""
+        job, kind = self.model.jobs.get(number), type(self.suite)
+        if job is not None and not job.is_get:
+            kind.num_stored[self.max_bytes is not None] += sum(map(bool, flags))
+            kind.first_error = kind.first_error or self.opened.first_error
+
+    @override
+    def judge(self, promises: Promises, got: object) -> None:
+        """Break the law of the first promise that was not kept, and name the first exception."""
+        error = self.opened.first_error
+        super().judge(((law, what + error, kept) for law, what, kept in promises), got)
 
     @observable("TIER-3")
     def pages_are_left_alone(self) -> None:
@@ -217,8 +207,7 @@ class TierCalls(ContractMachine):
         """
         occupied = self.opened.occupied_bytes()
         if occupied > most:
-            got = f"{occupied:,} bytes{self.opened.files_in_words()}"
-            self.fail(what, got, f"at most {most:,} bytes ({reason})")
+            self.fail(what, f"{occupied:,} bytes", f"at most {most:,} bytes ({reason})")
 
     @contextmanager
     def patiently(self, what: str, law: str) -> Iterator[Any]:
@@ -277,7 +266,5 @@ class TierCalls(ContractMachine):
                 self.learn_evictions()
             else:
                 self.await_evictions(partial(self.model.must_be_found, key))
-            error = "" if flag else first_exception(self.opened.errors.get(("has", key), ""))
-            promises = self.model.answer(key, bool(flag))
-            self.judge(((law, what + error, kept) for law, what, kept in promises), flag)
+            self.judge(self.model.answer(key, bool(flag)), flag)
         return [bool(flag) for flag in flags]
