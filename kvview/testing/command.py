@@ -19,6 +19,7 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
+    OutputFile,
     Whole,
     arguments_of,
     given_parameters,
@@ -144,6 +145,13 @@ SEEDS_OF_A_RELEASE = 100
     is_flag=True,
     help="Make one verdict of the reports (--json) of all shards, which are the arguments.",
 )
+@click.option(
+    "--timeline",
+    "timeline_file",
+    type=OutputFile(),
+    metavar="FILE.html",
+    help="Draw the last steps of a connector's first failure: requests, jobs and held blocks.",
+)
 @json_option(
     {
         "report": "kvview.testing.results.schema:ReportModel",
@@ -163,6 +171,7 @@ def check(
     incident: str | None,
     json_file: str | None,
     result_file: str | None,
+    timeline_file: str | None,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -237,6 +246,8 @@ def check(
             **settings,
         )
     show_report(console, report)
+    if timeline_file is not None:
+        _draw_timeline(report, timeline_file)
     replaced = getattr(found, "replaced", ()) if report.runs is None else report.runs.replaced
     if report.runs is None and replaced:
         from kvview.testing.connector.exercised.coverage import REPLACED, notes_on
@@ -253,6 +264,18 @@ def check(
         report.engine,
     )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _draw_timeline(report: Report, path: str) -> None:
+    from kvview.testing.results.timeline import write_timeline
+
+    failures = [result.failure for result in report.results if result.failure is not None]
+    if drawn := next((failure for failure in failures if failure.log), None):
+        write_timeline(drawn, path)
+    else:
+        echo(
+            f"kvview: --timeline: no run of a connector failed, so {path} is not written", err=True
+        )
 
 
 def _read_shard(text: str) -> tuple[int, int]:
