@@ -16,6 +16,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from kvview.testing.results.timeline import read_log
+
 DOCS = Path(__file__).parent
 CHARTS = DOCS / "images/charts"
 
@@ -104,6 +106,25 @@ def speed() -> Figure:
     return figure
 
 
+def timeline() -> Figure:
+    """Draw the failing run of the README as ``kvview check --timeline`` does."""
+    log = (DOCS / "images/charts/timeline.txt").read_text("utf-8").splitlines()
+    bars, steps = read_log(log)
+    colors = {"request": "#020202", "job": "#030303", "job failed": "#040404", "block": "#040404"}
+    figure = Figure(figsize=(5.4, 1.8), layout="constrained")
+    axes = figure.subplots()
+    for row, bar in enumerate(reversed(bars)):
+        last = steps[-1] if bar.last is None else bar.last
+        axes.barh(row, last - bar.first + 1, left=bar.first - 0.5, color=colors[bar.kind])
+        note = "failed" if "failed" in bar.kind else "" if bar.last else "does not end"
+        axes.text(last + 0.6, row, note, va="center")
+    names = [bar.name.replace(": held at ", "\nheld at ") for bar in reversed(bars)]
+    axes.set_yticks(range(len(bars)), names)
+    axes.set_xticks(list(steps))
+    axes.set(xlim=(steps[0] - 0.5, steps[-1] + 2), xlabel="step")
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """Return a figure as SVG whose colors follow the reader's color scheme."""
     text = io.StringIO()
@@ -125,6 +146,7 @@ def write() -> None:
         for name, figure in {
             "hit-curve": hit_curve(),
             "speed": speed(),
+            "timeline": timeline(),
         }.items():
             path, text = CHARTS / f"{name}.svg", svg(figure)
             if not path.exists() or path.read_text("utf-8") != text:

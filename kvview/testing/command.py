@@ -19,6 +19,7 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import (
     VERBOSE,
+    OutputFile,
     Whole,
     arguments_of,
     given_parameters,
@@ -49,7 +50,7 @@ SEEDS_OF_A_RELEASE = 100
 
 
 @click.command()
-@click.argument("target", metavar="TARGET")
+@click.argument("target", nargs=-1, required=True, metavar="TARGET")
 @click.option(
     "--select",
     multiple=True,
@@ -134,6 +135,23 @@ SEEDS_OF_A_RELEASE = 100
     is_flag=True,
     help="Run all seeds of a connector; by default the first failing seed ends the run.",
 )
+@click.option(
+    "--shard",
+    metavar="K/N",
+    help="Run only the K-th of N parts of a connector's seeds; --merge adds up their reports.",
+)
+@click.option(
+    "--merge",
+    is_flag=True,
+    help="Make one verdict of the reports (--json) of all shards, which are the arguments.",
+)
+@click.option(
+    "--timeline",
+    "timeline_file",
+    type=OutputFile(),
+    metavar="FILE.html",
+    help="Draw the last steps of a connector's first failure: requests, jobs and held blocks.",
+)
 @json_option(
     {
         "report": "kvview.testing.results.schema:ReportModel",
@@ -142,7 +160,9 @@ SEEDS_OF_A_RELEASE = 100
 )
 @RESULT_OPTION
 def check(
-    target: str,
+    target: tuple[str, ...],
+    merge: bool,
+    shard: str | None,
     expected_path: str | None,
     vllm: tuple[str, ...],
     options: tuple[str, ...],
@@ -151,6 +171,7 @@ def check(
     incident: str | None,
     json_file: str | None,
     result_file: str | None,
+    timeline_file: str | None,
     **settings: Any,
 ) -> None:
     """Check an implementation against the laws of its contract.
@@ -167,13 +188,23 @@ def check(
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     is_piped = "-" in (json_file, result_file)
     console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
+    if shard is not None:
+        settings["shard"] = _read_shard(shard)
+    if merge:
+        from kvview.testing.results.merge import read_shards
+
+        name, settings["merged"] = read_shards(target)
+    elif len(target) == 1:
+        name = target[0]
+    else:
+        raise click.UsageError(f"check takes one TARGET, got {len(target)}; --merge takes reports")
     if vllm and settings["inference"]:
         raise ConfigError(
             "--inference runs in the installed vLLM and cannot be combined with --vllm; drop one "
             "of them"
         )
     if vllm:
-        _finish(*_check_in_releases(console, target, "vllm", vllm), json_file)
+        _finish(*_check_in_releases(console, name, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected, run_checks
     from kvview.testing.results.terminal import show_report
@@ -183,22 +214,22 @@ def check(
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
     if incident is not None:
-        sys.exit(_repeat_incident(console, target, incident, given))
+        sys.exit(_repeat_incident(console, name, incident, given))
     if pd and settings["inference"]:
         if (json_file, result_file) != (None, None):
             raise ConfigError(
                 "--pd --inference only prints its report; drop --json and --report-json"
             )
-        sys.exit(_check_real_handoffs(console, target, given))
+        sys.exit(_check_real_handoffs(console, name, given))
     profile = "inference" if settings["inference"] else "handoff" if pd else "connector"
     with (
         scratch_folder(),
         _ended_in_order(),
-        naming(target),
-        or_could_not_run(result_file, target, profile),
-        progress(f"checking {target}") as on_progress,
+        naming(name),
+        or_could_not_run(result_file, name, profile),
+        progress(f"checking {name}") as on_progress,
     ):
-        found = load_target(target)
+        found = load_target(name)
         if pd:
             from kvview.testing.handoff import pd_factory
 
@@ -208,13 +239,15 @@ def check(
             found,
             expected=() if expected_path is None else read_expected(expected_path),
             options=given,
-            target=target,
+            target=name,
             on_result=lambda result: on_progress(result.check.name),
             on_seed=_seeds_in_words(on_progress),
             on_step=on_progress,
             **settings,
         )
     show_report(console, report)
+    if timeline_file is not None:
+        _draw_timeline(report, timeline_file)
     replaced = getattr(found, "replaced", ()) if report.runs is None else report.runs.replaced
     if report.runs is None and replaced:
         from kvview.testing.connector.exercised.coverage import REPLACED, notes_on
@@ -224,13 +257,33 @@ def check(
     profile = "inference" if settings["inference"] else report.contract
     write_result(
         result_file,
-        target,
+        name,
         [_profile(report, profile)],
         report.versions,
         replaced,
         report.engine,
     )
     _finish(_verdict(report), report.to_dict(), json_file)
+
+
+def _draw_timeline(report: Report, path: str) -> None:
+    from kvview.testing.results.timeline import write_timeline
+
+    failures = [result.failure for result in report.results if result.failure is not None]
+    if drawn := next((failure for failure in failures if failure.log), None):
+        write_timeline(drawn, path)
+    else:
+        echo(
+            f"kvview: --timeline: no run of a connector failed, so {path} is not written", err=True
+        )
+
+
+def _read_shard(text: str) -> tuple[int, int]:
+    """Read a shard and the number of shards, as ``3/8``."""
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal()):
+        raise ConfigError(f"--shard takes a shard and the number of shards, as 3/8, got {text!r}")
+    return int(number), int(of)
 
 
 def _seeds_in_words(on_progress: Callable[[str], None]) -> Callable[[int, int, int], None]:

@@ -55,6 +55,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     """
     try:
         from kvview.testing.connector import check_connector, load_engines
+        from kvview.testing.connector.tally import merge_shards
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the target is a connector, and the check of connectors needs {error.name}: pip "
@@ -63,6 +64,8 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     effort = current_effort()
     if factory not in effort.shared and effort.inference:
         effort.shared[factory] = _token_runs(factory, effort)
+    if factory not in effort.shared and effort.merged:
+        effort.shared[factory] = merge_shards(factory, effort.merged)  # type: ignore[arg-type]
     if factory not in effort.shared:
         number = effort.seeds or NUM_SEEDS
         goes_on: GoesOn | None = effort.shared.get("goes_on")
@@ -82,6 +85,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             hook_seconds=effort.hook_seconds,
             on_progress=on_progress,
             keep_going=goes_on or effort.keep_going,
+            shard=effort.shard,
         )
     runs: ConnectorRuns = effort.shared[factory]
     return runs

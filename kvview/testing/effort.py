@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvview.errors import ConfigError
 from kvview.testing.supervision.watchdog import HOOK_SECONDS
 
-_FOR_CONNECTORS = ("engine", "options", "hook_seconds", "inference", "keep_going")
+if TYPE_CHECKING:
+    from kvview.testing.results.schema import RunsModel
+
+_FOR_CONNECTORS = ("engine", "options", "hook_seconds", "inference", "keep_going", "shard")
 
 
 class Settings(TypedDict, total=False):
@@ -25,6 +28,8 @@ class Settings(TypedDict, total=False):
     hook_seconds: float
     inference: bool
     keep_going: bool
+    shard: tuple[int, int]
+    merged: Sequence[RunsModel]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Effort:
         inference: Whether a connector is checked with a real model instead of simulated runs.
         keep_going: Whether all seeds of a connector are run; otherwise the first failure ends the
             runs.
+        shard: Number of the shard of a connector's seeds to run, from 1, and number of shards.
+        merged: The runs of all shards of a connector, instead of new runs.
         is_brief: Whether a search ends at its first failure, without shrinking it.
         shared: Results of earlier checks of the run, which all its checks share.
 
@@ -58,6 +65,8 @@ class Effort:
     hook_seconds: float = HOOK_SECONDS
     inference: bool = False
     keep_going: bool = False
+    shard: tuple[int, int] = (1, 1)
+    merged: Sequence[RunsModel] = ()
     is_brief: bool = False
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -67,6 +76,11 @@ class Effort:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be more than 0, got {value}")
+        if not 1 <= self.shard[0] <= self.shard[1]:
+            number, of = self.shard
+            raise ConfigError(f"shard must be between 1/{of} and {of}/{of}, got {number}/{of}")
+        if self.inference and self.shard != (1, 1):
+            raise ConfigError("shard only applies to simulated runs; drop shard or inference")
         if self.inference and self.steps is not None:
             raise ConfigError(
                 "steps only applies to simulated runs and cannot be combined with inference; "

@@ -108,13 +108,14 @@ def test_the_readme_shows_a_real_report(tmp_path: Path) -> None:
     texts = {title or kind: text for kind, title, text, _ in [*pieces("README.md")][1::-1]}
     (tmp_path / "leaky.py").write_text(texts["leaky.py"])
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    done = run("kvview check leaky.py:LeakyConnector", tmp_path)
+    done = run("kvview check leaky.py:LeakyConnector --timeline t.html", tmp_path)
     rest = " ".join(done.stdout.split())
     for part in re.split(r"\.\.\.\n", texts["text"]):
         text = " ".join(part.split())
         assert text in rest, f"{part}\nis not in\n{done.stdout}"
         rest = rest[rest.index(text) + len(text) :]
     assert done.returncode == 1
+    assert "does not end" in (tmp_path / "t.html").read_text("utf-8")
 
 
 def test_the_parts_alone_run() -> None:

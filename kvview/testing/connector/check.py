@@ -56,6 +56,7 @@ def check_connector(
     steps: int | None = None,
     hook_seconds: float = watchdog.HOOK_SECONDS,
     processes: int | None = None,
+    shard: tuple[int, int] = (1, 1),
     scenarios: Sequence[Scenario] = (),
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
@@ -87,6 +88,7 @@ def check_connector(
             (:mod:`~kvview.testing.supervision.watchdog`).
         processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
             The default is one process per core, but 0 for a single seed or if a fork is not safe.
+        shard: Number of the shard to run, from 1, and number of shards; all seeds by default.
         scenarios: Scenarios to run, in order, instead of those of the seeds.
 
     Returns:
@@ -102,7 +104,9 @@ def check_connector(
     number = processes
     if number is None:
         number = default_processes() if seeds > 1 else 0  # because a fork takes as long as a seed
-    numbers = range(len(scenarios)) if scenarios else in_order(first_seed, seeds)
+    numbers = in_order(first_seed, seeds)[shard[0] - 1 :: shard[1]]
+    if scenarios:
+        numbers = list(range(len(scenarios)))
     start = time.perf_counter()
     with watchdog.limit(hook_seconds), _one_thread(), Processes(runner, number) as made:
         check = _Check(
@@ -119,7 +123,9 @@ def check_connector(
             check.tally.laws = own_runs(engines, connector_class).laws_of_own
         is_interrupted = check.run(numbers, on_progress)
     seconds = time.perf_counter() - start
-    return check.tally.runs(engines.name, first_seed, seconds, is_interrupted, steps, len(numbers))
+    return check.tally.runs(
+        engines.name, first_seed, seconds, is_interrupted, steps, len(numbers), shard
+    )
 
 
 class _Check:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.exercised.author_code import Unrun
 from kvview.testing.connector.exercised.coverage import not_exercised, replaced_parts
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.results.law_broken import Gap
+
+if TYPE_CHECKING:
+    from kvview.testing.results.schema import ShardModel
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class ConnectorFailure:
         filed_under: The broken law, or :data:`EXCEPTIONS` if the connector raised.
         hint: The remedy; None for the hint of the law.
         log: The last hooks, transfers and holds of the script's run.
-        result: The simulated run of the script; None for a run of a real model.
+        result: The simulated run of the script; None for a run of a real model or of a shard.
     """
 
     seed: int
@@ -139,6 +143,7 @@ class ConnectorRuns:
         num_statements: Number of statements in the functions of the author's code that the
             connector uses.
         unrun: Statements of these functions that no run reached.
+        shard: Data for the merge of all shards; None if the runs are no shard of a check.
         laws: Laws that a run can break; None for all laws of connectors.
     """
 
@@ -156,6 +161,7 @@ class ConnectorRuns:
     gaps: Sequence[Gap] = ()
     num_statements: int = 0
     unrun: Sequence[Unrun] = ()
+    shard: ShardModel | None = None
     laws: Collection[str] | None = None
 
     @property

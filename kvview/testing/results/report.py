@@ -187,6 +187,8 @@ class Report:
         if self.runs is None:
             return f"{engine}{self.num_seeds} seeds from {self.seed}"
         number = self.runs.num_asked or self.runs.num_seeds
+        if (shard := self.runs.shard) is not None:
+            return f"{engine}shard {shard.number}/{shard.of}: {number} seeds"
         return f"{engine}{number} seeds from {self.runs.first_seed}"
 
     @property

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -82,6 +82,47 @@ class UnrunModel(_Model):
     is_judged: bool
 
 
+class FailedSeedModel(_Model):
+    """The failure of one seed.
+
+    Args:
+        filed_under: The broken law, or 'exceptions'.
+        hint: The remedy; null for the hint of the law.
+        log: The last hooks, transfers and holds.
+    """
+
+    seed: int
+    law: str
+    message: str
+    script: str
+    filed_under: str
+    hint: str | None
+    log: list[str]
+
+
+class ShardModel(_Model):
+    """The data of a shard that 'kvview check --merge' adds up.
+
+    Args:
+        number: Number of the shard, from 1.
+        of: Number of shards.
+        lines: Lines of the author's code that ran, by file.
+        of_chance: One note for each seed whose two runs differed.
+        first_error: The first exception behind a job that failed by itself, or empty.
+        laws: Laws that a run can break; null for all laws of connectors.
+    """
+
+    number: int
+    of: int
+    options: dict[str, Any]
+    failures: list[FailedSeedModel]
+    notes: list[str]
+    lines: dict[str, list[int]]
+    of_chance: list[str]
+    first_error: str
+    laws: list[str] | None
+
+
 class RunsModel(_Model):
     """The simulated runs of a connector, which its checks share.
 
@@ -95,6 +136,7 @@ class RunsModel(_Model):
         notes: Notes for the reader; 'not deterministic', for example.
         num_statements: Statements of the connector's code; 0 without a measurement.
         unrun: The statements that no run reached.
+        shard: The data of a shard; null if the runs are a whole check.
     """
 
     engine: str
@@ -111,6 +153,7 @@ class RunsModel(_Model):
     num_statements: int = 0
     unrun: list[UnrunModel] = Field(default_factory=list)
     is_interrupted: bool = False
+    shard: ShardModel | None = None
 
 
 class ReportModel(_Model):
