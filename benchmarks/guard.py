@@ -5,8 +5,7 @@
 One round touches a batch of blocks and frees it again. The direct call looks the blocks up itself:
 ``touch([pool.blocks[i] for i in ids])`` and ``free_blocks`` of the same. All sides take turns on
 one pool; a ratio is the median of the rounds' ratios. "Busy guard" has a pin budget.
-Targets: the view takes at most 1.25 of the direct call's time, a guard over it at most 1.5; a guard
-of the reference pool takes at most 1.5 of the view's time.
+Targets: the view takes at most 1.25 of the direct call's time, a guard over it at most 1.5.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from harness import (  # type: ignore[import-not-found, unused-ignore]
 )
 
 from kvview import GPUBlockPoolView, GuardedView
-from kvview_reference.pool import BlockPool
 from kvview_vllm import view
 
 BATCHES = (4, 64, 1000)
@@ -87,13 +85,7 @@ def compare(table: Table, pool: str, rounds: int, turns: Mapping[str, Turn]) -> 
 
 def measure(rounds: int) -> None:
     table = Table("touch and free, blocks a call", "us", "ratio", "low-high", "target")
-    reference, pool = BlockPool(NUM_BLOCKS), make_pool()
-    turns = {
-        "view": view_turn(reference.view()),
-        "guard": view_turn(GuardedView(reference.view())),
-        "busy guard": view_turn(busy_guard(BlockPool(NUM_BLOCKS).view())),
-    }
-    compare(table, "reference", rounds, turns)
+    pool = make_pool()
     turns = {
         "direct": direct_turn(pool),
         "view": view_turn(view(pool)),

@@ -23,7 +23,6 @@ from harness import PEER, ROOT  # type: ignore[import-not-found, unused-ignore]
 
 PAGE = ROOT / "docs" / "performance.md"
 BENCHMARKS = {
-    "pool": True,
     "guard": True,
     "offloading": True,
     "transfer": False,

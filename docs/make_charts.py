@@ -46,16 +46,6 @@ _STYLE: Any = {
     "ytick.color": "#010101",
     "legend.frameon": False,
 }
-_SPEED = {
-    "alloc free 64": "allocate and free",
-    "alloc free hashed 64": "the same, with hashes",
-    "touch free 64": "touch and free",
-    "view touch free 64": "the same, in a view",
-    "walk": "walk through free blocks",
-    "lru 10,000": "LRU of host memory",
-    "arc 10,000": "ARC of host memory",
-}
-"""The rows of the performance page that are drawn, with their labels."""
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -85,24 +75,6 @@ def hit_curve() -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.legend(loc="upper left")
     axes.grid(alpha=0.6)
-    return figure
-
-
-def speed() -> Figure:
-    """Draw the speed as a multiple of vLLM's."""
-    found: dict[str, float] = {}
-    for row in rows("performance.md"):
-        ratio = next((cell for cell in row[1:] if re.fullmatch(r"[\d.]+x", cell)), None)
-        if ratio and row[0] in _SPEED:
-            found.setdefault(_SPEED[row[0]], float(ratio[:-1]))
-    labels = list(_SPEED.values())[::-1]
-    values = [found[label] for label in labels]
-    figure = Figure(figsize=(5.4, 3.2), layout="constrained")
-    axes = figure.subplots()
-    colors = ["#030303" if value >= 1 else "#040404" for value in values]
-    axes.bar_label(axes.barh(labels, values, color=colors), fmt="%.1fx", padding=3)
-    axes.axvline(1, color="#010101", linewidth=0.8)
-    axes.set(xlabel="speed compared with vLLM 0.33.0 (1x)", xlim=(0, max(values) * 1.15))
     return figure
 
 
@@ -145,7 +117,6 @@ def write() -> None:
     with rc_context(_STYLE):
         for name, figure in {
             "hit-curve": hit_curve(),
-            "speed": speed(),
             "timeline": timeline(),
         }.items():
             path, text = CHARTS / f"{name}.svg", svg(figure)

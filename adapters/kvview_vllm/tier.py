@@ -35,7 +35,7 @@ from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace, TierEvents
 from kvview_vllm.metrics.tier_metrics import TierReporter, definitions
-from kvview_vllm.releases import probe_offloading, reading, require_class
+from kvview_vllm.releases import reading
 from kvview_vllm.releases.compat.tiers import (
     TierSeam,
     constructor_options,
@@ -57,7 +57,6 @@ from kvview_vllm.transfer import check_whole_blocks
 _log = logging.getLogger(__name__)
 
 tier_seam()
-probe_offloading(require_class("OffloadingManager"))
 _Tier: Any = require_tier_class("SecondaryTierManager")
 _Spec: Any = require_tier_class("TieringOffloadingSpec")
 

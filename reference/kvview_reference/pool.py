@@ -7,11 +7,9 @@ Source: vLLM 0.33.0, ``vllm/v1/core/block_pool.py``; PR #39654.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
-
-from typing_extensions import override
 
 from kvview import (
     AllBlocksCleared,
@@ -30,20 +28,10 @@ from kvview import (
 from kvview.guard.ledger import Ledger, LedgerView, check_block_ids, ledger_of
 from kvview.keys import make_offload_keys
 from kvview_reference.events import EventLog
-from kvview_reference.free_queue import (
-    FIRST_BACK,
-    NULL_BLOCK_ID,
-    FreeQueue,
-    is_position,
-)
-from kvview_reference.walks import walk_free_block_ids, walk_free_block_ids_with_hash
-
-_REFERENCE, _HASHED = 2, 1  # the parts of a held block's state
-_LAST_HASHED = _REFERENCE + _HASHED  # the state of a hashed block with one reference
-_MAX_ZEROS = 2  # zeros per block, before entries are moved together
+from kvview_reference.free_queue import NULL_BLOCK_ID, FreeQueue
 
 
-class BlockPool(FreeQueue):
+class BlockPool:
     """Fixed-size GPU blocks, with their references, eviction order and prefix cache.
 
     1. Block 0 is the null block, which is never allocated; touch and free skip it.
@@ -71,8 +59,11 @@ class BlockPool(FreeQueue):
     ) -> None:
         if type(num_blocks) is not int or num_blocks < 2:
             raise ConfigError(f"num_blocks must be an int of at least 2, got {num_blocks!r}")
-        super().__init__(num_blocks)
-        self._state[NULL_BLOCK_ID] = _REFERENCE  # never free and never hashed
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._queue = FreeQueue(num_blocks)
+        self._hash: list[OffloadKey | None] = [None] * num_blocks
+        self._more_hashes: dict[int, list[OffloadKey]] = {}
         self.enable_caching = enable_caching
         self._block_by_hash: dict[OffloadKey, int] = {}  # the first that was registered
         self._more_blocks: dict[OffloadKey, dict[int, None]] = {}
@@ -87,13 +78,15 @@ class BlockPool(FreeQueue):
     def ref_counts(self, block_ids: Sequence[int]) -> list[int]:
         """Return the same number for each block."""
         self.check_block_ids(block_ids)
-        states = self._state
-        return [
-            state // _REFERENCE
-            if 0 < (state := states[one]) < FIRST_BACK and one != NULL_BLOCK_ID
-            else 0
-            for one in block_ids
-        ]
+        return list(map(self._refs.__getitem__, block_ids))
+
+    def num_free_blocks(self) -> int:
+        """Return the number of blocks that can be allocated now, with or without a hash."""
+        return len(self._queue)
+
+    def free_block_ids(self) -> list[int]:
+        """Return the whole free queue, next victim first."""
+        return list(self.iter_free_block_ids())
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take one reference on each of the next victims, in order; their hashes are evicted.
@@ -101,26 +94,15 @@ class BlockPool(FreeQueue):
         Raises:
             NoFreeBlocksError: Fewer than ``num_blocks`` blocks are free.
         """
-        if not 0 <= num_blocks <= self._num_free:
+        num_free = len(self._queue)
+        if not 0 <= num_blocks <= num_free:
             raise NoFreeBlocksError(
-                f"cannot allocate {num_blocks} blocks, because only {self._num_free} are free"
+                f"cannot allocate {num_blocks} blocks, because only {num_free} are free"
             )
-        self.stop_walks()
-        block_ids = self._take_front(num_blocks)
-        num_unhashed = 0 if self._is_hashed_in_front else len(block_ids)
-        if self._is_hashed_in_front:
-            self._is_hashed_in_front = bool(self._front)
-        if len(block_ids) < num_blocks:
-            block_ids += self._take_back(num_blocks - len(block_ids))
-        state, held = self._state, _REFERENCE
+        block_ids = self._queue.take(num_blocks)
         for block_id in block_ids:
-            state[block_id] = held
-        if num_unhashed < num_blocks:
-            self._evict_hashes(block_ids[num_unhashed:] if num_unhashed else block_ids)
-        self._num_free -= num_blocks
-        # Positions of the front stack are reused, so move walks out of them.
-        for walk in self._walks:
-            walk.position = max(walk.position, -len(self._front) - 1)
+            self._refs[block_id] = 1
+        self._evict_hashes(block_ids)
         return block_ids
 
     def touch_blocks(self, block_ids: Iterable[int]) -> None:
@@ -130,43 +112,11 @@ class BlockPool(FreeQueue):
             UnknownBlockError: An id does not name a block of this pool; no block was touched.
         """
         block_ids = list(block_ids)
-        if self._walks:
-            self.stop_walks()
-        state, front, back, back_start = self._state, self._front, self._back, self._back_start
-        first_back, hashed, unhashed = FIRST_BACK, _LAST_HASHED, _REFERENCE
-        taken: list[int] = []  # positions
-        remaining = iter(block_ids)
-        try:
-            for block_id in remaining:
-                if block_id > 0:
-                    if (old := state[block_id]) >= first_back:
-                        state[block_id] = hashed
-                        back[old - back_start] = 0
-                        taken.append(old)
-                    elif old > 0:
-                        state[block_id] = old + _REFERENCE
-                    else:
-                        state[block_id] = unhashed
-                        front[~old] = 0
-                        taken.append(old)
-                elif block_id != NULL_BLOCK_ID:
-                    raise IndexError
-        except Exception:
-            for block_id in reversed(_done(block_ids, remaining)):
-                state[block_id] -= _REFERENCE
-                if state[block_id] < _REFERENCE:
-                    state[block_id] = position = taken.pop()
-                    self._set_entry(position, block_id)
-            self.check_block_ids(block_ids)
-            raise
-        if self._is_hashed_in_front or self._is_unhashed_in_back:
-            for block_id in filter(None, block_ids):
-                is_hashed = self._hash[block_id] is not None
-                state[block_id] = (state[block_id] & ~_HASHED) + is_hashed
-        self._num_free -= len(taken)
-        num_zeros = len(front) + len(back) - self._head - self._num_free
-        if self._is_compacting or num_zeros > _MAX_ZEROS * self.num_blocks:
-            self._compact(len(taken))
+        self.check_block_ids(block_ids)
+        for block_id in filter(None, block_ids):
+            if not self._refs[block_id]:
+                self._queue.remove(block_id)
+            self._refs[block_id] += 1
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Release one reference for each occurrence of an id; the first block is evicted first.
@@ -176,75 +126,59 @@ class BlockPool(FreeQueue):
             BlockNotHeldError: A block has fewer references than occurrences; no block was freed.
         """
         block_ids = list(block_ids)
-        state, first_back, last_hashed, last = self._state, FIRST_BACK, _LAST_HASHED, _REFERENCE
-        unhashed: list[int] = []
-        hashed: list[int] = []
-        position = self._back_start + len(self._back)
-        top = -len(self._front)
-        front_position = top - len(block_ids)  # position of the first one, if all of them go there
-        remaining = iter(block_ids)
-        try:
-            for block_id in remaining:
-                if block_id > 0:
-                    old = state[block_id]
-                    if old == last_hashed:
-                        state[block_id] = position
-                        position += 1
-                        hashed.append(block_id)
-                    elif old == last:
-                        state[block_id] = front_position
-                        front_position += 1
-                        unhashed.append(block_id)
-                    elif 0 < old < first_back:
-                        state[block_id] = old - _REFERENCE
-                    else:
-                        raise BlockNotHeldError(
-                            f"POOL-4: block {block_id} is freed more often than it was touched"
-                        )
-                elif block_id != NULL_BLOCK_ID:
-                    raise IndexError
-        except Exception:
-            for block_id in _done(block_ids, remaining):
-                old = state[block_id]
-                if is_position(old):
-                    state[block_id] = last_hashed if old >= first_back else last
+        self.check_block_ids(block_ids)
+        named = list(filter(None, block_ids))
+        refs, unhashed = self._refs, list[int]()
+        for block_id, times in Counter(named).items():
+            if times > refs[block_id]:
+                raise BlockNotHeldError(
+                    f"POOL-4: block {block_id} is freed more often than it was touched"
+                )
+        for block_id in named:
+            refs[block_id] -= 1
+            if not refs[block_id]:
+                if self._hash[block_id] is None:
+                    unhashed.append(block_id)
                 else:
-                    state[block_id] = old + _REFERENCE
-            self.check_block_ids(block_ids)
-            raise
-        if unhashed:
-            if front_position != top:
-                for position, block_id in enumerate(unhashed, top - len(unhashed)):
-                    state[block_id] = position
-            unhashed.reverse()
-            self._front.fromlist(unhashed)
-        if hashed:
-            self._back.fromlist(hashed)
-        self._num_free += len(unhashed) + len(hashed)
+                    self._queue.add_to_tail(block_id)
+        for block_id in reversed(unhashed):
+            self._queue.add_to_head(block_id)
 
     def move_to_head(self, block_ids: Iterable[int]) -> None:
         """Make those of these blocks that are free the next victims, in the given order."""
-        state = self._state
-        self.stop_walks()
         for block_id in dict.fromkeys(reversed(list(block_ids))):
-            position = state[block_id]
-            if is_position(position):
-                self._set_entry(position, NULL_BLOCK_ID)
-                state[block_id] = ~len(self._front)
-                self._front.append(block_id)
-                self._is_hashed_in_front |= self._hash[block_id] is not None
+            if self._is_free(block_id):
+                self._queue.remove(block_id)
+                self._queue.add_to_head(block_id, is_hashed=self._hash[block_id] is not None)
+
+    def _is_free(self, block_id: int) -> bool:
+        return block_id != NULL_BLOCK_ID and not self._refs[block_id]
 
     def check_block_ids(self, block_ids: Iterable[object]) -> None:
         """Raise ``UnknownBlockError`` unless each id is an int that names a block (POOL-4)."""
         check_block_ids(block_ids, self.num_blocks)
 
-    def iter_free_block_ids(self) -> Iterator[int]:
+    def iter_free_block_ids(self, check_open: Callable[[], object] = lambda: None) -> Iterator[int]:
         """Walk the whole free queue lazily, next victim first (POOL-7)."""
-        return walk_free_block_ids(lambda: self)
+        return self._queue.walk(check_open)
 
-    def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
+    def iter_free_block_ids_with_hash(
+        self, check_open: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks with keys, next victim first (POOL-5 to POOL-8)."""
-        return walk_free_block_ids_with_hash(lambda: self)
+        queue, hashes = self._queue, self._hash
+        for block_id in queue.walk(check_open, from_hashed=True):
+            if (key := hashes[block_id]) is None:
+                continue
+            joined, others = queue.joined(block_id), tuple(self._more_hashes.get(block_id, ()))
+            yield block_id, key
+            for other in others:
+                check_open()
+                if not self._is_free(block_id) or queue.joined(block_id) != joined:
+                    break  # taken since, and perhaps freed again
+                if hashes[block_id] is None:
+                    break
+                yield block_id, other
 
     # --- the prefix cache ---
 
@@ -268,7 +202,7 @@ class BlockPool(FreeQueue):
             BlockNotHeldError: A block is free, so no request can have computed its KV.
             ValueError: The numbers of blocks and hashes differ, or the group index is invalid.
         """
-        state, hashes, block_by_hash = self._state, self._hash, self._block_by_hash
+        hashes, block_by_hash = self._hash, self._block_by_hash
         self.check_block_ids(block_ids)
         keys = make_offload_keys(block_hashes, group_idx)
         if len(block_ids) != len(keys):
@@ -277,7 +211,7 @@ class BlockPool(FreeQueue):
                 f"block_hashes"
             )
         for block_id in block_ids:
-            if not 0 < state[block_id] < FIRST_BACK:
+            if self._is_free(block_id):
                 raise BlockNotHeldError(f"POOL-4: cannot cache block {block_id}: it is free")
         if not self.enable_caching:
             return
@@ -286,7 +220,6 @@ class BlockPool(FreeQueue):
             if hashes[block_id] is None and key not in block_by_hash and block_id:  # usual case
                 hashes[block_id] = key
                 block_by_hash[key] = block_id
-                state[block_id] += _HASHED
             elif not self._add_hash(block_id, key):
                 continue
             stored.append(key)
@@ -300,7 +233,6 @@ class BlockPool(FreeQueue):
             return False
         if self._hash[block_id] is None:
             self._hash[block_id] = key
-            self._state[block_id] += _HASHED
         else:
             self._more_hashes.setdefault(block_id, []).append(key)
         if self._block_by_hash.setdefault(key, block_id) != block_id:
@@ -350,14 +282,9 @@ class BlockPool(FreeQueue):
         block_ids = list(block_ids)
         self.check_block_ids(block_ids)
         self._evict_hashes(block_ids)
-        for block_id in block_ids:
-            if is_position(self._state[block_id]):
-                self._is_unhashed_in_back = True
-            else:
-                self._state[block_id] &= ~_HASHED
 
     def _evict_hashes(self, block_ids: Iterable[int]) -> None:
-        """Drop the hashes of these blocks; the caller sets their states."""
+        """Drop the hashes of these blocks; references and the queue do not change."""
         hashes, block_by_hash = self._hash, self._block_by_hash
         is_plain = not self._more_hashes and not self._more_blocks and self._events is None
         for block_id in block_ids:
@@ -387,20 +314,9 @@ class BlockPool(FreeQueue):
 
     def reset_prefix_cache(self) -> bool:
         """Drop every hash; while a block is in use, change nothing and return False (POOL-9)."""
-        if self._num_free != self.num_blocks - 1:
+        if len(self._queue) != self.num_blocks - 1:
             return False
-        # No block has a hash now, so all blocks move to the front, where walks for hashes
-        # do not pass them.
-        self.stop_walks()
-        block_ids = self.free_block_ids()
-        end = self._back_start + len(self._back)
-        start = -len(self._front) - 1  # walks before the first block are included
-        self._renumber(block_ids, start, end, -len(block_ids))
-        self._front, self._back = array("q", reversed(block_ids)), array("q")
-        self._back_start, self._head = FIRST_BACK, 0
-        self._front_moves = self._back_moves = (0, 0)
-        self._is_compacting = False
-        self._is_hashed_in_front = self._is_unhashed_in_back = False
+        self._queue.forget_hashes()
         self._hash[:] = [None] * self.num_blocks  # in place, because walks have this list
         self._more_hashes.clear()
         self._block_by_hash.clear()
@@ -416,12 +332,6 @@ class BlockPool(FreeQueue):
     def view(self, owner: str = "connector") -> BlockPoolView:
         """Make the view of a connector; errors and reports name the owner."""
         return BlockPoolView(self, owner)
-
-
-def _done(block_ids: list[int], remaining: Iterator[int]) -> list[int]:
-    """Return the blocks that a loop handled before it failed, without the null block."""
-    num_done = len(block_ids) - len(list(remaining)) - 1
-    return list(filter(None, block_ids[:num_done]))
 
 
 class BlockPoolView(LedgerView):
@@ -454,11 +364,11 @@ class BlockPoolView(LedgerView):
 
     def iter_free_block_ids_with_hash(self) -> Iterator[tuple[int, OffloadKey]]:
         """Walk the free blocks with keys, next victim first."""
-        return walk_free_block_ids_with_hash(self._open_pool)
+        return self._pool.iter_free_block_ids_with_hash(self.check_open)
 
     def iter_free_block_ids(self) -> Iterator[int]:
         """Walk all free blocks lazily, hashed or not, next victim first (POOL-6)."""
-        return walk_free_block_ids(self._open_pool)
+        return self._pool.iter_free_block_ids(self.check_open)
 
     def num_free_blocks(self) -> int:
         """Return the number of blocks that could be allocated now, hashed or not."""
@@ -479,11 +389,6 @@ class BlockPoolView(LedgerView):
     def find_cached_block(self, key: OffloadKey) -> int | None:
         """Return the id of a block that holds this key (POOL-8), free or in use, or None."""
         return self._open_pool().find_cached_block(key)
-
-    @override
-    def _shut(self) -> None:
-        self._pool.stop_walks()
-        super()._shut()
 
 
 if TYPE_CHECKING:

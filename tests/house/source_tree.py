@@ -23,8 +23,11 @@ ROOMS = (
 )
 """The contracts: each has a module or package of its name in every layer."""
 
-ROOMS_WITHOUT_A_KIT = ("geometry", "guard")
-"""The contracts that kvview alone implements, so that they have tests instead of a kit."""
+NOT_IN_EVERY_LAYER = {
+    "kvview.testing": ("geometry", "guard"),  # kvview alone implements them: tests, and no kit
+    "kvview_vllm": ("offloading",),  # the manager of the reference runs in vLLM
+}
+"""The contracts that a layer does not have."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from kvview import (
     make_offload_key,
 )
 from kvview.testing.suites.cost import cost_of
-from kvview_reference import free_queue
-from kvview_reference import pool as pool_module
 from kvview_reference.pool import BlockPool
 
 
@@ -194,11 +192,7 @@ def test_pool_6_after_a_reset_a_walk_skips_the_blocks_that_were_hashed() -> None
 
 
 @pytest.mark.parametrize("num_unhashed", [0, 3, 8])
-def test_pool_7_a_walk_continues_while_entries_are_compacted(
-    monkeypatch: pytest.MonkeyPatch, num_unhashed: int
-) -> None:
-    monkeypatch.setattr(pool_module, "_MAX_ZEROS", 0)
-    monkeypatch.setattr(free_queue, "_FEWEST_MOVED", 1)
+def test_pool_7_a_walk_continues_while_its_blocks_are_touched(num_unhashed: int) -> None:
     pool = make_pool()
     pool.free_blocks(pool.allocate_blocks(num_unhashed))
     view = pool.view()
@@ -223,29 +217,13 @@ def test_dropped_walks_leave_nothing_behind() -> None:
     pool = make_pool()
     walk = pool.iter_free_block_ids()
     next(walk)
-    assert len(pool._walks) == 1
+    assert len(pool._queue._walks) == 1
     del walk
     gc.collect()
-    assert not pool._walks
+    assert not pool._queue._walks
 
 
 # --- memory ---
-
-
-@pytest.mark.parametrize("hashed", [False, True])
-@pytest.mark.parametrize("walking", [False, True])
-def test_the_queue_stays_in_proportion_to_the_pool_without_any_allocation(
-    hashed: bool, walking: bool
-) -> None:
-    pool = make_pool(hashed=hashed)
-    for number in range(1000):
-        block_ids = [1 + number % 8, 1 + (number + 3) % 8]
-        pool.touch_blocks(block_ids)
-        if walking:
-            list(pool.iter_free_block_ids())
-        pool.free_blocks(block_ids)
-    num_entries = len(pool._front) + len(pool._back)
-    assert num_entries <= 2 * (pool_module._MAX_ZEROS + 2) * pool.num_blocks
 
 
 def test_a_block_costs_at_most_100_bytes_and_nothing_to_the_garbage_collector() -> None:

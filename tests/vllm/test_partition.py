@@ -16,8 +16,9 @@ from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.command import partition
 from kvview_vllm.partition.matrix import PairOutcome, check_partition
 from kvview_vllm.partition.pairs import PROMPT, all_pairs
-from kvview_vllm.releases import engine_version, installed
-from kvview_vllm.releases.compat.versions import RELEASES, vllm
+from kvview_vllm.releases import engine_version
+from kvview_vllm.releases.compat.tiers import has_tiers
+from kvview_vllm.releases.compat.versions import RELEASES, is_between, vllm
 from kvview_vllm.simulation.scheduler import cpu_scheduler
 from tests.vllm.partition_connectors import SETTINGS
 from tests.vllm.raw_connectors import HostConnector, ReadsItsRanks
@@ -60,7 +61,7 @@ BY_NAME = {pair.name: pair for pair in all_pairs()}
 CONTROLS = [BY_NAME["the same request"], BY_NAME["a restart"]]
 
 needs_tags = pytest.mark.skipif(
-    not installed().offloading.metadata_events, reason="hashes have tags since vLLM 0.33"
+    not is_between(engine_version(), "0.33.0", None), reason="hashes have tags since vLLM 0.33"
 )
 
 
@@ -157,7 +158,7 @@ def test_the_results_have_a_row_for_each_connector_and_each_tier_of_the_newest_r
 
 
 def test_a_store_below_vllms_host_tier_is_checked_too() -> None:
-    if not installed().offloading.request_hooks:
+    if not has_tiers():
         pytest.skip("vLLM has a tiering manager since 0.22")
     store = Path(__file__).parents[2] / "examples" / "folder_store.py"
     target = [f"{store}:FolderStore", "--option", "root={tmp}"]

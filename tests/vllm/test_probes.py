@@ -24,11 +24,10 @@ from kvview_vllm.releases import (
     installed,
     is_newer,
     is_tested,
-    probe_offloading,
     probe_pool,
 )
 from kvview_vllm.releases.compat import shapes
-from kvview_vllm.releases.compat.calls import make_block_pool, make_cpu_manager
+from kvview_vllm.releases.compat.calls import make_block_pool
 from kvview_vllm.releases.compat.seams import ConnectorSeam, Seam
 from kvview_vllm.releases.compat.shapes import SHAPES, check_shapes
 
@@ -44,8 +43,6 @@ SEAMS: dict[str, Callable[[], Seam]] = {
     "pool": lambda: probe_pool(make_block_pool(4)),
     "binding": lambda: installed().binding,
     "geometry": lambda: installed().geometry,
-    "offloading": lambda: installed().offloading,
-    "offloading, of a manager": lambda: probe_offloading(make_cpu_manager(1)),
     "connector": lambda: installed().connector,
 }
 
@@ -90,7 +87,7 @@ def test_a_version_string_is_tested_or_newer(version: str, tested: bool, newer: 
     assert (is_tested(version), is_newer(version)) == (tested, newer)
 
 
-@pytest.mark.parametrize("seam", ["binding", "geometry", "offloading", "connector"])
+@pytest.mark.parametrize("seam", ["binding", "geometry", "connector"])
 def test_every_seam_refuses_a_later_release(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.99.0")
     with pytest.raises(UnsupportedEngineError, match=rf"^the {seam} seam .*KVVIEW_ALLOW_UNTESTED"):

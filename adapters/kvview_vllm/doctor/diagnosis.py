@@ -193,15 +193,11 @@ def _check_connector(release: Release) -> tuple[Seam, str]:
     return found, "KVViewConnector has every method, and served four requests in a trial run"
 
 
-def _check_offloading(release: Release) -> tuple[Seam, str]:
-    return release.offloading, "managers of vLLM have every method"
-
-
 def _check_tier(release: Release) -> tuple[Seam, str]:
     from kvview_vllm.releases.compat.tiers import has_tiers, tier_seam
 
     if not has_tiers():
-        return release.offloading, "this release has no tiers below the host (0.22.0)"
+        return release.geometry, "this release has no tiers below the host (0.22.0)"
     from kvview_vllm.doctor.tier_trial import try_dry
 
     if problem := try_dry():
@@ -215,6 +211,5 @@ _CHECKS: dict[str, _Check] = {
     "binding": _check_binding,
     "scheduler": _check_schedulers,
     "connector": _check_connector,
-    "offloading": _check_offloading,
     "tier": _check_tier,
 }

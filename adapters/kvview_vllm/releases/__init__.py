@@ -13,15 +13,12 @@ from kvview_vllm.releases.compat.probes import (
     Release,
     check_scheduler,
     installed,
-    probe_offloading,
     probe_pool,
-    require_class,
 )
 from kvview_vllm.releases.compat.seams import (
     ConnectorSeam,
     Difference,
     GeometrySeam,
-    OffloadingSeam,
     PoolSeam,
     differences,
 )
@@ -42,7 +39,6 @@ __all__ = [
     "ConnectorSeam",
     "Difference",
     "GeometrySeam",
-    "OffloadingSeam",
     "PoolSeam",
     "Release",
     "VLLMNotInstalledError",
@@ -53,10 +49,8 @@ __all__ = [
     "installed",
     "is_newer",
     "is_tested",
-    "probe_offloading",
     "probe_pool",
     "reading",
     "refusal",
-    "require_class",
     "require_concrete",
 ]

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from kvview import ConfigError, RequestContent
+from kvview import RequestContent
 from kvview_vllm.releases.compat.seams import GeometrySeam
 from kvview_vllm.releases.compat.shapes import find_class, parameters_of, required_arguments
 from kvview_vllm.releases.compat.versions import refusal, vllm
@@ -28,7 +27,6 @@ EVENT_FIELDS = (
 )
 """The fields that :func:`make_event` can fill in."""
 
-_POLICIES = ("lru", "arc")
 _UTILS = "v1.core.kv_cache_utils"
 _SCHEDULER = "v1.core.sched.scheduler"
 
@@ -215,53 +213,10 @@ def publishes_events(vllm_config: Any) -> bool:
 # --- offloading: vllm/v1/kv_offload ---
 
 
-def make_cpu_manager(num_blocks: int, cache_policy: str = "lru", **options: Any) -> Any:
-    """Make the installed vLLM's own manager of host pages, like vLLM's own spec.
-
-    Args:
-        num_blocks: Capacity, in offloaded blocks.
-        cache_policy: ``"lru"`` or ``"arc"``; later releases have more policies.
-        options: ``enable_events``, ``store_threshold`` and other options of the release's
-            constructor; options that it lacks are dropped.
-
-    Raises:
-        ValueError: The policy is unknown (OFF-7).
-    """
-    package = "v1.kv_offload"
-    try:
-        backends = vllm(f"{package}.backends.cpu")
-    except ImportError:  # from 0.19 on one class for all policies, without a backend
-        kind = vllm(f"{package}.cpu.manager").CPUOffloadingManager
-        sizes = {"num_blocks": num_blocks, "num_chunks": num_blocks, "block_size": 1}
-        return make_known(kind, cache_policy=cache_policy, **sizes, **options)
-    known = [name for name in _POLICIES if find_spec(f"vllm.{package}.{name}_manager")]
-    if cache_policy not in known:  # the oldest release has no ARC
-        raise ConfigError(f"unknown policy {cache_policy!r}; known: {', '.join(known)}")
-    module = vllm(f"{package}.{cache_policy}_manager")
-    kind = getattr(module, f"{cache_policy.upper()}OffloadingManager")
-    return make_known(kind, backend=backends.CPUBackend(1, num_blocks), **options)
-
-
-def has_block_ids(spec: Any) -> bool:
-    """Whether a load-store spec identifies its pages by numbers."""
-    return hasattr(spec, "block_ids")
-
-
-def lock_of(manager: Any) -> AbstractContextManager[Any]:
-    """Return the lock for every call of a manager except ``shutdown`` (0.33); not re-entrant."""
-    lock: AbstractContextManager[Any] = getattr(manager, "lock", nullcontext())
-    return lock
-
-
 def make_medium(name: str) -> Any:
     """Convert a medium to the type that events of offloading managers have."""
     medium = find_class("Medium")
     return name if medium is None else medium(name)
-
-
-def medium_name(medium: Any) -> str:
-    """Return the name of an event's medium, which is an enum from 0.27 on."""
-    return str(getattr(medium, "value", medium))
 
 
 def blocks_per_chunk(spec: Any) -> int:

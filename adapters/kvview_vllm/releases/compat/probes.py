@@ -22,14 +22,12 @@ from kvview_vllm.releases.compat.seams import (
     BindingSeam,
     ConnectorSeam,
     GeometrySeam,
-    OffloadingSeam,
     PoolSeam,
     takes,
 )
 from kvview_vllm.releases.compat.shapes import (
     check_shapes,
     expect,
-    find_class,
     is_in_every_release,
     known_signatures,
     reading,
@@ -45,8 +43,7 @@ _BASE = "distributed.kv_transfer.kv_connector.v1.base"
 class Release:
     """The installed vLLM, of which each seam is probed at its first use.
 
-    For an existing pool or manager, :func:`probe_pool` and :func:`probe_offloading` also find
-    differences that the classes do not show.
+    For an existing pool, :func:`probe_pool` also finds differences that the classes do not show.
 
     Args:
         version: Its version string.
@@ -75,12 +72,6 @@ class Release:
         check_shapes(ConnectorSeam.seam)
         return ConnectorSeam.found_on(vllm(_BASE).KVConnectorBase_V1)
 
-    @cached_property
-    @importing()
-    def offloading(self) -> OffloadingSeam:
-        """The way in which managers are called."""
-        return probe_offloading(require_class("OffloadingManager"))
-
 
 def installed() -> Release:
     """Return the installed vLLM, the same object for all calls in a process.
@@ -105,7 +96,7 @@ def _check_signatures(seam: str, owner: Any, table_owner: str) -> None:
             raise refusal(seam, f"{kind.__name__}.{method}{found}", wanted)
 
 
-def _check_keys(seam: str, make_key: Callable[[Any, int], Any]) -> None:
+def check_keys(seam: str, make_key: Callable[[Any, int], Any]) -> None:
     """Check that the key of a hash in a KV-cache group has the same bytes as kvview's."""
     block_hash = b"%032d" % 1
     with reading(seam, "the key of a block"):
@@ -141,7 +132,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
     """
     seam = PoolSeam.seam
     check_shapes(seam)
-    _check_keys(seam, vllm(_UTILS).make_block_hash_with_group_id)
+    check_keys(seam, vllm(_UTILS).make_block_hash_with_group_id)
     _check_attributes(block_pool, "BlockPool")
     _check_attributes(block_pool.free_block_queue, "FreeKVCacheBlockQueue")
     _check_attributes(block_pool.null_block, "KVCacheBlock")
@@ -169,29 +160,6 @@ def _check_attributes(owner: Any, name: str) -> None:
         )
 
 
-# --- the offloading seam: the managers of vllm.v1.kv_offload ---
-
-
-def probe_offloading(manager: Any) -> OffloadingSeam:
-    """Recognise an offloading manager, once, when it is wrapped, without a call of any method.
-
-    Args:
-        manager: The manager, which should be a manager of ``vllm.v1.kv_offload``, or its class.
-
-    Returns:
-        The differences found on the manager.
-
-    Raises:
-        UnsupportedEngineError: The shape is unknown.
-        VLLMNotInstalledError: No vLLM can be imported.
-    """
-    check_shapes(OffloadingSeam.seam)
-    if make_key := find_class("make_offload_key"):  # up to 0.19 keys are block hashes
-        _check_keys(OffloadingSeam.seam, make_key)
-    _check_signatures(OffloadingSeam.seam, manager, "OffloadingManager")
-    return OffloadingSeam.found_on(manager)
-
-
 # --- the binding seam: vllm.v1.core.sched.scheduler.Scheduler ---
 
 
@@ -209,17 +177,3 @@ def check_scheduler() -> None:
             f"a Scheduler without {', '.join(missing)}",
             f"a Scheduler with {' and '.join(wanted)}",
         )
-
-
-def require_class(name: str) -> Any:
-    """Return a class of vLLM's offloading interface that every tested release has.
-
-    Raises:
-        UnsupportedEngineError: The installed release does not have the class.
-        VLLMNotInstalledError: No vLLM can be imported.
-    """
-    engine_version()
-    found = find_class(name)
-    if found is None:
-        raise refusal(OffloadingSeam.seam, f"no {name}", f"a {name} in vllm.v1.kv_offload")
-    return found

@@ -210,21 +210,6 @@ class GeometrySeam(Seam):
 
 
 @dataclass(frozen=True)
-class OffloadingSeam(Seam):
-    """The managers of ``vllm.v1.kv_offload`` and the arguments of their methods."""
-
-    seam: ClassVar[str] = "offloading"
-
-    prefix_lookup: bool
-    manager_shutdown: bool
-    completion_context: bool
-    cache_reset: bool
-    request_hooks: bool
-    lookup_results: bool
-    metadata_events: bool
-
-
-@dataclass(frozen=True)
 class ConnectorSeam(Seam):
     """``KVConnectorBase_V1``, and the messages of the scheduler and the workers."""
 

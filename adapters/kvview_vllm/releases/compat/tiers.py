@@ -22,8 +22,9 @@ from kvview_vllm.releases.compat.calls import (
     tokens_per_chunk,
 )
 from kvview_vllm.releases.compat.calls import publishes_events as config_publishes_events
+from kvview_vllm.releases.compat.probes import check_keys
 from kvview_vllm.releases.compat.seams import Seam
-from kvview_vllm.releases.compat.shapes import find_class
+from kvview_vllm.releases.compat.shapes import check_shapes, find_class
 from kvview_vllm.releases.compat.versions import engine_version, refusal, vllm
 
 _TIERING = "v1.kv_offload.tiering"
@@ -72,7 +73,10 @@ def tier_seam() -> TierSeam:
             release has.
         VLLMNotInstalledError: No vLLM can be imported.
     """
-    return TierSeam.found_on(require_tier_class("SecondaryTierManager"))
+    found = TierSeam.found_on(require_tier_class("SecondaryTierManager"))
+    check_shapes(TierSeam.seam)
+    check_keys(TierSeam.seam, find_class("make_offload_key"))
+    return found
 
 
 def require_tier_class(name: str) -> Any:
