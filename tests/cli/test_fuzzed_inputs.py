@@ -44,6 +44,8 @@ from kvview.cli.commands import cli
 from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
+from kvview.tier import Namespace
+from kvview_reference.tier import FileStore
 from tests.replay.trace_rows import TRACES, flat
 from tests.tier.test_store_folder import KINDS
 
@@ -249,6 +251,21 @@ def tier_text(folder: Path, dice: random.Random) -> Input:
     return Input(["doctor", f"--json={report}", f"--tier={text}"], (0, 1, 2), report)
 
 
+def tier_folder(folder: Path, dice: random.Random) -> Input:
+    root = folder / "root"
+    with contextlib.closing(FileStore(Namespace("m", "w"), root=str(root))) as store:
+        for key in (bytes([n]) * 32 for n in range(4)):
+            store.store(key, memoryview(key * 9), is_replaced=False)
+    for path in sorted(root.rglob("*")):
+        if path.is_file() and dice.random() < 0.4:
+            content = path.read_bytes()
+            is_json = path.suffix == ".json"
+            wrong = wrong_json(json.loads(content), dice) if is_json else damaged(content, dice)
+            path.unlink()
+            put(path, wrong, dice)
+    return reporting(folder, "tier fsck", root, codes=(0, 1, 2))
+
+
 def connector_options(folder: Path, dice: random.Random) -> Input:
     """Options of a connector and of a store, which are read as JSON."""
     (folder / "t.jsonl").write_bytes(to_lines([flat(1024, 0, 1)] * 4))
@@ -256,9 +273,9 @@ def connector_options(folder: Path, dice: random.Random) -> Input:
     wrong = wrong.replace("\x00", "")[:2000]
     if dice.random() < 0.3:
         name = dice.choice(("root", "max_bytes", "threads", "checksum", "x", HOSTILE[:3]))
-        store = "replay --gpu-blocks=40 --option=store=kvview_reference.tier:FileStore"
-        given = [f"--option=root={folder}/root", f"--option={name}={wrong}", "--", "t.jsonl"]
-        return Input([*store.split(), *given], (0, 1, 2, 3))
+        store = "tier bench kvview_reference.tier:FileStore --pages=1 --rounds=1 --page-bytes=64"
+        given = [f"--option=root={folder}/root", f"--option={name}={wrong}"]
+        return Input([*store.split(), *given], (0, 1, 2))  # 1: a budget too small for a page
     kind = dice.choice(("store_connector:Store", "connector:Multi"))
     names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
     args = f"replay --gpu-blocks=40 --connector=kvview_reference.{kind}Connector"
@@ -309,7 +326,7 @@ def large(folder: Path, dice: random.Random) -> Input:
 MAKERS: dict[str, Callable[[Path, random.Random], Input]] = {
     make.__name__: make
     for make in (
-        *(trace, recording, tier_text),
+        *(trace, recording, tier_text, tier_folder),
         *(connector_options, large),
     )
 }

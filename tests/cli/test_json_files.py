@@ -16,6 +16,8 @@ from docs.parts import ROOT
 from kvview.cli.commands import cli
 from kvview.events.recording import Message, Recording
 from kvview.testing.results.schema import UpgradeModel
+from kvview.tier import Namespace
+from kvview_reference.tier import FileStore
 from kvview_vllm.recorder import Recorder
 from tests.recorder.calls import Calls, play_reuse
 
@@ -67,6 +69,11 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "events": ["events recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],
     "size": ["size --requests=30", "size trace.jsonl --skip-bad-rows --block-bytes=9"],
+    "bench": [
+        "tier bench kvview_reference.tier:FileStore --option root=store --page-bytes 4096 "
+        "--pages 2 --rounds 1"
+    ],
+    "fsck": ["tier fsck pages"],
 }
 
 
@@ -78,6 +85,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Recording("recording.jsonl") as recording:
         for sequence in (0, 2):  # one message is missing, and none can be read
             recording.write(Message(sequence, b"no batch"))
+    FileStore(Namespace("model", "weights"), root="pages").close()
+    (namespace,) = Path("pages").glob("*/namespace.json")
+    (namespace.parent / "00").mkdir(exist_ok=True)
+    (namespace.parent / "00" / "entry").write_bytes(b"no entry")
 
 
 @pytest.mark.parametrize("name", targets())

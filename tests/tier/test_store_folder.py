@@ -19,11 +19,13 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvview import ConfigError, KVViewError
 from kvview.tier import GuardedTier, Namespace
 from kvview_reference.tier import FileStore, ObjectStore
-from kvview_reference.tier.folder.namespace_folder import dead_folders, lock_of
+from kvview_reference.tier.command import tier as tier_group
+from kvview_reference.tier.folder.namespace_folder import lock_of
 from tests.tier.jobs import HERE, looked_up, moved
 
 pytest.importorskip("xxhash")
@@ -442,8 +444,9 @@ def test_a_run_removes_what_killed_processes_left_and_nothing_else(root: Path) -
             shutil.copytree(root / living.namespace.digest.hex(), folder)
     (dead[2] / "link").symlink_to(root.with_name("outside"))
     (root / "stray.run").touch()
-    assert len([*dead_folders(str(root))]) == 3
-    FileStore(HERE, root=str(root)).close()
+    before = fsck(str(root))
+    assert "folders of runs that are gone: 3" in before.output
+    assert "removed folders of runs that are gone: 3" in fsck(str(root), "--remove").output
     assert not any(path.exists() for folder in dead for path in (folder, lock_of(folder)))
     assert moved(living, "get", *OLD) == [True] * len(OLD)
     lock_of(dead[0]).touch()
@@ -453,3 +456,33 @@ def test_a_run_removes_what_killed_processes_left_and_nothing_else(root: Path) -
     living.close()
     assert sorted(path.name for path in root.iterdir()) == [HERE.digest.hex(), "stray.run"]
     assert contents(root.with_name("outside")) == outside
+
+
+# --- fsck ---
+
+
+def fsck(place: str, *options: str) -> Any:
+    return ends(partial(CliRunner().invoke, tier_group, ["fsck", place, *options]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsck_ends_on_any_folder(kind: str, root: Path) -> None:
+    folder, outside = root / HERE.digest.hex(), root.with_name("outside")
+    for place in ("stray", "SHARD/stray", "SHARD/ABCD", "SHARD/abcd", "half/x"):
+        for path in places_of(folder, place):
+            replace(path, kind, outside)
+    KINDS[kind](root / "stray", outside)
+    found = fsck(str(root))
+    assert found.exit_code == 0, found.output
+    assert f"{len(OLD)} entries" in found.output
+    entry = min(folder.glob("??/*"))
+    entry.write_bytes(entry.read_bytes()[:-1])
+    found = fsck(str(root))
+    assert found.exit_code == 1
+    assert "it has 999 bytes of a page of 1000" in found.output
+    assert "entries that cannot be loaded: 1" in found.output
+    replace(folder / "namespace.json", kind, outside)
+    found = fsck(str(root))
+    assert found.exit_code == 1, found.output
+    assert "Traceback" not in found.output
+    assert fsck(str(folder / "lock")).exit_code == 1

@@ -36,6 +36,11 @@ class PageSeal:
         self._sum = _function(checksum)
         self._magic = _MAGIC[checksum]
 
+    @staticmethod
+    def name_of(seal: bytes) -> str:
+        """Return the name of the checksum that made a seal; empty if the bytes are not a seal."""
+        return next((name for name, magic in _MAGIC.items() if seal[:4] == magic), "")
+
     def of(self, key: bytes, page: memoryview) -> bytes:
         """Return the seal of a page, which has :data:`SEAL_BYTES` bytes."""
         salt = hashlib.blake2b(key, key=self._digest, digest_size=8).digest()

@@ -10,6 +10,7 @@ from kvview.tier.guard.checksum import SEAL_BYTES, PageSeal
 HEAD = struct.Struct(f"<8sQ{SEAL_BYTES}sH")  # magic, bytes of the page, seal, bytes of the key
 MAGIC = b"kvvtier1"
 NO_SEAL = bytes(SEAL_BYTES)
+MOST_BYTES = 0x7FFFF000  # of an entry, because the system writes at most this much at once
 
 
 class EntryFormat:
