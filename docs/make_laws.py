@@ -1,10 +1,10 @@
-"""Write ``docs/laws/``: the laws of the contract, and the rules of the reference and the adapter.
+"""Write ``docs/laws/``: the laws of the contract, one page for each family.
 
     python docs/make_laws.py           # write the pages
     python docs/make_laws.py --check   # exit 1 if a page is not up to date
 
-Laws come from ``kvview/laws.toml``, and rules from the module docstrings of reference and adapter.
-Each law has an example that breaks it.
+Laws come from ``kvview/laws.toml``, and each has an example that breaks it. The rules of reference
+and adapter are in the docstrings of their modules, and on no page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGES = ROOT / "docs/laws"
 
 _HEAD = """# {title}
 
-<!-- Written by docs/make_laws.py from kvview/laws.toml and the docstrings of {paths}. -->
+<!-- Written by docs/make_laws.py from kvview/laws.toml. -->
 """
 _SCRIPTS = """
 If you unfold a mistake, you see a script that fails because of it. You can run it in a checkout.
@@ -35,7 +35,6 @@ If you unfold a mistake, you see a script that fails because of it. You can run 
 """
 _HOW_TO_PASS = "If you import the class in the comment instead, it passes."
 _DIFF = "For a wrong connector it is a command, shown with the wrong lines."
-_RULES = "Rules of the reference and the vLLM adapter"
 _LAW = re.compile(r"^- ([A-Z]+-\d+) (.*(?:\n  .*)*)", re.MULTILINE)
 _NAMED = re.compile(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])")
 _IN_A_NAME = re.compile(r"\bdef test_([a-z]+)_(\d+)(?=[_(])")
@@ -49,7 +48,7 @@ class Law:
     Args:
         number: ``"POOL-4"`` for example.
         text: In Markdown.
-        path: The module that the law is about.
+        path: The file that defines it.
         title: Empty for a rule of the reference or the adapter.
         hint: The usual remedy, or empty.
     """
@@ -74,13 +73,13 @@ class Law:
 
 
 def laws() -> dict[str, Law]:
-    """Return every law and rule, in the order of the page.
+    """Return every law and rule, in the order of the pages.
 
     Raises:
         ValueError: Two laws have the same number.
     """
     found = {
-        number: Law(number, law.text, law.path, law.title, law.hint)
+        number: Law(number, law.text, "kvview/laws.toml", law.title, law.hint)
         for number, law in laws_of_the_contract().items()
     }
     for path, tree in _trees("reference", "adapters"):
@@ -118,12 +117,12 @@ def _trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def pages(all_laws: Iterable[Law]) -> Mapping[Path, str]:
-    """Return the text of each page: one for each family, one for all rules, and the list."""
+    """Return the text of each page: one for each family of laws, and the list."""
     families: defaultdict[str, list[Law]] = defaultdict(list)
     for law in all_laws:
-        families[law.family if law.title else _RULES].append(law)
+        if law.title:
+            families[law.family].append(law)
     shown = examples()
-    rules = families.pop(_RULES)
     listed = [
         f"- [{name}]({name.lower()}.md), {LAW_FAMILIES[name]}: {len(family)} laws"
         for name, family in families.items()
@@ -132,19 +131,11 @@ def pages(all_laws: Iterable[Law]) -> Mapping[Path, str]:
     texts = {
         PAGES / f"{name.lower()}.md": _page(name, laws, shown) for name, laws in families.items()
     }
-    rows = [
-        f'<a id="{rule.number.lower()}"></a>\n\n## {rule.number}\n\n{rule.text}' for rule in rules
-    ]
-    texts[PAGES / "rules.md"] = _head(_RULES, rules) + "\n" + "\n\n".join(rows) + "\n"
     return texts | {index: with_parts(index, families="\n".join(listed))}
 
 
-def _head(title: str, laws: Iterable[Law]) -> str:
-    return _HEAD.format(title=title, paths=", ".join(dict.fromkeys(law.path for law in laws)))
-
-
 def _page(name: str, family: Iterable[Law], shown: Mapping[str, Example]) -> str:
-    text = _head(f"{name}: {LAW_FAMILIES[name]}", family)
+    text = _HEAD.format(title=f"{name}: {LAW_FAMILIES[name]}")
     its = [shown[law.number] for law in family if law.number in shown]
     if its:
         bodies = {bool(example.body) for example in its}

@@ -39,7 +39,8 @@ from kvview.errors import ConfigError
 PAGE = ROOT / "docs/results.md"
 SECONDS = 3600
 """Longest time of a block of commands."""
-_LONGEST = 260  # characters of evidence
+_LONGEST = 200  # characters of evidence
+_MOST = 4  # findings of a class
 _SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
 
 
@@ -168,9 +169,11 @@ def _findings(profile: Profile, link: str) -> Iterator[str]:
     if subjects:
         yield f"**{CLASSES[profile.name]}**: {profile.verdict}.{' ' + link if link else ''}"
         yield ""
-    for (outcome, evidence), (first, *others) in subjects.items():
+    for (outcome, evidence), (first, *others) in [*subjects.items()][:_MOST]:
         more = f" and {len(others)} more" if others else ""
         yield f"- {outcome}: {first}{more}{': ' + evidence if evidence else ''}"
+    if len(subjects) > _MOST:
+        yield f"- {len(subjects) - _MOST} more in the report"
     yield ""
 
 

@@ -28,8 +28,8 @@ class KVViewError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         law, _ = split_law(str(args[0]) if args else "")
-        if law:
-            self.add_note(f"{titled(law)}: {law_url(law)}")
+        if url := law_url(law):
+            self.add_note(f"{titled(law)}: {url}")
 
 
 class UnknownBlockError(KVViewError, LookupError):

@@ -9,19 +9,6 @@ from importlib.resources import files
 
 from kvview.urls import law_url
 
-_FILES = {
-    "KEY": "keys.py",
-    "POOL": "pool/view.py",
-    "GEO": "geometry.py",
-    "EVENT": "events/tier.py",
-    "OFF": "offloading.py",
-    "XFER": "transfer.py",
-    "CONN": "connector/halves.py",
-    "HAND": "handoff/roles.py",
-    "GUARD": "guard/view.py",
-    "TIER": "tier/store.py",
-}
-
 
 @dataclass(frozen=True)
 class Law:
@@ -43,11 +30,6 @@ class Law:
     def family(self) -> str:
         """The letters of the law's number, ``"POOL"`` for example."""
         return self.number.partition("-")[0]
-
-    @property
-    def path(self) -> str:
-        """The file of the contract that the law is about."""
-        return f"kvview/{_FILES[self.family]}"
 
     @property
     def url(self) -> str:

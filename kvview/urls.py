@@ -45,10 +45,11 @@ def law_url(law: str) -> str:
             use ``"ENGINE"`` and ``"coverage"``, which the page on troubleshooting explains.
 
     Returns:
-        An absolute URL; empty for any other text.
+        An absolute URL; empty for any other text, and for a rule of the reference or an adapter.
     """
     if found := _LAW.fullmatch(law):
         family, number = found.groups()
-        page = family.lower() if family in LAW_FAMILIES else "rules"
-        return f"{DOCS_URL}laws/{page}/" + ("" if number == "*" else f"#{law.lower()}")
+        if family not in LAW_FAMILIES:
+            return ""
+        return f"{DOCS_URL}laws/{family.lower()}/" + ("" if number == "*" else f"#{law.lower()}")
     return f"{DOCS_URL}troubleshooting/#{_NO_LAWS[law]}" if law in _NO_LAWS else ""
