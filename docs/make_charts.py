@@ -47,6 +47,9 @@ _STYLE: Any = {
     "legend.frameon": False,
 }
 
+_SPEED = [f"{policy} {size}" for policy in ("lru", "arc") for size in ("1,000", "10,000", "50,000")]
+"""The rows of the performance page that are drawn."""
+
 
 def rows(page: str) -> Iterator[list[str]]:
     """Yield the cells of each row of the tables of a page, those in code blocks included."""
@@ -75,6 +78,23 @@ def hit_curve() -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.legend(loc="upper left")
     axes.grid(alpha=0.6)
+    return figure
+
+
+def speed() -> Figure:
+    """Draw the speed of the manager of host memory as a multiple of vLLM's."""
+    found: dict[str, float] = {}
+    for row in rows("performance.md"):
+        ratio = next((cell for cell in row[1:] if re.fullmatch(r"[\d.]+x", cell)), None)
+        if ratio and row[0] in _SPEED:
+            found[row[0]] = float(ratio[:-1])
+    labels = [f"{name.upper()} blocks" for name in _SPEED[::-1]]
+    values = [found[name] for name in _SPEED[::-1]]
+    figure = Figure(figsize=(5.4, 2.8), layout="constrained")
+    axes = figure.subplots()
+    axes.bar_label(axes.barh(labels, values, color="#030303"), fmt="%.1fx", padding=3)
+    axes.axvline(1, color="#010101", linewidth=0.8)
+    axes.set(xlabel="speed compared with vLLM 0.33.0 (1x)", xlim=(0, max(values) * 1.15))
     return figure
 
 
@@ -117,6 +137,7 @@ def write() -> None:
     with rc_context(_STYLE):
         for name, figure in {
             "hit-curve": hit_curve(),
+            "speed": speed(),
             "timeline": timeline(),
         }.items():
             path, text = CHARTS / f"{name}.svg", svg(figure)

@@ -26,7 +26,7 @@ SUMMARIES = {
     "partition": "Check the keys and the memory layouts of a connector.",
     "replay": "Run a request trace through the reference engine.",
     "size": "Compute the hits of a cache of every size.",
-    "tier": "Check and measure tiers below the host.",
+    "tier": "Check the folder of a tier store.",
 }
 """Summaries of kvview's own commands, so that the help does not import the commands."""
 

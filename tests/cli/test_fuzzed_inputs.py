@@ -273,9 +273,9 @@ def connector_options(folder: Path, dice: random.Random) -> Input:
     wrong = wrong.replace("\x00", "")[:2000]
     if dice.random() < 0.3:
         name = dice.choice(("root", "max_bytes", "threads", "checksum", "x", HOSTILE[:3]))
-        store = "tier bench kvview_reference.tier:FileStore --pages=1 --rounds=1 --page-bytes=64"
-        given = [f"--option=root={folder}/root", f"--option={name}={wrong}"]
-        return Input([*store.split(), *given], (0, 1, 2))  # 1: a budget too small for a page
+        store = "replay --gpu-blocks=40 --option=store=kvview_reference.tier:FileStore"
+        given = [f"--option=root={folder}/root", f"--option={name}={wrong}", "--", "t.jsonl"]
+        return Input([*store.split(), *given], (0, 1, 2, 3))
     kind = dice.choice(("store_connector:Store", "connector:Multi"))
     names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
     args = f"replay --gpu-blocks=40 --connector=kvview_reference.{kind}Connector"

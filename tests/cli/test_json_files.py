@@ -69,10 +69,6 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "events": ["events recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],
     "size": ["size --requests=30", "size trace.jsonl --skip-bad-rows --block-bytes=9"],
-    "bench": [
-        "tier bench kvview_reference.tier:FileStore --option root=store --page-bytes 4096 "
-        "--pages 2 --rounds 1"
-    ],
     "fsck": ["tier fsck pages"],
 }
 

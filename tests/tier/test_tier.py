@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import settings
 
 from examples.folder_store import FolderStore
@@ -21,9 +19,6 @@ from kvview.tier import Namespace, Threaded
 from kvview.tier.guard.checksum import PageSeal
 from kvview_reference.harness import Tier
 from kvview_reference.tier import FileStore
-from kvview_reference.tier.command import tier as tier_group
-from kvview_reference.tier.throughput import measure
-from tests.tier.faulty_store import FaultyStore
 from tests.tier.jobs import HERE, THERE, moved
 from tests.tier.shown import expected, shown
 
@@ -236,35 +231,3 @@ def test_an_exception_of_an_authors_call_is_logged_once(
     assert moved(store, "put", b"a", b"b") == [False, False]
     store.close()
     assert caplog.text.count("Wrong.write: TypeError: an author's mistake") == 1
-
-
-# --- kvview tier bench ---
-
-
-def bench(*args: str) -> Any:
-    return CliRunner().invoke(tier_group, ["bench", *args])
-
-
-def test_bench_measures_right_stores(tmp_path: Path) -> None:
-    file = tmp_path / "speed.json"
-    few = ["--page-bytes", "5000", "--page-bytes", "70000", "--pages", "4", "--rounds", "2"]
-    for guard in ([], ["--no-guard"]):
-        done = bench("examples/folder_store.py:FolderStore", "--option", "root={tmp}", *few,
-                     *guard, "--json", str(file))  # fmt: skip
-        assert done.exit_code == 0, done.output
-        found = json.loads(file.read_text())
-        assert [each["page_bytes"] for each in found["sizes"]] == [5000, 70_000]
-        assert all(each["put"] > 0 and each["get"] > 0 for each in found["sizes"])
-        assert found["guarded"] == (not guard)
-
-
-def test_bench_counts_pages_with_wrong_bytes() -> None:
-    class Flips(FaultyStore):
-        def __init__(self, namespace: Namespace) -> None:
-            super().__init__(namespace)
-            self.fault = "flips a bit"
-
-    (found,) = measure(Flips, {}, [4096], pages=4, rounds=2, is_guarded=False)
-    assert (found.failed, found.wrong) == (0, 8)
-    (found,) = measure(Flips, {}, [4096], pages=4, rounds=2)
-    assert (found.failed, found.wrong) == (8, 0)

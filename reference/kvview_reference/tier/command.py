@@ -1,4 +1,4 @@
-"""``kvview tier``: verify and measure tier stores."""
+"""``kvview tier``: verify the folder of a tier store."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import click
-from rich.box import SIMPLE
-from rich.table import Table
 
-from kvview.cli.console import Console
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.output import Whole, json_option, target_options, write_json
+from kvview.cli.output import json_option, write_json
 from kvview.errors import ConfigError, KVViewError
-from kvview.options import read_options
-from kvview.targets import load_target
-from kvview.tier import Namespace, is_tier_store
+from kvview.tier import Namespace
 from kvview_reference.tier.folder.store_folder import NOTE
 
 _MOST_LINES = 20
@@ -85,7 +80,7 @@ class StoreCheck:
 
 @click.group()
 def tier() -> None:
-    """Verify and measure tier stores."""
+    """Verify the folder of a tier store."""
 
 
 @tier.command()
@@ -144,69 +139,3 @@ def fsck(root: str, remove: bool, json_file: str | None) -> None:
     echo(f"{what}: {len(found.orphans)}", err=json_file == "-")
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.WRONG if found.bad else ExitCode.CLEAN)
-
-
-@tier.command()
-@click.argument("store")
-@target_options("Option of the store; repeatable.")
-@click.option(
-    "--page-bytes",
-    "sizes",
-    type=Whole(),
-    multiple=True,
-    default=(65_536, 262_144, 1_048_576, 4_194_304),
-    help="Size of a page in bytes. Repeatable. [default: 64 KiB to 4 MiB]",
-)
-@click.option(
-    "--pages", type=Whole(), default=32, show_default=True, help="Number of pages in one job."
-)
-@click.option(
-    "--rounds",
-    type=Whole(),
-    default=5,
-    show_default=True,
-    help="Number of rounds for each size; the table shows medians.",
-)
-@click.option(
-    "--no-guard",
-    is_flag=True,
-    help="Measure the store without the guard that protects vLLM, LMCache and SGLang.",
-)
-@json_option({"bench": "kvview_reference.tier.throughput:StoreBench"})
-def bench(
-    store: str,
-    options: tuple[str, ...],
-    sizes: tuple[int, ...],
-    pages: int,
-    rounds: int,
-    no_guard: bool,
-    json_file: str | None,
-) -> None:
-    """Measure the speed of a store by page size.
-
-    STORE is package.module:Class or path/to/file.py:Class. '{tmp}' in an option is a new folder,
-    which is removed at the end. One job of --pages pages is in flight at a time. The exit code is
-    1 if a page failed, or was loaded with wrong bytes.
-    """
-    from kvview_reference.tier.throughput import StoreBench, measure
-
-    make = load_target(store)
-    if not is_tier_store(make):
-        raise ConfigError(f"{store!r} is not a class of tier stores")
-    given = read_options(options)
-    found = measure(make, given, sizes, pages=pages, rounds=rounds, is_guarded=not no_guard)
-    table = Table(box=SIMPLE)
-    for column in ("page", "put GB/s", "get GB/s", "lookup us/key", "caller us/page", "failed"):
-        table.add_column(column, justify="right")
-    for speed in found:
-        table.add_row(
-            f"{speed.page_bytes / 1024:g} KiB",
-            f"{speed.put:.2f}",
-            f"{speed.get:.2f}",
-            f"{speed.lookup_us:.0f}",
-            f"{speed.call_us:.1f}",
-            str(speed.failed + speed.wrong),
-        )
-    Console(stderr=json_file == "-").print(table)
-    write_json(json_file, asdict(StoreBench(store, not no_guard, found)))
-    sys.exit(ExitCode.WRONG if any(each.failed + each.wrong for each in found) else 0)
