@@ -230,7 +230,7 @@ def _words(command: str) -> list[str]:
     ]
     if _WRITTEN in parts:
         del parts[parts.index(_WRITTEN) : parts.index(_WRITTEN) + 2]
-    return sorted(part for part in parts if part != "--quiet")
+    return sorted(parts)
 
 
 def submissions() -> list[Path]:

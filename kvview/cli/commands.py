@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import sys
-from collections.abc import Callable
-from functools import wraps
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 import click
 
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import VERBOSE, missing_extra, report_error, silence
+from kvview.cli.output import VERBOSE, missing_extra, report_error
 from kvview.errors import ConfigError, line_of, one_line
-from kvview.version import CONTRACT_VERSION, __version__
+from kvview.version import __version__
 
 GROUP = "kvview.commands"
 SUMMARIES = {
@@ -30,19 +27,12 @@ SUMMARIES = {
 }
 """Summaries of kvview's own commands, so that the help does not import the commands."""
 
-_QUIET = "kvview.quiet"
-_COMMON_OPTIONS = (
-    (_QUIET, "-q", "--quiet", "Print only errors, and reports that go to '-'."),
-    (VERBOSE, "-v", "--verbose", "Print versions, and the traceback of an error."),
-)
-_PACKAGES = ("vllm", "torch", "numpy", "pydantic", "msgspec", "pyzmq", "hypothesis", "click")
-
 
 class EntryPointGroup(click.Group):
     """A group whose commands are the entry points of :data:`GROUP`.
 
-    1. Each command, and each command of a group, has ``--quiet`` and ``--verbose``, lists the exit
-       codes in its help, and reports errors in one line.
+    1. Each command, and each command of a group, has ``--verbose``, lists the exit codes in its
+       help, and reports errors in one line.
     2. A command that cannot be imported is listed in the help, and the other commands still work.
     """
 
@@ -122,54 +112,27 @@ def _is_own(point: EntryPoint) -> bool:
 
 
 def _complete(command: click.Command) -> None:
-    """Add the common options and exit codes to a command and its subcommands, once."""
-    if any(isinstance(option, _CommonOption) for option in command.params):
+    """Add the common option and the exit codes to a command and its subcommands, once."""
+    if any(isinstance(option, _Verbose) for option in command.params):
         return
-    taken = {name for option in command.params for name in option.opts}
-    for key, short, long, text in _COMMON_OPTIONS:
-        names = [name for name in (short, long) if name not in taken]
-        if long in names:
-            command.params.append(_CommonOption(names, key, text))
+    command.params.append(_Verbose())
     command.epilog = command.epilog or EXIT_CODES
     if isinstance(command, click.Group):
         for below in command.commands.values():
             _complete(below)
-    elif command.callback is not None:
-        command.callback = _with_common_options(command.callback)
 
 
-class _CommonOption(click.Option):
-    def __init__(self, names: list[str], key: str, text: str) -> None:
+class _Verbose(click.Option):
+    """The option ``--verbose``, which may come before or after the command."""
+
+    def __init__(self) -> None:
         def note(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-            if value:  # the option may come before or after the command
-                ctx.meta[key] = True
+            if value:
+                ctx.meta[VERBOSE] = True
 
+        text = "Print the traceback of an error."
+        names = ["-v", "--verbose"]
         super().__init__(names, is_flag=True, expose_value=False, help=text, callback=note)
-
-
-def _with_common_options(callback: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(callback)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        meta = click.get_current_context().meta
-        if meta.get(_QUIET):
-            with silence():
-                return callback(*args, **kwargs)
-        if meta.get(VERBOSE):
-            echo(f"kvview: {_versions()}", err=True)
-        return callback(*args, **kwargs)
-
-    return run
-
-
-def _versions() -> str:
-    found = [f"kvview {__version__} (contract {CONTRACT_VERSION})"]
-    found.append(f"{platform.python_implementation()} {platform.python_version()}")
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 def _unavailable(point: EntryPoint, error: BaseException) -> click.Command:

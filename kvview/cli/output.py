@@ -7,10 +7,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from contextvars import ContextVar
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from typing_extensions import override
@@ -19,10 +18,10 @@ from kvview.cli.echo import echo
 from kvview.cli.exit_codes import ExitCode
 from kvview.errors import ConfigError, ConnectorError, HookError, KVViewError, line_of
 
+_STDOUT = "kvview.stdout"
 VERBOSE = "kvview.verbose"
 """Key of the flag --verbose in the ``meta`` of a command's context."""
 
-_STDOUT: ContextVar[TextIO | None] = ContextVar("the stream for '-'; None: sys.stdout")
 _MOST = 2**63 - 1
 _EXTRAS = {
     "click": "cli",
@@ -86,21 +85,6 @@ def refused_by_the_system(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or not error.strerror:
         return None
     return line_of(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Discard output, except for a report that an option sends to "-" (``--quiet``)."""
-    before = _STDOUT.set(sys.stdout)
-    try:
-        with (
-            open(os.devnull, "w", encoding="utf-8") as nowhere,
-            redirect_stdout(nowhere),
-            redirect_stderr(nowhere),
-        ):
-            yield
-    finally:
-        _STDOUT.reset(before)
 
 
 class Seconds(click.types.FloatParamType):
@@ -173,8 +157,18 @@ class JSONOption(click.Option):
         help: str,
         type: click.ParamType[str] | None = None,
     ) -> None:
-        super().__init__(names, type=type or OutputFile(), metavar="FILE", help=help)
+        super().__init__(
+            names, type=type or OutputFile(), metavar="FILE", help=help, callback=_take_stdout
+        )
         self.schemas = schemas
+
+
+def _take_stdout(ctx: click.Context, _: click.Parameter, value: str | None) -> str | None:
+    """Let the command print to stderr if the report goes to stdout."""
+    if value == "-":
+        ctx.meta[_STDOUT] = sys.stdout
+        ctx.with_resource(redirect_stdout(sys.stderr))
+    return value
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -237,23 +231,11 @@ def target_options(text: str) -> Decorator:
 
 
 def _require_writable(option: str, path: str) -> None:
-    """Check that a path can be opened like a report, without changing the file."""
-    problem = ""
-    try:
-        if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            problem = "not a file in an existing folder"
-        elif not Path(path).exists():  # only an attempt shows whether /proc refuses the file
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
-            os.unlink(os.path.realpath(path))
-        elif Path(path).is_file():
-            os.close(os.open(path, os.O_WRONLY))
-        # A pipe is not opened, because its reader would see it closed.
-        elif not os.access(path, os.W_OK):
-            problem = "not writable"
-    except (OSError, ValueError) as error:  # a name that is too long, or links in a circle
-        problem = getattr(error, "strerror", None) or str(error)
-    if problem:
-        raise ConfigError(f"{option} {path!r}: {problem}")
+    place = Path(path).absolute()
+    if not path or place.is_dir() or not place.parent.is_dir():
+        raise ConfigError(f"{option} {path!r}: not a file in an existing folder")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise ConfigError(f"{option} {path!r}: not writable")
 
 
 def write_json(path: str | None, report: dict[str, Any], option: str = "--json") -> None:
@@ -271,7 +253,8 @@ def write_json(path: str | None, report: dict[str, Any], option: str = "--json")
         return
     text = json.dumps(report, indent=2) + "\n"
     if path == "-":
-        click.echo(text, nl=False, file=_STDOUT.get(None))
+        context = click.get_current_context()
+        click.echo(text, nl=False, file=context.meta[_STDOUT])
         return
     try:
         # Escape lone surrogates, which a message may quote, so that the report can be written.

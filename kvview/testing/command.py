@@ -186,8 +186,7 @@ def check(
     click.get_current_context().with_resource(_without_own_warnings())
     if not faulthandler.is_enabled():  # so that a crash shows the author's line
         faulthandler.enable(sys.__stderr__ or sys.stderr)
-    is_piped = "-" in (json_file, result_file)
-    console = Console(stderr=is_piped, markup=True)  # so that stdout has only the report
+    console = Console(markup=True)
     if shard is not None:
         settings["shard"] = _read_shard(shard)
     if merge:

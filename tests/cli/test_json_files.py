@@ -26,7 +26,7 @@ CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 
 def run(arguments: str) -> Any:
     """The report of a command, which prints only this to stdout."""
-    result = CliRunner().invoke(cli, [*arguments.split(), "--json", "-", "--quiet"])
+    result = CliRunner().invoke(cli, [*arguments.split(), "--json", "-"])
     assert result.exit_code in (0, 1, 3, 4), result.output
     return json.loads(result.stdout)
 
@@ -42,7 +42,7 @@ def upgrade() -> Any:
 
 def result() -> Any:
     """The result file of a connector."""
-    arguments = ["check", CONNECTOR, "--seeds", "1", "--report-json", "-", "--quiet"]
+    arguments = ["check", CONNECTOR, "--seeds", "1", "--report-json", "-"]
     return json.loads(CliRunner().invoke(cli, arguments).stdout)
 
 

@@ -18,7 +18,7 @@ CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 def result_of(*arguments: str) -> Any:
     """The result file of a command."""
     path = Path("result.json")
-    CliRunner().invoke(cli, [*arguments, "--quiet", "--report-json", str(path)])
+    CliRunner().invoke(cli, [*arguments, "--report-json", str(path)])
     return json.loads(path.read_text())
 
 

@@ -86,7 +86,7 @@ def partition(
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
-    console = Console(stderr=result_file == "-", markup=True)
+    console = Console(markup=True)
     names = ["keys", "layouts"] if only is None else [only]
     with (
         naming(target),
