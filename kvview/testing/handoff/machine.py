@@ -38,6 +38,14 @@ _MANY = st.integers(0, 99)  # families of prompts that are mostly new, so that t
 _AGE = st.sampled_from((0, 0, 1, 2, 5, 20))  # number of later offers
 _PRESSED = st.sampled_from((0, 0, 6, 18, 36))
 _TO_ITSELF = st.sampled_from((False,) * 9 + (True,))
+_LOST = st.sampled_from((0, 0, 0, 0, 4, 16, 48))
+_ROUTED: Mapping[str, Any] = {
+    "family": _MANY,
+    "number": _NUMBER,
+    "to_itself": _TO_ITSELF,
+    "seconds": st.integers(0, 5),
+}
+"""The strategies of each first delivery."""
 
 
 @cache
@@ -156,35 +164,33 @@ class HandoffMachine(ContractMachine):
         """Name a request; names are used again, unless the engines forbid it."""
         return f"r{self.run.num_requests if self.pair.names_are_unique else number}"
 
-    @operation(
-        "HAND-7", family=_MANY, number=_NUMBER, to_itself=_TO_ITSELF, seconds=st.integers(0, 5)
-    )
-    def route(self, family: int, number: int, to_itself: bool, seconds: int) -> None:
-        """Deliver a handoff for the first time; it is that of a new prompt, if none waits."""
-        if kept := self.choose(family, number):
-            self.deliver(kept, number, to_itself, seconds)
+    @operation("HAND-7", **_ROUTED)
+    def route(self, **delivery: Any) -> None:
+        """Deliver a handoff for the first time, over an intact network."""
+        self.deliver(**delivery)
 
-    @operation(
-        "HAND-7",
-        family=_MANY,
-        number=_NUMBER,
-        to_itself=_TO_ITSELF,
-        faults=_FAULTS,
-        lost=st.sampled_from((0, 0, 0, 0, 4, 16, 48)),
-        pressed=_PRESSED,
-        seconds=st.integers(0, 5),
-    )
-    def route_disturbed(
+    @operation("HAND-7", **_ROUTED, faults=_FAULTS, lost=_LOST, pressed=_PRESSED)
+    def route_disturbed(self, **delivery: Any) -> None:
+        """Deliver a handoff for the first time, with faults of the next messages."""
+        self.deliver(**delivery)
+
+    @operation("HAND-4", **_ROUTED, faults=_FAULTS, pressed=_PRESSED, left=st.integers(1, 4))
+    def route_late(self, left: int, **delivery: Any) -> None:
+        """Deliver a handoff for the first time, shortly before its lease ends."""
+        self.deliver(**{**delivery, "seconds": left + 2}, seconds_left=left)
+
+    def deliver(
         self,
         family: int,
         number: int,
-        to_itself: bool,
-        faults: list[Fault | None],
-        lost: int,
-        pressed: int,
-        seconds: int,
+        to_itself: bool = False,
+        faults: Sequence[Fault | None] = (),
+        lost: int = 0,
+        pressed: int = 0,
+        seconds_left: int | None = None,
+        seconds: int = 0,
     ) -> None:
-        """Deliver a handoff for the first time, with faults of the next messages.
+        """Deliver a handoff for the first time; it is that of a new prompt, if none waits.
 
         Args:
             family: Family of the prompt.
@@ -193,37 +199,20 @@ class HandoffMachine(ContractMachine):
             faults: Faults of the next messages.
             lost: Seconds in which all messages are lost.
             pressed: Seconds in which other requests overwrite the producer's free blocks.
+            seconds_left: Seconds before the end of the lease; None for now.
             seconds: Seconds that pass afterwards.
         """
-        if kept := self.choose(family, number):
-            network = self.run.network
-            network.faults += faults
-            network.cut_off_until = max(network.cut_off_until, network.now + lost)
-            self.run.press(kept.engine, pressed)
-            self.deliver(kept, number, to_itself, seconds)
-
-    @operation(
-        "HAND-4",
-        family=_MANY,
-        number=_NUMBER,
-        faults=_FAULTS,
-        seconds_left=st.integers(1, 4),
-        pressed=_PRESSED,
-    )
-    def route_late(
-        self,
-        family: int,
-        number: int,
-        faults: list[Fault | None],
-        seconds_left: int,
-        pressed: int,
-    ) -> None:
-        """Deliver a handoff for the first time, shortly before its lease ends."""
-        if kept := self.choose(family, number):
-            self.run.tick(max(0, int(kept.until - self.run.network.now) - seconds_left))
-            self.run.network.faults += faults
-            self.run.press(kept.engine, pressed)
-            self.deliver(kept, number, False, seconds_left + 2)
+        if (kept := self.choose(family, number)) is None:
+            return
+        network = self.run.network
+        if seconds_left is not None:
+            self.run.tick(max(0, int(kept.until - network.now) - seconds_left))
+        network.faults += faults
+        network.cut_off_until = max(network.cut_off_until, network.now + lost)
+        self.run.press(kept.engine, pressed)
+        add = replace(kept.add, request_id=self.request_id(number), num_output_tokens=number)
+        self.run.route(self.consumer_of(kept, to_itself), kept, add, "right")
+        self.run.tick(seconds)
 
     def choose(self, family: int, number: int) -> Kept | None:
         """Choose an offer that no consumer has received, or compute a prompt for a new one."""
@@ -235,12 +224,6 @@ class HandoffMachine(ContractMachine):
             self.run.tick(3)
         new = self.run.new_offers()
         return new[family % len(new)] if new else None
-
-    def deliver(self, kept: Kept, number: int, to_itself: bool, seconds: int) -> None:
-        """Deliver a handoff for the first time."""
-        add = replace(kept.add, request_id=self.request_id(number), num_output_tokens=number)
-        self.run.route(self.consumer_of(kept, to_itself), kept, add, "right")
-        self.run.tick(seconds)
 
     def consumer_of(self, kept: Kept, to_itself: bool) -> str:
         """Name the other engine, or the same one, if engines serve themselves."""
