@@ -66,8 +66,8 @@ class LeakReporter:
         late_work: Callable[[float], list[str]],
     ) -> None:
         self.guard = guard
-        self.oldest: dict[str, float] = {}
-        """Unix time at which the oldest reference of each owner was taken."""
+        self.oldest = 0.0
+        """Unix time at which the oldest reference was taken; 0 without references."""
         self._report_after = report_after
         self._describe = describe
         self._late_work = late_work
@@ -83,7 +83,7 @@ class LeakReporter:
     def _look(self) -> None:
         began = time.perf_counter()
         leaks, now, today = self.guard.leaks(), self.guard.now(), time.time()
-        self.oldest = {leak.owner: today - leak.age for leak in reversed(leaks)}
+        self.oldest = today - max((leak.age for leak in leaks), default=today)
         if self._report_after is not None:
             self._report(now, [leak for leak in leaks if leak.age >= self._report_after])
         cost = time.perf_counter() - began

@@ -31,7 +31,7 @@ from kvview.testing.connector.scenario.scenario import (
     Add,
     Scenario,
 )
-from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from kvview_reference.connector import SideBySide
 from kvview_reference.engine import Engine
 from kvview_reference.engine.request import Request, Status, chain_hashes
 from kvview_reference.free_queue import NULL_BLOCK_ID
@@ -63,7 +63,7 @@ class ReferenceEngines:
         stream: StepStream | None = None,
     ) -> SimulatedEngine:
         """Build an engine."""
-        connector = connectors[0] if len(connectors) == 1 else _SideBySide(connectors)
+        connector = connectors[0] if len(connectors) == 1 else SideBySide(connectors)
         if scenario.ranks:
             connector = _OnRanks(connector, scenario.ranks)
         return ReferenceConnectorHarness(scenario, connector, owner, stream)
@@ -86,22 +86,6 @@ class ReferenceEngines:
         name = f"{policy.__module__}:{policy.__qualname__}"
         register_policy(name, policy, replace=True)
         return type("OfPolicy", (PolicyManager,), {"policy": name})
-
-
-class _SideBySide(Connector):
-    """A connector that combines several connectors that are already built."""
-
-    def __init__(self, children: Sequence[Connector]) -> None:
-        super().__init__(children[0].config)
-        self._children = children
-
-    @override
-    def make_scheduler(self) -> SchedulerConnector:
-        return MultiScheduler([child.make_scheduler() for child in self._children])
-
-    @override
-    def make_worker(self) -> WorkerConnector:
-        return MultiWorker([child.make_worker() for child in self._children])
 
 
 class _OnRanks(Connector):

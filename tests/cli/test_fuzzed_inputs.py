@@ -276,9 +276,8 @@ def connector_options(folder: Path, dice: random.Random) -> Input:
         store = "replay --gpu-blocks=40 --option=store=kvview_reference.tier:FileStore"
         given = [f"--option=root={folder}/root", f"--option={name}={wrong}", "--", "t.jsonl"]
         return Input([*store.split(), *given], (0, 1, 2, 3))
-    kind = dice.choice(("store_connector:Store", "connector:Multi"))
-    names = ("cpu_blocks", "policy", "enable_events", "connectors", "threads", "x", "cpu_bytes")
-    args = f"replay --gpu-blocks=40 --connector=kvview_reference.{kind}Connector"
+    names = ("cpu_blocks", "policy", "enable_events", "threads", "x", "cpu_bytes")
+    args = "replay --gpu-blocks=40 --connector=kvview_reference.store_connector:StoreConnector"
     option = f"--option={dice.choice(names)}={wrong}"
     codes = (0, 1, 2, 3)  # 3: the tier is larger than memory
     return Input([*args.split(), option, "--", "t.jsonl"], codes)

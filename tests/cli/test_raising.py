@@ -83,13 +83,6 @@ def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith(f"kvview: connector {target}: ")
 
 
-def test_a_child_of_several_is_named(tmp_path: Path) -> None:
-    child = write(tmp_path, "scheduler", "def plan_step(self, step): return {}['key']")
-    option = f'connectors=[{{"connector": "{child}"}}]'
-    result = run(*REPLAY, "kvview_reference.connector:MultiConnector", "--option", option)
-    require_one_line(result, ExitCode.CONNECTOR_RAISED, "mine.py:10: plan_step raised KeyError")
-
-
 # --- errors that are not the connector's ---
 
 

@@ -13,7 +13,6 @@ from kvview import (
     CacheGeometry,
     CanonicalKVCaches,
     Connector,
-    WorkerConnector,
 )
 from kvview.testing.connector import (
     Add,
@@ -21,16 +20,7 @@ from kvview.testing.connector import (
     Step,
     simulate,
 )
-from kvview_reference.connector import MultiConnector
-from kvview_reference.connector.multi import MultiWorker
 from tests.connector.unusual import Host
-
-CHILDREN = {
-    "connectors": [
-        {"connector": "tests.connector.spy:SpyConnector"},
-        {"connector": "examples.host_cache:HostCacheConnector", "options": {"cpu_blocks": 40}},
-    ]
-}
 
 
 def with_worker(worker: type[HostCacheWorker]) -> type[Connector]:
@@ -66,23 +56,14 @@ class Shares(PoolWorker):
     pool = ThreadPoolExecutor(2)
 
 
-class LeavesChildrenRunning(MultiConnector):
-    @override
-    def make_worker(self) -> WorkerConnector:
-        worker = MultiWorker([child.make_worker() for child in self.children])
-        worker.shutdown = lambda: None  # type: ignore[method-assign]
-        return worker
-
-
 @pytest.mark.slow
 def test_threads_end_with_their_half() -> None:
     scenario = Scenario(CacheGeometry.single(4), 12, (Add("a", 1, 9), Step(4)))
 
-    def law_of(connector: type[Connector], options: dict[str, Any]) -> str | None:
-        failure = simulate(connector, scenario, options).failure
+    def law_of(connector: type[Connector]) -> str | None:
+        failure = simulate(connector, scenario).failure
         return None if failure is None else failure.law
 
-    assert law_of(LeavesChildrenRunning, CHILDREN) == "CONN-12"
-    assert law_of(with_worker(PoolWorker), {}) == "CONN-12"
-    assert [law_of(with_worker(right), {}) for right in (Ends, EndsSoon, Shares)] == [None] * 3
+    assert law_of(with_worker(PoolWorker)) == "CONN-12"
+    assert [law_of(with_worker(right)) for right in (Ends, EndsSoon, Shares)] == [None] * 3
     Shares.pool.shutdown()

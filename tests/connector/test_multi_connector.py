@@ -1,12 +1,9 @@
-"""Several connectors seen as one, as far as the kit does not see it.
+"""Several connectors seen as one, as far as the scenarios with two connectors do not show it.
 
-``test_simulation.py`` plays them, and ``two.txt`` of the mutants has their injected faults.
+``two.txt`` of the mutants has their injected faults.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -17,14 +14,12 @@ from kvview import (
     ConnectorError,
     GPUBlockPoolView,
     GuardedView,
-    OffloadingEvent,
     RequestInfo,
     SchedulerConnector,
     TransferResult,
     WorkerConnector,
-    make_offload_key,
 )
-from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from kvview_reference.connector import MultiScheduler, MultiWorker
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.pool import BlockPool
 
@@ -97,51 +92,6 @@ def test_the_first_child_that_promises_loads(
         scheduler.on_blocks_allocated(REQUEST, ([1, 2],), 0, promised)
         expected = [[promised if index == chosen else 0] for index in range(len(children))]
         assert [child.external for child in children] == expected
-
-
-# --- events ---
-
-
-class Says(SchedulerConnector):
-    def __init__(self) -> None:
-        self.events: list[OffloadingEvent] = []
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self.events = self.events, []
-        return events
-
-
-class Serves(Says):
-    """Promises 4 tokens to the requests that it is for."""
-
-    def __init__(self, *request_ids: str) -> None:
-        super().__init__()
-        self.request_ids = request_ids
-
-    def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
-        return 4 * (request.request_id in self.request_ids)
-
-
-def test_event2_only_promises_of_children_that_give_events_are_advertised() -> None:
-    silent, says, both = (
-        Serves("silent"),
-        Serves("says"),
-        [Serves("inner"), Serves("quiet")],
-    )
-    scheduler = MultiScheduler([silent, says, MultiScheduler(both)])
-
-    def is_silent(request_id: str) -> bool:
-        promised = scheduler.match_prefix(replace(REQUEST, request_id=request_id), 0)
-        assert promised == (0 if request_id == "nobody" else 4)
-        return scheduler.comes_from_silent_tier(request_id)
-
-    names = ["silent", "says", "inner", "quiet", "nobody"]
-    assert [is_silent(name) for name in names] == [True] * 5, "no event came yet"
-    for child in (says, both[0]):
-        child.events.append(OffloadingEvent([make_offload_key(b"k", 0)], "CPU", removed=False))
-        assert len(list(scheduler.take_events())) == (child is says), "one key in one medium"
-    assert list(scheduler.take_events()) == []
-    assert [is_silent(name) for name in names] == [True, False, False, True, True]
 
 
 # --- resets ---

@@ -48,7 +48,6 @@ from kvview.testing.connector.run.long_runs import (
 )
 from kvview.testing.connector.scenario.generate import steady_scenario
 from kvview.testing.connector.scenario.scenario import to_script
-from kvview_reference.connector import MultiConnector
 from kvview_reference.engine import chain_hashes
 from kvview_reference.store_connector import StoreConnector
 from tests.connector.unusual import UNUSUAL
@@ -60,14 +59,6 @@ from tests.mutants.connector.walker import Walker
 from tests.mutants.mutant import Mutant
 
 FREES, LEAKS = load_named("FreesAtPlan"), load_named("NeverFreesAfterFailure")
-EAGER = "kvview_reference.store_connector:StoreConnector"
-CHILDREN = [
-    {"connector": EAGER, "options": {"cpu_blocks": 7, "enable_events": True}},
-    {"connector": EAGER, "options": {"cpu_blocks": 40, "enable_events": True}},
-]
-SILENT = {"cpu_blocks": 40}
-
-
 # --- right connectors ---
 
 
@@ -83,18 +74,6 @@ RIGHT: list[type[Connector]] = [
 def test_right_connectors_break_no_law(connector: type[Connector]) -> None:
     report = check_connector(connector, seeds=16)
     assert not report.failures, report.failures[0].script
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("silent", [None, 0, 1])
-def test_right_children_break_no_law_with_or_without_events(silent: int | None) -> None:
-    children = [
-        {**child, "options": SILENT} if number == silent else child
-        for number, child in enumerate(CHILDREN)
-    ]
-    report = check_connector(MultiConnector, seeds=12, options={"connectors": children})
-    assert not report.failures, report.failures[0].script
-    assert report.coverage["loads"] > 50
 
 
 def test_a_connector_that_does_nothing_is_not_green() -> None:
@@ -168,7 +147,7 @@ def test_a_lookup_on_a_thread_may_take_longer_than_the_steps_of_a_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", [StoreConnector, Two, LEAKS])
+@pytest.mark.parametrize("connector", [StoreConnector, LEAKS])
 def test_a_seed_gives_the_same_run_twice(connector: type[Connector]) -> None:
     for seed in range(12):
         first = simulate(connector, generate_scenario(seed))

@@ -66,7 +66,7 @@ def series() -> dict[str, str]:
 
     vLLM exports the series of tiers only after the first event.
     """
-    labels = '{model_name="m",engine="0",connector="c",child=""}'
+    labels = '{model_name="m",engine="0",connector="c"}'
     found = {name + labels: "0x19 1x40" for name in EXPORTED}
     found |= {name + '{model_name="m",store="s"}': "_x19 1x40" for name in OF_TIERS}
     found['vllm:kvview_tier_in_use{model_name="m",store="s"}'] = "_x19 0x40"

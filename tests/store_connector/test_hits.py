@@ -9,7 +9,6 @@ import pytest
 
 from examples.host_cache import HostCacheConnector
 from kvview import Connector, StepInfo, StepPlan
-from kvview_reference.connector import MultiConnector
 from kvview_reference.replay.run import ReplayConfig, ReplayReport, replay
 from kvview_reference.replay.workload import generate_trace
 from kvview_reference.store_connector import StoreConnector
@@ -70,15 +69,6 @@ def test_hits_are_those_without_it_at_least(connector: type[Connector], cpu_bloc
     assert report.offloaded_blocks <= num_computed
     assert report.cpu_hit_rate > 0 or cpu_blocks < 5000
     assert report.is_clean
-
-
-def test_several_connectors_are_no_worse_either() -> None:
-    target = "kvview_reference.store_connector:StoreConnector"
-    children = [{"connector": target, "options": {"cpu_blocks": size}} for size in (0, 50, 3000)]
-    report, num_computed = run(MultiConnector, 400, {"connectors": children})
-    assert hit_rate(report) >= hits_alone(400)
-    assert report.cpu_hit_rate > 0
-    assert report.offloaded_blocks <= 2 * num_computed  # once a child that stores
 
 
 def test_victims_gain_most_where_the_tier_is_as_large_as_the_pool() -> None:

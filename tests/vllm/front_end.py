@@ -42,12 +42,11 @@ class FrontEnd:
 
         engine.scheduler.update_from_output = take_in
 
-    def value(self, name: str, connector: str = "", child: str = "") -> float | None:
+    def value(self, name: str, connector: str = "") -> float | None:
         """Return the sample of a series, or None."""
         registry = importlib.import_module("prometheus_client").REGISTRY
         suffix = "_total" if name in COUNTERS else ""
         labels = {"model_name": "m", "engine": "0", "connector": connector or self.connector}
-        labels |= {"child": child}
         value: float | None = registry.get_sample_value(PREFIX + name + suffix, labels)
         return value
 

@@ -63,7 +63,7 @@ from kvview_vllm.connector.scheduler import SchedulerSide
 from kvview_vllm.connector.worker import WorkerSide
 from kvview_vllm.events import BlockDescriptions, to_vllm_events
 from kvview_vllm.geometry import read_facts, read_geometry
-from kvview_vllm.metrics.connector_metrics import PromMetrics, Reporter, configured_children
+from kvview_vllm.metrics.connector_metrics import PromMetrics, Reporter
 from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.compat.calls import (
     event_group_kinds,
@@ -238,8 +238,8 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):  # t
 
     def _late_work(self, seconds: float) -> list[str]:
         return [
-            f"job {job.job_id} of {'/'.join(filter(None, (self.view_owner, job.owner)))} "
-            f"(request {job.request_id!r}) has not ended for {age:.1f} s"
+            f"job {job.job_id} of {self.view_owner} (request {job.request_id!r}) has not ended "
+            f"for {age:.1f} s"
             for job, age in self._scheduler.late_jobs(seconds)
         ]
 
@@ -416,9 +416,9 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):  # t
 
     def _news(self) -> KVViewStats | None:
         side = self._scheduler
-        oldest = self._hold_watch.oldest if self._hold_watch is not None else {}
+        oldest = self._hold_watch.oldest if self._hold_watch is not None else 0.0
         values = side.meter.values(side.half, self._bound_view, oldest)
-        values.setdefault("", {})["faults"] = side.faults.num_faults
+        values["faults"] = side.faults.num_faults
         update = self._reporter.update(values)
         return None if update is None else stats_of([], update)
 
@@ -441,7 +441,7 @@ class KVViewConnector(BlockPoolViewMixin, KVConnectorBase_V1, SupportsHMA):  # t
             last = PromMetrics(metric_types, labelnames, per_engine_labelvalues)
             _last_prom_metrics[:] = [last]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        last.start(str(extra.get("connector", "")), configured_children(extra))
+        last.start(str(extra.get("connector", "")))
         return last
 
     def shutdown(self) -> None:

@@ -210,11 +210,10 @@ class WorkerSide:
         elif self._release.failed_requests:
             self._failed_requests.add(job.request_id or "")
         else:
-            planner = "/".join(filter(None, (self._faults.target, job.owner)))
             raise ConnectorError(
                 f"WORK-2: load job {job.job_id} of request {job.request_id!r} by connector "
-                f"{planner} failed ({error}), but with {self._num_groups} KV-cache groups this "
-                f"vLLM does not accept reports of failed loads and would compute on bytes that "
-                f"were never loaded. Use 0.11.1 or later with one group, 0.30 or later with "
-                f"several"
+                f"{self._faults.target} failed ({error}), but with {self._num_groups} KV-cache "
+                f"groups this vLLM does not accept reports of failed loads and would compute on "
+                f"bytes that were never loaded. Use 0.11.1 or later with one group, 0.30 or later "
+                f"with several"
             )

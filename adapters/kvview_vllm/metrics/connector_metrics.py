@@ -4,14 +4,13 @@ All metrics are counted on the scheduler's side, which knows every hold and the 
 Changes are sent to the front end with the step's output. The front end adds them to Prometheus
 (0.11.1 and later) and to the log line of vLLM's stats.
 
-- METRIC-1 A series **must** have the labels ``connector`` (the target) and ``child`` (the name of a
-  child; empty for the connector itself).
+- METRIC-1 A series **must** have the label ``connector``, the target.
 - METRIC-2 The last values of an engine **must** stay true while the engine is idle, because an idle
   engine sends no values. So the age of a hold is exported as the time at which it started, and
   values that are sent once a second are sent at every step when no request is left.
 - METRIC-3 A series **must** have a sample before its first event, because otherwise an alert on its
-  increase would miss this event. The series of children that the configuration names start with the
-  front end; the series of any other child start at the first step.
+  increase would miss this event. The series of the configured connector start with the front end;
+  those of later children of vLLM's ``MultiConnector`` start at the first step.
 
 ``docs/metrics.md`` lists the metrics and the questions that they answer.
 
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from kvview import (
 from kvview.connector.job_tracker import EndedJob
 
 PREFIX = "vllm:kvview_"  # vLLM removes such series when it builds another engine
-LABELS = ("connector", "child")
+LABEL = "connector"
 
 GAUGES = {
     "held_references": "References that the connector holds on GPU blocks.",
@@ -60,15 +59,14 @@ COUNTERS = {
 }
 
 Values = dict[str, float]
-"""Values of one child by name: current gauges, and counters since the last update."""
+"""Values by name: current gauges, and counters since the last update."""
 
 MetricUpdate = dict[str, Any]
-"""The message to the front end, ``{scheduler half: {"connector": target, "children": {child:
-Values}}}``."""
+"""The message to the front end, ``{scheduler half: {"connector": target, "values": Values}}``."""
 
 
 class Meter:
-    """Counts the outcomes of jobs, by child.
+    """Counts the outcomes of jobs.
 
     Args:
         num_workers: Number of workers, each of which moves pages of every job.
@@ -80,21 +78,21 @@ class Meter:
         self.begun: dict[int, float] = {}
         """Start of each job in flight, in seconds."""
         self._num_workers = num_workers
-        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._held_since: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+        self._held_since: float | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """Count the jobs of a plan."""
         now = time.monotonic()
         for kind, jobs in (("loads", plan.loads), ("stores", plan.stores)):
             for job in jobs:
-                self._counts[job.owner][f"{kind}_in_flight"] += 1
+                self._counts[f"{kind}_in_flight"] += 1
                 self.begun[job.job_id] = now
 
     def end(self, ended: EndedJob) -> None:
         """Count the end of a job."""
         self.begun.pop(ended.job.job_id, None)
-        counts, kind = self._counts[ended.job.owner], "loads" if ended.is_load else "stores"
+        counts, kind = self._counts, "loads" if ended.is_load else "stores"
         counts[f"{kind}_in_flight"] -= 1
         counts[kind] += 1
         if not ended.result.success:
@@ -106,34 +104,32 @@ class Meter:
             moved = sum(number * size for number, size in sizes) * self._num_workers
             counts["loaded_bytes" if ended.is_load else "stored_bytes"] += moved
 
-    def values(
-        self, half: SchedulerConnector, guard: GuardedView | None, oldest: Mapping[str, float]
-    ) -> dict[str, Values]:
-        """Return the values of all metrics except faults, by child.
+    def values(self, half: SchedulerConnector, guard: GuardedView | None, oldest: float) -> Values:
+        """Return the values of all metrics except faults.
 
         Args:
             half: The scheduler half, which may count the blocks that it skipped.
             guard: View of the half; None before the half has a view.
-            oldest: Unix time of each owner's oldest reference, at the last examination of the
-                holds.
+            oldest: Unix time of the oldest reference, at the last examination of the holds; 0
+                without references.
         """
-        found: dict[str, Values] = {child: dict(counts) for child, counts in self._counts.items()}
+        found: Values = dict(self._counts)
         if isinstance(half, SupportsSkippedBlocks):
-            found.setdefault("", {})["skipped_blocks"] = half.num_skipped_blocks
+            found["skipped_blocks"] = half.num_skipped_blocks
         if guard is None:
             return found
-        for owner, accounts in guard.accounts().items():
-            values = found.setdefault("" if owner == guard.owner else owner, {})
-            held = sum(each.held for each in accounts)
-            values["held_references"] = held
-            values["refused_calls"] = sum(each.refused for each in accounts)
-            if held:  # both times may be too early, because the examination is some seconds old
-                since = self._held_since.setdefault(owner, time.time())
-                values["oldest_hold_timestamp_seconds"] = max(since, oldest.get(owner, 0.0))
-            else:
-                self._held_since.pop(owner, None)
-                values["oldest_hold_timestamp_seconds"] = 0.0
-        return found
+        accounts = [each for some in guard.accounts().values() for each in some]
+        held = sum(each.held for each in accounts)
+        if not held:
+            self._held_since = None
+        elif self._held_since is None:
+            self._held_since = time.time()
+        return found | {
+            "held_references": held,
+            "refused_calls": sum(each.refused for each in accounts),
+            # Both times may be too early, because the examination is some seconds old.
+            "oldest_hold_timestamp_seconds": max(self._held_since or 0.0, oldest if held else 0.0),
+        }
 
 
 class Reporter:
@@ -147,74 +143,51 @@ class Reporter:
     def __init__(self, owner: str, connector: str) -> None:
         self._owner = owner
         self._connector = connector
-        self._sent: dict[str, Values] = {}
+        self._sent: Values = {}
 
-    def update(self, children: Mapping[str, Mapping[str, float]]) -> MetricUpdate | None:
+    def update(self, values: Mapping[str, float]) -> MetricUpdate | None:
         """Return the changes since the last update; None without changes.
 
         Args:
-            children: All values of each child; counters count from the start.
+            values: All values; counters count from the start.
         """
-        news: dict[str, Values] = {}
-        for child, values in children.items():
-            is_first = child not in self._sent
-            sent = self._sent.setdefault(child, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
-            new = {
-                name: value - sent[name] if name in COUNTERS else value
-                for name, value in values.items()
-                if value != sent[name]
-            }
-            if new or is_first:  # METRIC-3
-                news[child] = new
-                sent.update(values)
-        return {self._owner: {"connector": self._connector, "children": news}} if news else None
+        is_first = not self._sent
+        sent = self._sent = self._sent or dict.fromkeys((*GAUGES, *COUNTERS), 0.0)
+        new = {
+            name: value - sent[name] if name in COUNTERS else value
+            for name, value in values.items()
+            if value != sent[name]
+        }
+        sent.update(values)
+        if not (new or is_first):  # METRIC-3
+            return None
+        return {self._owner: {"connector": self._connector, "values": new}}
 
 
 def merge(before: MetricUpdate, after: MetricUpdate) -> MetricUpdate:
     """Merge an earlier and a later update, or the updates of two halves."""
     merged = {**before}
     for owner, update in after.items():
-        children = dict(merged.get(owner, {}).get("children", {}))
-        for child, values in update["children"].items():
-            old = children.get(child, {})
-            children[child] = old | {
-                name: value + old.get(name, 0.0) if name in COUNTERS else value
-                for name, value in values.items()
-            }
-        merged[owner] = {**update, "children": children}
+        old = merged.get(owner, {}).get("values", {})
+        values = {
+            name: value + old.get(name, 0.0) if name in COUNTERS else value
+            for name, value in update["values"].items()
+        }
+        merged[owner] = {**update, "values": old | values}
     return merged
 
 
 def as_log_line(update: MetricUpdate) -> dict[str, float]:
-    """Return the nonzero values for the stats log, by connector, child and name."""
+    """Return the nonzero values for the stats log, by connector and name."""
     line: dict[str, float] = {}
     for one in update.values():
-        for child, values in one["children"].items():
-            owner = "/".join(filter(None, (one["connector"], child)))
-            for name, value in values.items():
-                if name == "oldest_hold_timestamp_seconds" and value:
-                    name, value = "oldest_hold_seconds", round(time.time() - value, 1)
-                if value:
-                    key = f"{owner} {name}"
-                    line[key] = line.get(key, 0) + (int(value) if value == int(value) else value)
+        for name, value in one["values"].items():
+            if name == "oldest_hold_timestamp_seconds" and value:
+                name, value = "oldest_hold_seconds", round(time.time() - value, 1)
+            if value:
+                key = f"{one['connector']} {name}"
+                line[key] = line.get(key, 0) + (int(value) if value == int(value) else value)
     return line
-
-
-def configured_children(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the values of the label ``child``, for a connector with the option ``connectors``.
-
-    Args:
-        extra: ``kv_connector_extra_config``; a wrong form is ignored, because the engine reports
-            it.
-    """
-    options = extra.get("options")
-    children = options.get("connectors") if isinstance(options, Mapping) else None
-    targets = [
-        each["connector"]
-        for each in (children if isinstance(children, Sequence) else ())
-        if isinstance(each, Mapping) and "connector" in each
-    ]
-    return ("", *(f"{index}: {target}" for index, target in enumerate(targets)))
 
 
 class PromMetrics:
@@ -234,7 +207,7 @@ class PromMetrics:
     ) -> None:
         types: Any = importlib.import_module("prometheus_client")
         self.per_engine_labelvalues = per_engine_labelvalues
-        labels = [*labelnames, *LABELS]
+        labels = [*labelnames, LABEL]
         gauge = metric_types[types.Gauge]
         counter = metric_types[types.Counter]
         self._metrics = {
@@ -245,11 +218,10 @@ class PromMetrics:
         self._last: dict[tuple[Any, ...], dict[str, float]] = {}
         self._started: set[tuple[Any, ...]] = set()
 
-    def start(self, connector: str, children: Sequence[str]) -> None:
-        """Set a first sample for every series of these children, in every engine (METRIC-3)."""
+    def start(self, connector: str) -> None:
+        """Set a first sample for every series of a connector, in every engine (METRIC-3)."""
         for labels in self.per_engine_labelvalues.values():
-            for child in children:
-                self._start((*labels, connector, child))
+            self._start((*labels, connector))
 
     def _start(self, labels: tuple[Any, ...]) -> None:
         if labels not in self._started:
@@ -261,17 +233,16 @@ class PromMetrics:
         """Receive the update in a step's output."""
         engine_labels = self.per_engine_labelvalues[engine_idx]
         for owner, update in (transfer_stats_data.get("metrics") or {}).items():
-            for child, values in update["children"].items():
-                labels = (*engine_labels, update["connector"], child)
-                self._start(labels)
-                for name, value in values.items():
-                    series = self._metrics[name].labels(*labels)
-                    if name in COUNTERS:
-                        series.inc(value)
-                        continue
-                    last = self._last.setdefault((engine_idx, *labels, name), {})
-                    last[owner] = value
-                    series.set(_together(name, last.values()))
+            labels = (*engine_labels, update["connector"])
+            self._start(labels)
+            for name, value in update["values"].items():
+                series = self._metrics[name].labels(*labels)
+                if name in COUNTERS:
+                    series.inc(value)
+                    continue
+                last = self._last.setdefault((engine_idx, *labels, name), {})
+                last[owner] = value
+                series.set(_together(name, last.values()))
 
 
 def _together(name: str, values: Any) -> float:

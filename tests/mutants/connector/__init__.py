@@ -50,7 +50,7 @@ from ..mutant import Mutant
 
 FOLDER = Path(__file__).parent
 _EXAMPLE = ROOT / "examples" / "host_cache.py"
-_MULTI = ROOT / "reference" / "kvview_reference" / "connector" / "multi.py"
+_MULTI = ROOT / "reference" / "kvview_reference" / "connector.py"
 
 BASES = {
     "host_cache": Base("HostCacheConnector", (_EXAMPLE,)),

@@ -1,12 +1,18 @@
-"""Two connectors of a kind side by side, which need the view, and a spy that misses no call."""
+"""Two connectors of a kind side by side, which need the view."""
 
 from __future__ import annotations
 
-from kvview import EngineFacts, SchedulerConnector, ViewNotBoundError, WorkerConnector
-from kvview_reference.connector.multi import MultiScheduler, MultiWorker
+from kvview import (
+    ConfigError,
+    ConnectorConfig,
+    EngineFacts,
+    SchedulerConnector,
+    ViewNotBoundError,
+    WorkerConnector,
+)
+from kvview_reference.connector import MultiScheduler, MultiWorker
 from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from tests.connector.halves import WithHalves
-from tests.connector.spy import SpyScheduler, SpyWorker
 
 
 class NeedsTheView(StoreScheduler):
@@ -19,13 +25,17 @@ class NeedsTheView(StoreScheduler):
 
 
 class Two(WithHalves):
-    """Two of a kind, and a spy."""
+    """Two of a kind, without events."""
 
     scheduler = NeedsTheView
 
+    def __init__(self, config: ConnectorConfig) -> None:
+        if "enable_events" in config.options:
+            raise ConfigError("the events of two connectors are not merged")
+        super().__init__(config)
+
     def make_scheduler(self) -> SchedulerConnector:
-        halves = [super(Two, self).make_scheduler() for _ in range(2)]
-        return MultiScheduler([*halves, SpyScheduler()])
+        return MultiScheduler([super(Two, self).make_scheduler() for _ in range(2)])
 
     def make_worker(self) -> WorkerConnector:
-        return MultiWorker([super().make_worker(), super().make_worker(), SpyWorker()])
+        return MultiWorker([super().make_worker(), super().make_worker()])

@@ -1,106 +1,59 @@
-"""Several connectors that the engine uses as one connector.
+"""Several connectors that the simulated engine uses as one connector.
 
 Each child is bound before any other call (vLLM #39654). The first child that promises a prefix
-loads the prefix. Job ids are renumbered, so that the ids of two children cannot collide. Events are
-merged, so that the removal of a key is reported only when no child holds the key any more (EVENT-1,
-EVENT-2).
+loads the prefix. Job ids are renumbered, so that the ids of two children cannot collide.
 
 Source: ``vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py`` (0.33.0).
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import override
 
 from kvview import (
     BlockIds,
     CanonicalKVCaches,
     Connector,
-    ConnectorConfig,
     ConnectorError,
     EngineFacts,
     FinishReason,
     GPUBlockPoolView,
     GuardedView,
-    OffloadingEvent,
     RequestInfo,
     SchedulerConnector,
     StepInfo,
     StepPlan,
-    SupportsSilentTiers,
-    SupportsSkippedBlocks,
     TransferJob,
     TransferResult,
     WorkerConnector,
 )
-from kvview.options import parse_options
-from kvview.targets import load_connector
-from kvview_reference.events import EventMerger
-from kvview_reference.guard import guard_children
 
 
-class ChildOptions(BaseModel):
-    """One child.
+class SideBySide(Connector):
+    """A connector that combines several connectors that are already built.
 
     Args:
-        connector: Target of the child, ``file.py:Class`` or ``pkg.mod:Class``.
-        options: Options of the child.
+        children: The connectors, in order of preference for loads.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    connector: str
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
-class MultiOptions(BaseModel):
-    """Settings of :class:`MultiConnector`.
-
-    Args:
-        connectors: The children, in order of preference for loads.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    connectors: tuple[ChildOptions, ...] = Field(min_length=1)
-
-
-class MultiConnector(Connector):
-    """A connector that runs several child connectors."""
-
-    def __init__(self, config: ConnectorConfig) -> None:
-        super().__init__(config)
-        options = parse_options(MultiOptions, config.options)
-        self.children = [
-            load_connector(child.connector)(ConnectorConfig(config.geometry, child.options))
-            for child in options.connectors
-        ]
-        self.names = [
-            f"{index}: {child.connector}" for index, child in enumerate(options.connectors)
-        ]
-
-    @classmethod
-    @override
-    def checked_parts(cls, options: Mapping[str, Any]) -> Iterable[tuple[Any, Mapping[str, Any]]]:
-        """List the parts of the children."""
-        children = parse_options(MultiOptions, options).connectors
-        kinds = ((load_connector(child.connector), child.options) for child in children)
-        return [part for kind, given in kinds for part in kind.checked_parts(given)]
+    def __init__(self, children: Sequence[Connector]) -> None:
+        super().__init__(children[0].config)
+        self._children = children
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
-        return MultiScheduler([child.make_scheduler() for child in self.children], self.names)
+        return MultiScheduler([child.make_scheduler() for child in self._children])
 
     @override
     def make_worker(self) -> WorkerConnector:
-        return MultiWorker([child.make_worker() for child in self.children])
+        return MultiWorker([child.make_worker() for child in self._children])
 
 
 @dataclass(frozen=True)
@@ -120,28 +73,21 @@ class MultiScheduler(SchedulerConnector):
 
     Args:
         children: Scheduler halves of the children, in order of preference for loads.
-        names: Names of the children in reports; by default their number and class.
     """
 
-    def __init__(
-        self, children: Sequence[SchedulerConnector], names: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, children: Sequence[SchedulerConnector]) -> None:
         self._children = list(children)
-        self._names = names or [
-            f"{index}: {type(child).__name__}" for index, child in enumerate(children)
-        ]
+        self._names = [f"{index}: {type(child).__name__}" for index, child in enumerate(children)]
         self._job_ids = count()
         self._jobs: dict[int, tuple[int, int]] = {}  # job id -> child, its own job id
         self._chosen: dict[str, int] = {}  # request -> child that promised
-        self._events = EventMerger()
-        self._speaking: set[int] = set()  # children that have given events
-        self._guards: list[GuardedView] = []
 
     @override
     def bind_gpu_block_pool_view(self, view: GPUBlockPoolView) -> None:
-        self._guards = guard_children(view, self._names)
-        for child, guard in zip(self._children, self._guards, strict=True):
-            child.bind_gpu_block_pool_view(guard)
+        # A guard for each child, so that no child can free blocks of another child.
+        clock = (lambda: view.now()) if isinstance(view, GuardedView) else time.monotonic
+        for child, name in zip(self._children, self._names, strict=True):
+            child.bind_gpu_block_pool_view(GuardedView(view, owner=name, clock=clock))
 
     @override
     def on_engine_ready(self, facts: EngineFacts) -> None:
@@ -207,20 +153,6 @@ class MultiScheduler(SchedulerConnector):
         self._each(lambda child: child.on_request_finished(request, block_ids, reason))
 
     @override
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        taken = [list(child.take_events()) for child in self._children]
-        self._speaking.update(index for index, events in enumerate(taken) if events)
-        return self._events.merge(event for events in taken for event in events)
-
-    def comes_from_silent_tier(self, request_id: str) -> bool:
-        """Whether the child that loads for a request has reported no event so far (EVENT-2)."""
-        chosen = self._chosen.get(request_id)
-        if chosen is None or chosen not in self._speaking:
-            return True
-        child = self._children[chosen]
-        return isinstance(child, SupportsSilentTiers) and child.comes_from_silent_tier(request_id)
-
-    @override
     def has_pending_work(self) -> bool:
         return any(child.has_pending_work() for child in self._children)
 
@@ -232,12 +164,6 @@ class MultiScheduler(SchedulerConnector):
     @override
     def shutdown(self) -> None:
         self._each(lambda child: child.shutdown())
-
-    @property
-    def num_skipped_blocks(self) -> int:
-        """Number of skipped blocks, summed over all children that count them."""
-        counting = [child for child in self._children if isinstance(child, SupportsSkippedBlocks)]
-        return sum(child.num_skipped_blocks for child in counting)
 
     def _each(self, call: Callable[[SchedulerConnector], None]) -> None:
         for child in self._children:
