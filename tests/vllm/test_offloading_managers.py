@@ -3,42 +3,93 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import pytest
-from offloading_tiers import (  # type: ignore[import-not-found]
-    SEAM,
-    TRANSFERS_ARE_USES,
-    ARCOfConnector,
-    BareARCTier,
-    BareTier,
-    OfConnector,
-    make_keyed_manager,
-    make_manager,
-)
+from typing_extensions import override
 
 import vllm
-from kvview import (
-    LookupResult,
-    ReqContext,
-    UnsupportedEngineError,
-    make_offload_key,
-)
-from kvview.testing import Effort
+from kvview import ConfigError, ReqContext, UnsupportedEngineError, make_offload_key
+from kvview.testing import Effort, OffloadingConformance
+from kvview.testing.offloading.machine import KeyLists, Keys, OffloadingMachine
 from kvview.testing.suites.conformance import find_failures
-from kvview_vllm.offloading import TranslatedManager
-from kvview_vllm.releases import NEWEST_TESTED
+from kvview_vllm.offloading import TranslatedManager, make_cpu_manager
+from kvview_vllm.releases import NEWEST_TESTED, probe_offloading
 
-HIT, MISS = LookupResult.HIT, LookupResult.MISS
 CTX = ReqContext("r")
+
+
+def make_manager(policy: str = "lru", capacity: int = 8) -> Any:
+    """Make a manager of the release, with events."""
+    return make_cpu_manager(capacity, policy, enable_events=True)
+
+
+def known_policies() -> tuple[str, ...]:
+    """Return the eviction policies of this release; 0.11.0 has no ARC."""
+    try:
+        make_manager("arc")
+    except ConfigError:
+        return ("lru",)
+    return "lru", "arc"
+
+
+SEAM = probe_offloading(make_manager())
+_ABSENT = {"store_threshold", "tier_counts", "leading_hits"}
+_ABSENT |= set() if SEAM.cache_reset else {"resets"}
+_policy = getattr(make_manager(), "_policy", None)
+
+TRANSFERS_ARE_USES = "Load job completion" in str(type(_policy).__doc__)
+"""Whether LRU counts the end of a transfer as a use, as its docstring states in 0.24 to 0.30."""
+
+
+class BareTier(OffloadingConformance):
+    """The bare LRU manager, translated to kvview's calls."""
+
+    lacks: ClassVar[Collection[str]] = _ABSENT | {"arc"}
+    policy = "lru"
+    policies = known_policies()
+
+    @override
+    def make(self, capacity: int) -> Any:
+        return TranslatedManager(make_manager(self.policy, capacity))
+
+    def with_policy(self, name: str) -> Any:
+        return make_manager(name)
+
+
+class BareARCTier(BareTier):
+    lacks = _ABSENT | {"lru"}
+    policy = "arc"
+
+
+class ConnectorMachine(OffloadingMachine):
+    """Makes the calls of vLLM's OffloadingConnector alone.
+
+    It names a key once, completes the transfers that it started, and never resets.
+    """
+
+    be_refused = finish_twice_in_one_call = reset = None  # type: ignore[assignment]
+
+    @override
+    def any_keys(self) -> KeyLists:
+        return super().any_keys().map(lambda keys: [*dict.fromkeys(keys)])
+
+    @override
+    def begin_load(self, keys: Keys) -> None:
+        super().begin_load([*dict.fromkeys(keys)])
+
+
+class OfConnector(BareTier):
+    machine = ConnectorMachine
+
+
+class ARCOfConnector(BareARCTier):
+    machine = ConnectorMachine
+
+
 _RELEASE = re.match(r"\d+\.\d+\.\d+", vllm.__version__)
-
-
-def number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
-
-
-RELEASE = number(_RELEASE[0]) if _RELEASE else number(NEWEST_TESTED)
+RELEASE = tuple(map(int, (_RELEASE[0] if _RELEASE else NEWEST_TESTED).split(".")))
 
 ANY_CALLER = {"OFF-2", "OFF-3", "OFF-5", "OFF-6", "OFF-8", "OFF-9"}
 ANY_CALLER |= {"EVENT-1", "EVENT-2", "EVENT-5"}
@@ -60,19 +111,8 @@ def broken_laws(policy: str) -> set[str]:
     if RELEASE < (0, 18):
         broken |= {"OFF-3", "OFF-1", "OFF-5"}  # a store evicts its own input: vLLM PR #35846
     if RELEASE < (0, 30) and policy == "arc":
-        broken |= {
-            "OFF-3",
-            "OFF-5",
-            "EVENT-2",
-        }  # ARC refuses stores that fit
+        broken |= {"OFF-3", "OFF-5", "EVENT-2"}  # ARC refuses stores that fit
     return broken
-
-
-def keys(*numbers: int) -> list[Any]:
-    return [make_offload_key(b"k%d" % n, 0) for n in numbers]
-
-
-# --- the kit ---
 
 
 @pytest.mark.parametrize("policy", BareTier.policies)
@@ -84,9 +124,6 @@ def test_a_bare_manager_breaks_the_known_laws_only(policy: str) -> None:  # VOFF
     of_any_caller = find_failures(BareTier if is_lru else BareARCTier, Effort())
     assert of_any_caller.keys() & {"OFF-2", "OFF-9"}
     assert of_any_caller.keys() <= broken | ANY_CALLER, of_any_caller
-
-
-# --- behaviour that the kit does not check ---
 
 
 def test_a_manager_with_an_unknown_signature_is_refused() -> None:
@@ -102,9 +139,18 @@ def test_a_manager_with_an_unknown_signature_is_refused() -> None:
 
 
 def test_a_spec_without_pages_is_passed_on() -> None:  # VOFF-2
-    manager = TranslatedManager(make_keyed_manager())
-    output = manager.prepare_store(keys(0, 1), CTX)
+    real: Any = make_manager()
+    manager, prepare_store, files = TranslatedManager(real), real.prepare_store, object()
+    key = make_offload_key(b"k", 0)
+
+    def with_files(*args: Any) -> Any:
+        output = prepare_store(*args)
+        output.store_spec = files
+        return output
+
+    real.prepare_store, real.prepare_load = with_files, lambda *_: files
+    output = manager.prepare_store([key], CTX)
     assert output is not None
-    assert list(output.store_spec.keys) == keys(0, 1)  # type: ignore[attr-defined]
-    manager.complete_store(keys(0, 1), CTX)
-    assert list(manager.prepare_load(keys(1), CTX).keys) == keys(1)  # type: ignore[attr-defined]
+    assert output.store_spec is files
+    manager.complete_store([key], CTX)
+    assert manager.prepare_load([key], CTX) is files
