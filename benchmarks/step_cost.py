@@ -35,14 +35,17 @@ from typing import Any
 
 clock = time.perf_counter
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
 from harness import Table  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 
-import engine as lane  # type: ignore[import-not-found]  # noqa: E402
+from kvview import FullAttention  # noqa: E402
+from kvview_vllm.geometry import read_geometry  # noqa: E402
+from kvview_vllm.releases.build import samples  # noqa: E402
 from kvview_vllm.releases.compat.versions import vllm  # noqa: E402
 from kvview_vllm.simulation.raw.stand_ins import StandIns  # noqa: E402
 from kvview_vllm.simulation.scheduler import cpu_scheduler, model_runner  # noqa: E402
+from kvview_vllm.simulation.scheduler.cpu_scheduler import connector_config  # noqa: E402
 
 CALLS = (  # of vLLM's scheduler
     "on_new_request",
@@ -68,6 +71,7 @@ WORKER_CALLS = (  # of vLLM's model runner
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
+BLOCK_SIZE = 16
 RUNNING = 256
 NUM_BLOCKS = 16_384
 TOKENS_PER_STEP = 2048
@@ -81,21 +85,19 @@ def configurations() -> dict[str, dict[str, Any] | None]:
     names = ("HostCacheConnector", "StoreConnector")
     return {
         "no connector": None,
-        "does nothing": lane.connector_config(here + "IdleConnector"),
-        **{name: lane.connector_config(here + name, cpu_blocks=4096) for name in names},
+        "does nothing": connector_config(here + "IdleConnector"),
+        **{name: connector_config(here + name, cpu_blocks=4096) for name in names},
         "vLLM's OffloadingConnector": {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": 4096 * 2 * lane.BLOCK_SIZE * PAGE * 4
-            },
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 4096 * 2 * BLOCK_SIZE * PAGE * 4},
         },
     }
 
 
 TARGETS = {
     "IdleConnector": None,
-    "HostCacheConnector": lane.EXAMPLE_CONNECTOR,
+    "HostCacheConnector": f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector",
     "StoreConnector": "kvview_reference.store_connector:StoreConnector",
 }
 # Seconds in the connector's own hooks; a target's module is this file, loaded again.
@@ -153,30 +155,30 @@ class Load:
         vllm_config = cpu_scheduler.make_vllm_config(
             folder,
             config,
-            block_size=lane.BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             num_groups=1,
             num_blocks=NUM_BLOCKS,
             max_num_seqs=RUNNING,
             max_num_batched_tokens=TOKENS_PER_STEP,
         )
-        groups = lane._groups([None])
-        kv_cache = cpu_scheduler.make_kv_cache_config(groups, NUM_BLOCKS)
-        geometry = lane.read_geometry(vllm_config, kv_cache)
+        kv_cache = cpu_scheduler.make_kv_cache_config([FullAttention(BLOCK_SIZE)], NUM_BLOCKS)
+        geometry = read_geometry(vllm_config, kv_cache)
         self.scheduler = cpu_scheduler.make_scheduler(vllm_config, kv_cache, geometry)
         self.spent: dict[str, list[float]] = {}
         self.worker: Any = None
         if config is not None:
             self.worker = cpu_scheduler.make_worker_connector(vllm_config, kv_cache)
             layers = [name for group in kv_cache.kv_cache_groups for name in group.layer_names]
-            if config["kv_connector"] == "OffloadingConnector":
-                lane.register_layers(vllm_config, kv_cache)
-            tensor = torch.zeros((NUM_BLOCKS, 2, lane.BLOCK_SIZE, PAGE))
+            tensor = torch.zeros((NUM_BLOCKS, 2, BLOCK_SIZE, PAGE))
             self.worker.register_kv_caches(dict.fromkeys(layers, tensor))
             for name in CALLS:
                 self._time(self.scheduler.connector, name, name)
             for name in WORKER_CALLS:
                 self._time(self.worker, name, f"worker {name}")
             self._runner = model_runner.RunnerV1(vllm_config, self.worker)
+        utils = vllm("v1.core.kv_cache_utils")
+        utils.init_none_hash(samples.hash_function())
+        self._hasher = utils.get_request_block_hasher(BLOCK_SIZE, samples.hash_function())
         self._depth = 0
         self._random = random.Random(0)
         self._num_requests = 0
@@ -207,7 +209,12 @@ class Load:
         first = draw.randrange(3, 40) * 10 if draw.random() < 0.3 else draw.randrange(500)
         length = draw.randrange(64, 320)
         tokens = [(first + 7 * i + (first % 11) * (i // 16)) % 500 + 3 for i in range(length)]
-        request = lane.make_request(f"r{self._num_requests}", tokens, draw.randrange(20, 180))
+        request = samples.make_request(
+            f"r{self._num_requests}",
+            tokens,
+            draw.randrange(20, 180),
+            block_hasher=self._hasher,
+        )
         self._num_requests += 1
         self.scheduler.add_request(request)
 
@@ -224,7 +231,12 @@ class Load:
             with self._runner.forward(output):
                 pass
             transfers = self._runner.end_step(output)
-        answer = lane.make_model_output(self.scheduler, output, transfers)
+        sampled = {
+            name: [7] if request.num_computed_tokens >= request.num_tokens else []
+            for name in output.num_scheduled_tokens
+            if (request := self.scheduler.requests[name])
+        }
+        answer = samples.make_model_output(output, sampled, transfers)
         began = time.thread_time()
         self.scheduler.update_from_output(output, answer)
         return scheduled + time.thread_time() - began

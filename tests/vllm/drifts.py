@@ -34,8 +34,8 @@ from kvview_vllm.releases.sources import sources
 NEWEST = RELEASES[-1]
 REFUSED, WORKS = "refused", "works"
 
-_HERE = Path(__file__).parent
-_OURS = ("vllm", "kvview", "kvview_vllm", "kvview_reference", "tests", "engine")
+_ROOT = Path(__file__).parents[2]
+_OURS = ("vllm", "kvview", "kvview_vllm", "kvview_reference", "tests")
 
 
 def write_tree(whole: Path, folder: Path, changed: Files) -> None:
@@ -58,25 +58,25 @@ def write_tree(whole: Path, folder: Path, changed: Files) -> None:
 
 def serve() -> Any:
     """Serve requests with the example connector, which is checked by bytes; return its hits."""
-    import engine as lane  # type: ignore[import-not-found]
+    from kvview import FullAttention, SlidingWindow
+    from tests.vllm.server import Server
 
-    with tempfile.TemporaryDirectory() as folder:
-        engine = lane.Engine(Path(folder), lane.connector_config(), windows=(None, lane.WINDOW))
-        for name in ("first", "again"):
-            engine.add(name, lane.TOKENS)
-            engine.run()
-            engine.add("gone", lane.OTHER_TOKENS)
-            engine.step()
-            engine.abort("gone")
-            engine.run()
-            assert engine.scheduler.reset_prefix_cache(reset_connector=name == "again")
-            engine.scribble()
-        return [sorted(engine.hits.items()), engine.num_free_blocks()]
+    server = Server(groups=(FullAttention(16), SlidingWindow(16, 32)))
+    for name in ("first", "again"):
+        server.ask(name)
+        server.run()
+        server.ask("gone", family=2)
+        server.step()
+        server.abort("gone")
+        server.run()
+        assert server.reset()
+        server.evict()
+    return [sorted(server.hits.items()), server.num_free_blocks()]
 
 
 def outcome_on(folder: Path) -> tuple[str, Any]:
     """Return whether the sources in a folder are refused, and the reasons or the hits."""
-    sys.path[:0] = [str(folder), str(_HERE)]
+    sys.path[:0] = [str(folder), str(_ROOT)]
     importlib.import_module("vllm.v1.core.sched.async_scheduler")
     from kvview_vllm.doctor import diagnose
 

@@ -39,20 +39,10 @@ class _FailingWorker(_HostCacheWorker):  # type: ignore[misc]
         ]
 
 
-class FailingAtLastConnector(FailingConnector):
-    """All its loads fail, and its hook for the end of the request ``last`` raises."""
+class LaterConnector(_HostCache):  # type: ignore[misc]
+    """Needs a later version of the contract."""
 
-    def make_scheduler(self) -> SchedulerConnector:
-        half: SchedulerConnector = super().make_scheduler()
-        finish = half.on_request_finished
-
-        def on_request_finished(request: Any, *given: Any) -> Any:
-            if request.request_id == "last":
-                raise RuntimeError("planted")
-            return finish(request, *given)
-
-        object.__setattr__(half, "on_request_finished", on_request_finished)
-        return half
+    contract_version = "1.7"
 
 
 class BrokenConnector(_HostCache):  # type: ignore[misc]

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from kvview_vllm.metrics.connector_metrics import COUNTERS, PREFIX
+from tests.vllm.server import Server
 
 METRICS: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
 PROM = getattr(METRICS, "KVConnectorProm", None) or getattr(METRICS, "KVConnectorPrometheus", None)
@@ -15,19 +16,20 @@ class FrontEnd:
     """Passes the stats of each step to vLLM's log and Prometheus registry, over its wire format.
 
     Args:
-        engine: Of this folder.
+        server: The server.
         connector: Label of the series that ``value`` returns.
     """
 
-    def __init__(self, engine: Any, connector: str) -> None:
+    def __init__(self, server: Server, connector: str) -> None:
         self.connector = connector
-        config = engine.vllm_config
+        config = server.configs.vllm
         self.log = METRICS.KVConnectorLogging(config.kv_transfer_config)
         self.prom = PROM and PROM(config, ["model_name", "engine"], {0: ["m", "0"]})
         serial: Any = importlib.import_module("vllm.v1.serial_utils")
         outputs: Any = importlib.import_module("vllm.v1.engine").EngineCoreOutputs
         encoder, decoder = serial.MsgpackEncoder(), serial.MsgpackDecoder(outputs)
-        update = engine.scheduler.update_from_output
+        scheduler = server.scheduler.real
+        update = scheduler.update_from_output
 
         def take_in(*args: Any) -> Any:
             outputs_by_client = update(*args)
@@ -40,7 +42,7 @@ class FrontEnd:
                         self.prom.observe(stats, 0)
             return outputs_by_client
 
-        engine.scheduler.update_from_output = take_in
+        scheduler.update_from_output = take_in
 
     def value(self, name: str, connector: str = "") -> float | None:
         """Return the sample of a series, or None."""

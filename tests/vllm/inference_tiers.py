@@ -1,6 +1,6 @@
 """Checks that a tier below the host never changes tokens, over restarts of a real engine.
 
-    python tests/vllm/inference_tiers.py [--groups NAME ...] [--json FILE]
+    python tests/vllm/inference_tiers.py [--json FILE]
 
 Needs the CPU build, as ``kvview check --inference`` does. Each *life* is an engine in a process of
 its own, forked off this one, which has imported vLLM. It starts on the stores of the earlier lives,
@@ -20,26 +20,21 @@ import importlib
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-from examples.folder_store import FolderStore
-from kvview.tier import Namespace
 from kvview_vllm.inference.server import Server, prepare
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 
 LIMIT_S = 120
-GROUPS = ("restarts", "failures")
 NUM_TOKENS = 12
 NUM_BLOCKS = 40
 HOST_BYTES = 8 << 20
@@ -50,27 +45,6 @@ PROMPTS = [[*COMMON, *range(first, first + 70)] for first in range(80, 480, 80)]
 FOLDER = f"{Path(__file__).parents[2]}/examples/folder_store.py:FolderStore"
 FILES = "kvview_reference.tier:FileStore"
 OBJECTS = "kvview_reference.tier:ObjectStore"
-HANGING = "tests.vllm.inference_tiers:HangingStore"
-
-
-class HangingStore(FolderStore):
-    """A folder of files with one call that never returns."""
-
-    def __init__(self, namespace: Namespace, root: str, hangs: str) -> None:
-        self._hangs = hangs
-        super().__init__(namespace, root)
-
-    def has(self, key: bytes, /) -> bool:
-        return self._maybe("has") and super().has(key)
-
-    def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        return self._maybe("read_into") and super().read_into(key, page)
-
-    def write(self, key: bytes, page: memoryview, /) -> bool:
-        return self._maybe("write") and super().write(key, page)
-
-    def _maybe(self, name: str) -> bool:
-        return name != self._hangs or Event().wait()
 
 
 @dataclass
@@ -82,7 +56,6 @@ class Life:
         wants: A condition for its counters, in addition to right tokens.
         other_weights: Whether the embedding is changed.
         before: Called before it starts.
-        once_up: Called in its process after the start.
         seed: ``PYTHONHASHSEED``; None without.
         more: Arguments of ``vllm.LLM``.
         is_control: Whether its tokens must be wrong, otherwise the other lives prove nothing.
@@ -92,7 +65,6 @@ class Life:
     wants: Callable[[dict[str, Any]], bool] = lambda seen: True
     other_weights: bool = False
     before: Callable[[], None] = lambda: None
-    once_up: Callable[[], None] = lambda: None
     seed: str | None = "0"
     more: dict[str, Any] = field(default_factory=dict)
     is_control: bool = False
@@ -112,27 +84,6 @@ def zero_a_sector(root: Path) -> None:
                 file.write(bytes(4096))
 
 
-def limit_files() -> None:
-    """Limit files to a few KiB, which looks like a full disk to a writer."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-
-
-@contextmanager
-def full_disk(folder: Path) -> Iterator[bool]:
-    """Mount a file system of 256 KiB in a folder; yields False where mounting is not allowed."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        mounted = False
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
 def stored(seen: dict[str, Any]) -> bool:
     """Return whether all chunks of the prompts were stored."""
     return bool(seen["puts"] == 12 and not seen["failed"])
@@ -143,11 +94,13 @@ def loaded(seen: dict[str, Any]) -> bool:
     return bool(seen["gets"] == 12 and seen["cached_tokens"] == 128 * len(PROMPTS))
 
 
-def restarts(folder: Path) -> dict[str, Life]:
-    """Return lives on good stores, each of which finds the pages of the earlier ones."""
+def lives(folder: Path) -> dict[str, Life]:
+    """Return the lives, each of which finds the pages of the earlier ones."""
     files = {"root": str(folder / "files")}
     events = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
     objects = {"url": (folder / "objects").as_uri()}
+    plain = {"root": str(folder / "folder")}
+    bare = entry(FOLDER, {"root": str(folder / "bare")}, checksum="none")
     return {
         "no tier": Life(None),
         "other weights, no tier": Life(None, other_weights=True),
@@ -171,33 +124,7 @@ def restarts(folder: Path) -> dict[str, Life]:
         ),
         "first start, object store": Life(entry(OBJECTS, objects), stored),
         "restart, object store": Life(entry(OBJECTS, objects), loaded),
-    }
-
-
-def failures(folder: Path, has_disk: bool) -> dict[str, Life]:
-    """Return lives on stores that fail."""
-    plain = {"root": str(folder / "folder")}
-    bare = entry(FOLDER, {"root": str(folder / "bare")}, checksum="none")
-    disk = entry(FILES, {"root": str(folder / "disk")})
-    limited: dict[str, Any] = {} if has_disk else {"once_up": limit_files}
-
-    def hangs(call: str, **more: Any) -> Life:
-        given = {"deadline": 0.5, "lookup_deadline": 0.3, "retry_after": 60, **more}
-        return Life(
-            entry(HANGING, {**plain, "hangs": call}) | given,
-            lambda seen: seen["late"] + seen["unanswered"] > 0,
-        )
-
-    return {
-        "no tier": Life(None),
-        "a full disk": Life(disk, lambda seen: seen["failed"] > 0, **limited),
-        "a restart on a full disk": Life(disk, **limited),
         "first start, folder": Life(entry(FOLDER, plain), stored),
-        "a store that hangs in has": hangs("has"),
-        "a store that hangs in read_into": hangs("read_into"),
-        "a store that hangs in write": hangs(
-            "write", weights="3"
-        ),  # none of its pages is stored yet
         "one sector of each file damaged": Life(
             entry(FOLDER, plain),
             lambda seen: seen["damaged"] > 0,
@@ -242,7 +169,6 @@ def serve(life: Life, model: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"cached_tokens": 0, "tokens": {}}
     with stand_ins.installed(kinds):
         server = Server(model, config, NUM_BLOCKS, **life.more)
-        life.once_up()
         published: list[Any] = []
         server.scheduler.kv_event_publisher.publish = published.append
         if life.other_weights:
@@ -329,7 +255,6 @@ def why_wrong(life: Life, seen: dict[str, Any], truth: dict[bool, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the lives, and print a line each."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args(argv)
     prepare()
@@ -345,15 +270,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # In another process, because torch's threads do not survive a fork.
         command = [sys.executable, "-c", script, str(folder / "model")]
         subprocess.run(command, check=True, capture_output=True)
-        with full_disk(folder / "disk") as has_disk:
-            made = dict(zip(GROUPS, (restarts(folder), failures(folder, has_disk)), strict=True))
-            chosen = [made[group] for group in arguments.groups]
-            for name, life in (item for group in chosen for item in group.items()):
-                seen = play(name, life, folder / "model")
-                wrong = why_wrong(life, seen, truth)
-                results[name] = seen | {"wrong": wrong}
-                shown = {k: v for k, v in seen.items() if k != "tokens" and v}
-                print(f"{name}: {wrong or 'as required'} {shown}", flush=True)
+        for name, life in lives(folder).items():
+            seen = play(name, life, folder / "model")
+            wrong = why_wrong(life, seen, truth)
+            results[name] = seen | {"wrong": wrong}
+            shown = {k: v for k, v in seen.items() if k != "tokens" and v}
+            print(f"{name}: {wrong or 'as required'} {shown}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     return 1 if any(seen["wrong"] for seen in results.values()) else 0

@@ -6,24 +6,25 @@ import socket
 import time
 from collections.abc import Iterator
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-import engine as lane  # type: ignore[import-not-found]
 from kvview import ConfigError
 from kvview.cli.commands import cli
 from kvview.targets import load_target
+from kvview.testing.connector import Add
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.effort import Effort
 from kvview.testing.handoff import HandoffConformance, pd_factory
 from kvview.testing.suites.conformance import find_failures
 from kvview_reference.handoff.pull import PullConnector
 from kvview_vllm.releases import installed
+from kvview_vllm.simulation.scheduler.cpu_scheduler import connector_config
 from tests.mutants.handoff import MUTANTS
 from tests.mutants.mutant import Mutant
+from tests.vllm.server import EXAMPLE, NUM_TOKENS, Server
 
 SEEDS = 10
 TARGET = "kvview_reference.handoff.pull:PullConnector"
@@ -156,53 +157,52 @@ def test_nixl_breaks_the_laws_of_its_findings(nixl: type[HandoffConformance]) ->
     [
         (TARGET, None, "needs 'handoffs' in kv_connector_extra_config"),
         (TARGET, {**HANDOFFS, "lease_seconds": 0}, "handoffs.lease_seconds"),
-        (lane.EXAMPLE_CONNECTOR, HANDOFFS, "has no hooks for handoffs"),
+        (EXAMPLE, HANDOFFS, "has no hooks for handoffs"),
     ],
 )
 def test_a_wrong_setting_is_refused(
-    target: str, handoffs: dict[str, Any] | None, message: str, tmp_path: Path
+    target: str, handoffs: dict[str, Any] | None, message: str
 ) -> None:
-    config = lane.connector_config(target)
+    config = connector_config(target)
     if handoffs is not None:
         config["kv_connector_extra_config"]["handoffs"] = handoffs
     with pytest.raises(ConfigError, match=message):
-        lane.Engine(tmp_path, config)
+        Server(config)
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[list[Any]]:
-    engines = []
+def servers() -> Iterator[list[Server]]:
+    servers = []
     for name in ("P", "D"):
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        config = lane.connector_config(TARGET) | {"engine_id": name}
+        config = connector_config(TARGET) | {"engine_id": name}
         handoffs = {"wire": HANDOFFS["wire"], "address": address, "lease_seconds": 60}
         config["kv_connector_extra_config"]["handoffs"] = handoffs
-        engines.append(lane.Engine(tmp_path / name, config))
-    yield engines
-    for engine in engines:
-        engine.worker.shutdown()
-        engine.scheduler.shutdown()
+        servers.append(Server(config))
+    yield servers
+    for server in servers:
+        server.shutdown()
 
 
 @needs_loads_between_steps
-def test_two_engines_hand_over_by_tcp(engines: list[Any]) -> None:
-    producer, consumer = engines
+def test_two_engines_hand_over_by_tcp(servers: list[Server]) -> None:
+    producer, consumer = servers
     num_free = producer.num_free_blocks()
-    tokens = range(100, 197)
-
-    producer.add("p", tokens, 1, transfer_params={"do_remote_decode": True})
+    prompt = Add("p", 1, NUM_TOKENS, 1)
+    producer.add_prefill(prompt, 0)
     producer.step()
-    params = producer.offered["p"]
+    params, _ = producer.take_offered()["p"]
     assert (params["engine_id"], params["num_tokens"]) == ("P", 96)
     assert params["do_remote_prefill"]
     assert producer.num_free_blocks() == num_free - 6  # held after the request has ended
-    consumer.add("d", tokens, transfer_params=params)
+    consumer.add_decode(prompt, 0, params)
     for _ in range(5000):
         producer.step()
         consumer.step()
-        if producer.num_free_blocks() == num_free and not consumer.scheduler.requests:
+        if producer.num_free_blocks() == num_free and not consumer.unfinished():
             break
         time.sleep(0.001)
-    assert consumer.hits["d"] == 96  # the engine compares the bytes
+    assert consumer.hits["p"] == 96
+    assert (consumer.num_loaded_blocks, consumer.stats.mismatches) == (6, 0)
     assert producer.num_free_blocks() == num_free

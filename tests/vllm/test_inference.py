@@ -87,7 +87,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[
             executor.submit(_run, "-m", "kvview", "check", target, "--inference", f"--json={file}"),
             executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS), json.dumps(WRONG_ON_V2)),
             executor.submit(lambda: file),
-            executor.submit(_run, "tests/vllm/inference_events.py"),
         ]
 
 
@@ -171,20 +170,3 @@ def test_vllms_own_copies_run_without_a_stand_in(found: dict[str, Any]) -> None:
     assert (row["broken"], row["gaps"]) == ([], [])
     assert row["coverage"]["loads"] > 20
     assert not any(name.startswith("replaced") for name in row["coverage"])
-
-
-def test_events_advertise_the_loadable_blocks(processes: list[Future[Any]]) -> None:
-    """With vLLM's own publisher, after every step; dropped messages are found and replayed."""
-    done = processes[3].result()
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    for name, media in (("two groups", ("CPU",)), ("two connectors", ("CPU", "DISK"))):
-        coverage = rows[name]["coverage"]
-        assert coverage["steps compared"] > 300
-        assert coverage["messages dropped and found"] > 20
-        assert coverage["messages replayed"] >= coverage["messages dropped and found"]
-        assert coverage["AllBlocksCleared"] > 5
-        assert coverage["BlockRemoved"] > 20
-        for medium in ("GPU", *media):
-            assert coverage[f"blocks compared in {medium}"] > 1000
-    assert rows["hidden evictions"]["law"] == "EVENT-2"

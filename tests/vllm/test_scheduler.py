@@ -1,124 +1,71 @@
-"""KVViewConnector under the real Scheduler of vLLM, with a simulated worker.
+"""KVViewConnector under the real Scheduler of vLLM: settings, binding, the guard of the view.
 
-Late, failed and lost transfers, aborts, preemptions and resets are in ``test_simulation.py``.
+All else is in ``test_simulation.py``, and errors of connectors in ``test_hook_errors.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import engine as lane  # type: ignore[import-not-found]
 from kvview import (
     ConfigError,
-    ConnectorError,
     GuardedView,
     PinBudgetExceeded,
+    UnsupportedContractError,
     ViewClosedError,
     ViewNotBoundError,
 )
-
-FAULTY = Path(__file__).with_name("faulty_connectors.py")
-TOKENS = range(10, 10 + 6 * lane.BLOCK_SIZE + 4)
-HIT_TOKENS = 6 * lane.BLOCK_SIZE
-
-MakeEngine = Callable[..., lane.Engine]
+from kvview_vllm.simulation.scheduler.capabilities import can_fail_loads
+from kvview_vllm.simulation.scheduler.cpu_scheduler import connector_config, multi_config
+from tests.vllm.server import EXAMPLE, FAULTY, Server
 
 
-@pytest.fixture
-def make_engine(tmp_path: Path) -> MakeEngine:
-    def make(transfer_config: dict[str, Any] | None = None, **options: Any) -> lane.Engine:
-        config = transfer_config or lane.connector_config(cpu_blocks=64)
-        return lane.Engine(tmp_path / "model", config, **options)
-
-    return make
-
-
-def side(engine: lane.Engine) -> Any:
-    return engine.scheduler.connector._scheduler_side
-
-
-def serve_and_forget(engine: lane.Engine, tokens: range = TOKENS) -> None:
-    """Store the KV of one request with the connector, and overwrite the KV on the GPU."""
-    engine.add("first", tokens)
-    engine.run()
-    assert engine.scheduler.reset_prefix_cache()
-    engine.scribble()
-
-
-def test_another_child_does_not_retry_a_failed_load(make_engine: MakeEngine) -> None:
+def test_another_child_does_not_retry_a_failed_load() -> None:
     # SCHED-2
-    if not lane.can_fail_loads():
+    if not can_fail_loads():
         pytest.skip("0.11.0 cannot report a failed load")
-    failing = lane.connector_config(f"{FAULTY}:FailingConnector", cpu_blocks=64)
-    engine = make_engine(lane.multi_config(failing, lane.connector_config(cpu_blocks=64)))
-    free = engine.num_free_blocks()
-    serve_and_forget(engine)
-    again = engine.add("again", TOKENS)
-    engine.run()
+    targets = f"{FAULTY}:FailingConnector", EXAMPLE
+    server = Server(multi_config(*(connector_config(one, cpu_blocks=64) for one in targets)))
+    server.ask("first")
+    server.run()
+    server.evict()
+    again = server.ask("again")
+    server.run()
     assert again.is_finished()
-    children = engine.scheduler.connector._connectors
-    if children[0]._scheduler_side.asynchronous:
-        assert engine.hits["again"] == 0
-    assert engine.num_free_blocks() == free
+    if server.connector._connectors[0]._scheduler_side.asynchronous:
+        assert server.hits["again"] == 0
 
 
-def test_the_children_of_multi_connector_are_bound(make_engine: MakeEngine) -> None:
-    # BIND-1
-    child = lane.connector_config(cpu_blocks=64)
-    engine = make_engine(lane.multi_config(child, child))
-    free = engine.num_free_blocks()
-    children = engine.scheduler.connector._connectors
-    assert len(children) == 2
-    assert all(child.block_pool_view is not None for child in children)
-    serve_and_forget(engine)
-    assert all(len(child._scheduler_side.half.slots) >= 6 for child in children)
-    again = engine.add("again", TOKENS)
-    engine.run()
-    assert again.is_finished()
-    assert engine.hits["again"] == HIT_TOKENS
-    assert engine.num_free_blocks() == free
-
-
-def test_binding_another_pool_closes_the_view_and_binding_again_does_not(
-    make_engine: MakeEngine,
-) -> None:
+def test_binding_another_pool_closes_the_view_and_binding_again_does_not() -> None:
     # BIND-2
-    engine = make_engine()
-    connector = engine.scheduler.connector
+    server = Server()
+    connector = server.connector
     view = connector.block_pool_view
-    connector.bind_gpu_block_pool(engine.pool)
-    connector.bind_kv_cache_manager(engine.scheduler.kv_cache_manager)
+    connector.bind_gpu_block_pool(server.scheduler.pool)
+    connector.bind_kv_cache_manager(server.scheduler.manager)
     assert connector.block_pool_view is view
-    connector.bind_gpu_block_pool(make_engine().pool)
+    connector.bind_gpu_block_pool(Server().scheduler.pool)
     assert connector.block_pool_view is not view
 
 
-def test_the_view_is_guarded(make_engine: MakeEngine) -> None:
-    config = lane.connector_config(cpu_blocks=64)
+def test_the_view_is_guarded() -> None:
+    config = connector_config(EXAMPLE, cpu_blocks=64)
     config["kv_connector_extra_config"] |= {"pin_budget": 0.25, "trace_holds": True}
-    engine = make_engine(config)
-    view = side(engine).half.view
+    view = Server(config).half.view
     assert isinstance(view, GuardedView)
     held = list(range(1, 1 + view.num_blocks // 4))
     view.touch_blocks(held)
     with pytest.raises(PinBudgetExceeded, match=f"its budget is {len(held)}"):
         view.touch_blocks([len(held) + 1])
     (leak,) = view.leaks()
-    assert leak.taken_at is not None
-    assert Path(__file__).name in leak.taken_at
-    view.free_blocks(held)
-    assert not view.leaks()
+    assert "test_scheduler.py" in str(leak.taken_at)
 
 
-def test_holds_at_shutdown_are_logged(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine()
-    half = side(engine).half
+def test_holds_at_shutdown_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    half = server.half
     half.view.touch_blocks([7])
 
     def fail() -> None:
@@ -126,20 +73,20 @@ def test_holds_at_shutdown_are_logged(
 
     half.shutdown = fail
     with pytest.raises(RuntimeError, match="no shutdown"):
-        engine.scheduler.connector.shutdown()
+        server.connector.shutdown()
     assert "holds 1 references" in caplog.text
     assert "blocks [7]" in caplog.text
     with pytest.raises(ViewClosedError):
         half.view.free_blocks([7])
 
 
-def test_an_unbound_connector_names_the_flag(make_engine: MakeEngine) -> None:
+def test_an_unbound_connector_names_the_flag() -> None:
     # BIND-3
-    engine = make_engine()
-    engine.scheduler.connector.close_block_pool_view()
-    engine.add("first", TOKENS)
+    server = Server()
+    server.connector.close_block_pool_view()
+    server.ask("first")
     with pytest.raises(ViewNotBoundError, match="--scheduler-cls kvview_vllm"):
-        engine.step()
+        server.step()
 
 
 @pytest.mark.parametrize(
@@ -148,25 +95,11 @@ def test_an_unbound_connector_names_the_flag(make_engine: MakeEngine) -> None:
         ({"conector": "x:Y"}, "conector: .*Known options: connector, options, pin_budget, trace"),
         ({"connector": "x:Y", "pin_budget": 2}, "pin_budget"),
         ({"connector": "no.such.module:Connector"}, "cannot be imported"),
-        ({"connector": f"{lane.EXAMPLE}:HostCacheConnector", "options": {"cpu": 1}}, "cpu_blocks"),
+        ({"connector": EXAMPLE, "options": {"cpu": 1}}, "cpu_blocks"),
+        ({"connector": f"{FAULTY}:LaterConnector"}, r"LaterConnector was .* contract 1\.7"),
     ],
-    ids=["unknown key", "wrong share", "unknown target", "unknown option"],
+    ids=["unknown key", "wrong share", "unknown target", "unknown option", "later contract"],
 )
-def test_a_wrong_setting_is_an_error_at_start(
-    make_engine: MakeEngine, wrong: dict[str, Any], message: str
-) -> None:
-    config = {**lane.connector_config(), "kv_connector_extra_config": wrong}
-    with pytest.raises(ConfigError, match=message):
-        make_engine(config)
-
-
-def test_a_promise_without_a_load_is_refused(make_engine: MakeEngine) -> None:
-    # SCHED-4
-    config = lane.connector_config(cpu_blocks=64)
-    config["kv_connector_extra_config"]["contain_faults"] = False
-    engine = make_engine(config)
-    serve_and_forget(engine)
-    side(engine).half.on_blocks_allocated = lambda *_: None
-    engine.add("again", TOKENS)
-    with pytest.raises(ConnectorError, match="planned no load"):
-        engine.run()
+def test_a_wrong_setting_is_an_error_at_start(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedContractError), match=message):
+        Server({**connector_config(EXAMPLE), "kv_connector_extra_config": wrong})

@@ -84,6 +84,7 @@ def test_every_event_that_is_not_simulated_is_listed(
 
 @pytest.mark.parametrize("connector", [HostCacheConnector, EachStep, Connector])
 def test_right_connectors_are_clean(engines: VLLMEngines, connector: type[Connector]) -> None:
+    # BIND-1
     report = check_connector(connector, seeds=5, engines=engines)
     assert not report.failures, report.failures[0].script
 
