@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,17 +82,3 @@ def test_other_files_are_no_shards(tmp_path: Path) -> None:
     assert "cannot be read" in check("--merge", str(path), code=2)
     path.write_text("{}")
     assert "not a report" in check("--merge", str(path), code=2)
-
-
-@pytest.mark.slow
-def test_the_campaign_of_the_page_runs_on_a_local_cluster(tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed")
-    page = (ROOT / "docs" / "report.md").read_text()
-    found = re.search(r"<!-- campaign -->\n```python\n(.*?)```", page, re.DOTALL)
-    assert found is not None
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as one:
-        program = f"TARGET, SEEDS, SHARDS = {f'{ROOT}/{EXAMPLE}'!r}, 16, 4\n"
-        program += f"CLUSTER = {one.scheduler_address!r}\n{found[1]}"
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True)
-    check("--merge", *map(str, sorted(tmp_path.glob("shard-*.json"))))
