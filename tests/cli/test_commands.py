@@ -181,6 +181,13 @@ def test_a_returned_number_is_the_exit_code(add: types.SimpleNamespace) -> None:
     assert [run(name).exit_code for name in ("three", "none", "text", "code")] == [3, 0, 0, 1]
 
 
+def test_a_target_may_import_modules_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text("class Base: ...")
+    (tmp_path / "mine.py").write_text("from base import Base")
+    done = shell(f"cd {tmp_path} && $0 -P -c '{MAIN}' check mine.py:Mine")
+    assert "mine.py has no 'Mine'; it has: nothing" in done.stderr
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     result = run()
     assert result.exit_code in (ExitCode.CLEAN, ExitCode.COULD_NOT_RUN)  # by the click release
