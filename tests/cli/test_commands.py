@@ -97,9 +97,9 @@ def test_the_shell_completes_commands() -> None:
         "_KVVIEW_COMPLETE=bash_complete"
         in python("-c", MAIN, _KVVIEW_COMPLETE="bash_source").stdout
     )
-    words = {"COMP_WORDS": "kvview tier be", "COMP_CWORD": "2"}
+    words = {"COMP_WORDS": "kvview tier fs", "COMP_CWORD": "2"}
     done = python("-c", MAIN, _KVVIEW_COMPLETE="bash_complete", **words)
-    assert done.stdout == "plain,bench\n"
+    assert done.stdout == "plain,fsck\n"
 
 
 # --- entry points ---
