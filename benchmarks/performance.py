@@ -1,10 +1,10 @@
-"""Runs the benchmarks of docs/performance.md, and replaces their tables there.
+"""Runs the benchmarks, and replaces their tables in tables.md and docs/performance.md.
 
     python benchmarks/performance.py [--vllm-sources DIR] [NAME ...]
 
 Each table has the date, the machine, its load and the versions of its run, and the targets that it
 misses. With names, only these benchmarks run; all other tables, and those of a benchmark that
-fails, are kept, like the text of the page.
+fails, are kept, like the text of the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 import click
 from harness import PEER, ROOT  # type: ignore[import-not-found, unused-ignore]
 
+TABLES = ROOT / "benchmarks" / "tables.md"
 PAGE = ROOT / "docs" / "performance.md"
+"""The page with the cost of a step; all other tables are in ``TABLES``."""
 BENCHMARKS = {
     "guard": True,
     "offloading": True,
@@ -62,11 +64,12 @@ def measure(name: str, sources: Path | None) -> bool:
         print(f"benchmarks/{name}.py: exit code {run.returncode}", file=sys.stderr)
         return False
     section = f"`benchmarks/{name}.py` ran on {where}.\n\n{run.stdout.strip()}\n"
-    page = PAGE.read_text(encoding="utf-8")
+    written = PAGE if name == "step_cost" else TABLES
+    page = written.read_text(encoding="utf-8")
     start = page.index(f"`benchmarks/{name}.py`")
     heading = re.compile(r"\n##+ ").search(page, start)
     end = heading.start() if heading else len(page)
-    PAGE.write_text(f"{page[:start]}{section}{page[end:]}", encoding="utf-8")
+    written.write_text(f"{page[:start]}{section}{page[end:]}", encoding="utf-8")
     return True
 
 

@@ -1,4 +1,4 @@
-"""Draw the charts of the pages from the tables of the pages.
+"""Draw the charts of the pages from tables of the pages and of the benchmarks.
 
     python docs/make_charts.py
 
@@ -48,11 +48,15 @@ _STYLE: Any = {
 }
 
 _SPEED = [f"{policy} {size}" for policy in ("lru", "arc") for size in ("1,000", "10,000", "50,000")]
-"""The rows of the performance page that are drawn."""
+"""The rows of the measurements that are drawn."""
 
 
 def rows(page: str) -> Iterator[list[str]]:
-    """Yield the cells of each row of the tables of a page, those in code blocks included."""
+    """Yield the cells of each row of the tables of a page, those in code blocks included.
+
+    Args:
+        page: Its path, relative to the folder of the docs.
+    """
     for line in (DOCS / page).read_text("utf-8").splitlines():
         if line.startswith("| "):
             yield [cell.strip() for cell in line.strip("|").split("|")]
@@ -84,7 +88,7 @@ def hit_curve() -> Figure:
 def speed() -> Figure:
     """Draw the speed of the manager of host memory as a multiple of vLLM's."""
     found: dict[str, float] = {}
-    for row in rows("performance.md"):
+    for row in rows("../benchmarks/tables.md"):
         ratio = next((cell for cell in row[1:] if re.fullmatch(r"[\d.]+x", cell)), None)
         if ratio and row[0] in _SPEED:
             found[row[0]] = float(ratio[:-1])

@@ -9,6 +9,7 @@ Exit codes: see :class:`~kvview.cli.exit_codes.ExitCode`.
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 _NEEDS = "the command line needs more than the contract: pip install 'kvview[cli,reference]'"
@@ -19,6 +20,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # otherwise closed or replaced
             stream.reconfigure(errors="backslashreplace")  # a file name need not be text
+    sys.path.append(os.getcwd())  # for the imports of a target; last, so that it hides no package
     try:
         from kvview.cli.commands import cli
     except ModuleNotFoundError as error:

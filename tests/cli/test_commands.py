@@ -97,9 +97,9 @@ def test_the_shell_completes_commands() -> None:
         "_KVVIEW_COMPLETE=bash_complete"
         in python("-c", MAIN, _KVVIEW_COMPLETE="bash_source").stdout
     )
-    words = {"COMP_WORDS": "kvview tier be", "COMP_CWORD": "2"}
+    words = {"COMP_WORDS": "kvview tier fs", "COMP_CWORD": "2"}
     done = python("-c", MAIN, _KVVIEW_COMPLETE="bash_complete", **words)
-    assert done.stdout == "plain,bench\n"
+    assert done.stdout == "plain,fsck\n"
 
 
 # --- entry points ---
@@ -179,6 +179,13 @@ def test_a_returned_number_is_the_exit_code(add: types.SimpleNamespace) -> None:
         setattr(add.third, name, click.Command(name, callback=lambda value=value: value))
         add.point(name, f"third:{name}")
     assert [run(name).exit_code for name in ("three", "none", "text", "code")] == [3, 0, 0, 1]
+
+
+def test_a_target_may_import_modules_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text("class Base: ...")
+    (tmp_path / "mine.py").write_text("from base import Base")
+    done = shell(f"cd {tmp_path} && $0 -P -c '{MAIN}' check mine.py:Mine")
+    assert "mine.py has no 'Mine'; it has: nothing" in done.stderr
 
 
 def test_without_a_command_the_help_is_shown() -> None:

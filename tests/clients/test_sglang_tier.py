@@ -18,8 +18,8 @@ pytest.importorskip("xxhash")
 import torch
 
 from kvview import ConfigError
+from kvview.testing import run_checks
 from kvview_vllm.doctor import diagnose_tier
-from tests.tier.shown import expected, shown
 
 from . import FAULTS, sglang_sources
 
@@ -274,5 +274,6 @@ def test_doctor_finds_a_right_configuration_healthy_and_an_unknown_class_not(
     assert not diagnose_tier(json.dumps(named | {"class_name": "X"})).is_healthy
 
 
-def test_the_page_shows_the_output_for_sglangs_file_backend() -> None:
-    assert shown(0, STORE=HiCacheFileStore, OPTIONS={"root": "{tmp}"}) == expected(3)
+def test_the_kit_finds_the_faults_of_sglangs_own_file_backend() -> None:
+    report = run_checks(HiCacheFileStore, options={"root": "{tmp}"}, select=["TIER-1"])
+    assert "check_tier_1" in {result.check.name for result in report.failures}

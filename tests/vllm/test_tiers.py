@@ -26,7 +26,6 @@ from kvview.tier.trial import MemoryStore
 from kvview_vllm.doctor import diagnose, diagnose_tier
 from kvview_vllm.releases.build.tier_specs import make_tiering_spec
 from kvview_vllm.tier import KVViewTier
-from tests.tier.shown import expected, shown
 
 PAGE = 65_536
 NUM_HOST_CHUNKS = 8
@@ -412,17 +411,6 @@ class ReversesPages(MemoryStore):
 
     def write(self, key: bytes, page: memoryview, /) -> bool:
         return super().write(key, memoryview(bytes(reversed(bytes(page)))))
-
-
-def test_the_page_shows_the_output_for_vllms_file_tier() -> None:
-    from vllm.version import __version__ as release
-
-    if not release.startswith("0.33."):
-        pytest.skip("docs/tier.md shows the output on 0.33.0")
-    from kvview_vllm.secondary_tiers import SecondaryTierStore
-
-    options = {"type": "fs", "root_dir": "{tmp}"}
-    assert shown(0, STORE=SecondaryTierStore, OPTIONS=options) == expected(1)
 
 
 def test_doctor_sees_a_store_that_corrupts_pages() -> None:
