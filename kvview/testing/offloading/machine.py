@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain, zip_longest
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from kvview.keys import OffloadKey, make_offload_key
 from kvview.offloading import OffloadingManager, PrepareStoreOutput, ReqContext
 from kvview.testing.offloading.model import ManagerModel
 from kvview.testing.offloading.orders import AnyOrder, ARCOrder, LRUOrder
-from kvview.testing.results.law_broken import LawBroken
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import (
     ContractMachine,
@@ -29,8 +27,7 @@ from kvview.testing.suites.conformance import (
 _SIZES = (2, 1, 3, 5, 5, 8, 8, 8, 12, 12, 12, 20, 40, 300)
 _GROUPS = (0, 1, 258)
 _MOST_LOOKUPS = 40
-_MOST_USES = 200
-_ALL = 160  # a first byte above this value draws all keys
+_MOST_USES = 120
 # Neighbouring keys share a block hash in several groups.
 KEYS = [make_offload_key(b"k%d" % at, group) for at in range(320) for group in _GROUPS]
 
@@ -38,26 +35,12 @@ Keys = Sequence[OffloadKey]
 KeyLists = st.SearchStrategy[list[OffloadKey]]
 
 
-@st.composite
-def keys_by(
-    draw: st.DrawFn, choose: Callable[[bytes], list[OffloadKey]], fewest: int, most: int
-) -> list[OffloadKey]:
-    """Draw bytes, which is faster than to draw a list, and let a function choose keys by them."""
-    return choose(draw(st.binary(min_size=fewest, max_size=most)))
+def _uses(most: int, fewest: int) -> KeyLists:
+    """Return lists of keys that are used one after another, from few or from many keys."""
+    return st.lists(st.sampled_from(KEYS[:most]), min_size=fewest, max_size=_MOST_USES)
 
 
-def keys_at(places: bytes, among: Keys) -> list[OffloadKey]:
-    """Return the keys at some places, each of which is a part of 256 of the whole length."""
-    return [among[place * len(among) >> 8] for place in places]
-
-
-def uses_of(drawn: bytes) -> list[OffloadKey]:
-    """Return keys that are used one after another, from few or from many different keys."""
-    most = (4, 7, 16, 40)[drawn[0] % 4] if drawn else 0
-    return keys_at(drawn[1:], KEYS[:most])
-
-
-USES = st.one_of(*(keys_by(uses_of, fewest, _MOST_USES) for fewest in (0, 30, 100)))
+USES = st.one_of(*(_uses(most, fewest) for most in (4, 7, 16, 40) for fewest in (0, 60)))
 
 
 class OffloadingMachine(ContractMachine):
@@ -129,25 +112,18 @@ class OffloadingMachine(ContractMachine):
     def some(self, among: Collection[OffloadKey]) -> KeyLists:
         """Return lists of different keys of a collection, sometimes of all."""
         found = sorted(among)
-
-        def choose(drawn: bytes) -> list[OffloadKey]:
-            is_all = drawn[0] > _ALL
-            return found[: self.most] if is_all else [*dict.fromkeys(keys_at(drawn, found))]
-
-        return keys_by(choose, 1, min(self.most, len(found)))
+        some = st.lists(st.sampled_from(found), min_size=1, max_size=self.most, unique=True)
+        return some | st.just(found[: self.most])
 
     def any_keys(self) -> KeyLists:
         """Return lists of keys in one or two states."""
         model = self.model
         states = (self.keys, self.recent, model.stored, model.storing, model.late, self.evicted)
-        pools = [sorted(keys) for keys in (*states, model.loads) if keys]
-
-        def choose(drawn: bytes) -> list[OffloadKey]:
-            one, other = (pools[place * len(pools) >> 8] for place in drawn[:2])
-            keys = zip_longest(keys_at(drawn[2::2], one), keys_at(drawn[3::2], other))
-            return [key for key in chain(*keys) if key]
-
-        return keys_by(choose, 3, 2 + 2 * self.most)
+        pools = [st.sampled_from(sorted(keys)) for keys in (*states, model.loads) if keys]
+        pairs = st.tuples(st.sampled_from(pools), st.sampled_from(pools))
+        return pairs.flatmap(
+            lambda pair: st.lists(pair[0] | pair[1], min_size=1, max_size=2 * self.most)
+        )
 
     def fresh(self, number: int) -> list[OffloadKey]:
         """Return keys that no call has named."""
@@ -326,24 +302,6 @@ class OffloadingMachine(ContractMachine):
         if not is_right:
             self.refused(error, self.manager, method, list(keys), self.context, law=law, **more)
             model.why |= dict.fromkeys(keys, law)
-
-    @operation(
-        "OFF-9",
-        when=lambda m: m.model.storing,
-        keys=of_state(lambda m: m.some(m.model.storing)),
-        success=st.booleans(),
-    )
-    def finish_twice_in_one_call(self, keys: Keys, success: bool) -> None:
-        """Complete a store that the call names twice; the call must end it once or be refused."""
-        self.model.why |= dict.fromkeys(keys, "OFF-9")
-        named = [*keys, keys[0]]
-        try:
-            self.call(self.manager, "complete_store", named, self.context, success=success)
-        except LawBroken as broken:
-            if not isinstance(broken.__cause__, TransferNotInFlightError):
-                raise
-        else:
-            self.model.end_stores(keys, success=success)
 
     @operation("OFF-8", C.RESETS, is_idle=st.booleans())
     def reset(self, is_idle: bool) -> None:
