@@ -16,7 +16,7 @@ from kvview import BlockNotHeldError, ConfigError
 from kvview.laws import laws as laws_of_the_contract
 from kvview.targets import load_target
 from kvview.urls import DOCS_URL, PROJECT_URL, law_url
-from tests.house.source_tree import FLOORS, ROOT
+from tests.house.source_tree import FLOORS, ROOT, modules
 
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -95,10 +95,9 @@ def test_an_error_of_a_law_links_to_the_law() -> None:
 def test_no_docstring_has_a_heading() -> None:
     """A line that starts with the number of an issue would become a heading on the site."""
     found = [
-        f"{path}: {line.strip()}"
-        for folder in FLOORS.values()
-        for path in folder.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        f"{module.path}: {line.strip()}"
+        for module in modules()
+        for node in ast.walk(module.tree)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         for line in (ast.get_docstring(node) or "").splitlines()
         if line.lstrip().startswith("#")
