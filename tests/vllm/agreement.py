@@ -3,10 +3,10 @@
     python -m tests.vllm.agreement [--select NAME ...] [--page docs/trust.md]
 
 Each connector of ``late.txt`` and ``field.txt`` in ``tests/mutants/connector`` serves the traffic
-of ``kvview check --inference`` in the CPU build of vLLM, and its responses are compared with those
-of an engine without a connector. Then the kit checks the connector (200 seeds of ``kvview
-check``). The exit code is 1 if a right connector is not clean, or if a connector is wrong in vLLM
-and green in the kit.
+of ``kvview check --inference`` in the CPU build of vLLM. Its responses, and after each step the
+bytes of all cached blocks, are compared with those of an engine without a connector. Then the kit
+checks the connector (200 seeds of ``kvview check``). The exit code is 1 if a right connector is not
+clean, or if a connector is wrong in vLLM and green in the kit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from docs.parts import with_parts
@@ -25,11 +26,12 @@ from kvview.testing.connector import check_connector
 from kvview_vllm.inference.arrangements import Arrangement, Configured
 from kvview_vllm.inference.engines import run_engines
 from kvview_vllm.inference.models import make_model
-from kvview_vllm.inference.serve import ServeJob, serve
+from kvview_vllm.inference.serve import ServeJob
 from kvview_vllm.inference.server import prepare, require_vllm
 from kvview_vllm.inference.traffic import Served
 from tests.mutants.connector import BASES, load_variants
 from tests.mutants.edits import Variant
+from tests.vllm.kv_bytes import WRONG_BLOCKS, serve_and_compare
 
 SEEDS = 200
 TRAFFIC = range(2)  # seeds of the traffic in vLLM, up to the first that shows the mistake
@@ -47,7 +49,8 @@ RIGHT_RESPONSES = "right responses"
 PART = """\
 {num_found} of {num_wrong} wrong connectors are red in the check: {num_shown_found} of the
 {num_shown} that show their mistake in vLLM {version}, and {num_others_found} of the {num_others}
-that do not. {num_right} right connectors, as a control, give right answers.
+that do not. Answers show {num_in_answers} of the {num_shown}, and only the bytes of blocks show the
+others. {num_right} right connectors, as a control, give right answers and bytes.
 
 | connector | in vLLM | in the check |
 |---|---|---|
@@ -58,7 +61,11 @@ Real inference does not show these mistakes in {traffic} seeds, for the reason i
 | connector | mistake | why vLLM does not show it | in the check |
 |---|---|---|---|
 {others}"""
-_IN_SHORT = {"lost responses": "lost answers", "wrong responses": "wrong answers"}
+_IN_SHORT = {
+    "lost responses": "lost answers",
+    "wrong responses": "wrong answers",
+    WRONG_BLOCKS: WRONG_BLOCKS,
+}
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,16 @@ class Row:
         """Whether real inference shows a mistake."""
         return self.in_vllm != RIGHT_RESPONSES
 
+    @property
+    def is_in_answers(self) -> bool:
+        """Whether the responses of real inference show a mistake."""
+        return "responses: " in self.in_vllm
+
     def __str__(self) -> str:
         """Return the row of a table."""
         if not self.is_shown:
             return f"| {self.name} | {self.mistake} | {self.excuse} | {self.in_the_kit} |"
-        numbers = re.findall(r"(\w+ responses): (\d+)", self.in_vllm)
+        numbers = re.findall(r"(\w+ (?:responses|blocks)): (\d+)", self.in_vllm)
         short = ", ".join(f"{_IN_SHORT[name]}: {number}" for name, number in numbers)
         return f"| {self.name} | {short} | {self.in_the_kit} |"
 
@@ -126,6 +138,7 @@ def connectors() -> list[Row]:
 
 def serve_with(row: Row | None, model: Path, seed: int, truth: Served | None) -> Served:
     """Serve the traffic in a process; without a connector if there is no row."""
+    serve = partial(serve_and_compare, model / f"kv-{seed}.pt")
     job = ServeJob("without a connector", KIND, model, [seed], is_own=True)
     with tempfile.TemporaryDirectory() as folder:
         if row is not None:
@@ -146,12 +159,15 @@ def serve_with(row: Row | None, model: Path, seed: int, truth: Served | None) ->
 
 
 def in_vllm(row: Row, model: Path, truths: Sequence[Served]) -> str:
-    """Describe the first seed of the traffic that shows the mistake."""
+    """Describe the first seed of the traffic whose responses, or else blocks, show the mistake."""
+    in_blocks = RIGHT_RESPONSES
     for seed, truth in zip(TRAFFIC, truths, strict=True):
         found = describe(serve_with(row, model, seed, truth), truth)
-        if found != RIGHT_RESPONSES:
+        if "responses: " in found:
             return found
-    return RIGHT_RESPONSES
+        if in_blocks == RIGHT_RESPONSES:
+            in_blocks = found
+    return in_blocks
 
 
 def describe(served: Served, truth: Served) -> str:
@@ -164,6 +180,8 @@ def describe(served: Served, truth: Served) -> str:
         found.append(_short(f"{served.law}: {served.message}"))
     if lost:
         found.append(f"lost responses: {len(lost)}")
+    if wrong_blocks := served.coverage[WRONG_BLOCKS]:
+        found.append(f"{WRONG_BLOCKS}: {wrong_blocks}")
     return "; ".join(found) or RIGHT_RESPONSES
 
 
@@ -194,6 +212,7 @@ def part(rows: Sequence[Row], version: str) -> str:
         num_wrong=len(wrong),
         num_found=sum(row.is_red for row in wrong),
         num_shown=len(shown),
+        num_in_answers=sum(row.is_in_answers for row in shown),
         num_shown_found=sum(row.is_red for row in shown),
         num_others=len(others),
         num_others_found=sum(row.is_red for row in others),
