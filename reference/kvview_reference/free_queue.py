@@ -84,6 +84,15 @@ class FreeQueue:
                 walk.following = block_id
         return block_ids
 
+    def block_ids(self) -> list[int]:
+        """Return all free blocks, next victim first."""
+        block_ids: list[int] = []
+        block_id = self._next[NULL_BLOCK_ID]
+        while block_id:
+            block_ids.append(block_id)
+            block_id = self._next[block_id]
+        return block_ids
+
     def forget_hashes(self) -> None:
         """Record that no block has a hash any more."""
         self._first_hashed = NULL_BLOCK_ID

@@ -86,7 +86,7 @@ class BlockPool:
 
     def free_block_ids(self) -> list[int]:
         """Return the whole free queue, next victim first."""
-        return list(self.iter_free_block_ids())
+        return self._queue.block_ids()
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """Take one reference on each of the next victims, in order; their hashes are evicted.
