@@ -62,9 +62,8 @@ SEEDS_OF_A_RELEASE = 100
     "expected_path",
     metavar="FILE",
     help=(
-        "File in TOML with a table [[expected]] for each expected failure: law, reason, link to "
-        "the thread and, optionally, until ('vllm 0.34'). An expected failure that no longer "
-        "occurs is reported."
+        "File in TOML with a table [[expected]] for each expected failure: law, reason and link to "
+        "the thread. An expected failure that no longer occurs is reported."
     ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
