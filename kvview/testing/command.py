@@ -62,9 +62,8 @@ SEEDS_OF_A_RELEASE = 100
     "expected_path",
     metavar="FILE",
     help=(
-        "File in TOML with a table [[expected]] for each expected failure: law, reason, link to "
-        "the thread and, optionally, until ('vllm 0.34'). An expected failure that no longer "
-        "occurs is reported."
+        "File in TOML with a table [[expected]] for each expected failure: law, reason and link to "
+        "the thread. An expected failure that no longer occurs is reported."
     ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
@@ -367,12 +366,17 @@ def _options_of_each(context: click.Context, engine: str) -> list[str]:
 
 
 def _check_real_handoffs(console: Console, target: str, options: dict[str, Any]) -> ExitCode:
+    from kvview.targets import is_engine_connector
     from kvview.testing import load_target
-    from kvview.testing.handoff.real_engines import real_handoffs
+    from kvview.testing.connector.run.engine import load_factory_class
+    from kvview.testing.handoff.suite import require_handoff_connector
 
-    num_wrong = 0
+    num_wrong, engines = 0, load_factory_class("vllm")
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
-        for case in real_handoffs(load_target(target), options, on_progress):
+        connector: Any = load_target(target)
+        if not is_engine_connector(connector):
+            require_handoff_connector(connector, options)
+        for case in engines.play_handoffs(connector, options, on_progress):  # type: ignore[attr-defined]
             num_wrong += not case.is_right
             verdict = "ok" if case.is_right else "WRONG"
             line = f"{verdict:6}{case.law:9}{case.name}: {case.outcome}"

@@ -154,10 +154,9 @@ def _with_expected(
                     f"expected: {one.law} has several checks: {', '.join(names)}; name one of them"
                 )
             by_name[names[0]] = one
-    current = {name: one for name, one in by_name.items() if not one.has_ended}
-    planned = [replace(item, expected=current.get(item.check.name)) for item in planned]
+    planned = [replace(item, expected=by_name.get(item.check.name)) for item in planned]
     gaps = {one.law.removeprefix(prefix): one for one in expected if one.law.startswith(prefix)}
-    planned = _with_expected_gaps(planned, {n: g for n, g in gaps.items() if not g.has_ended})
+    planned = _with_expected_gaps(planned, gaps)
     if gaps and not any(item.check.gaps for item in planned):
         _require_known("expected", [f"{prefix}{n}" for n in gaps], checks, lambda *_: False)
     return planned

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvview import Connector
 from kvview.targets import name_target
-from kvview.testing.handoff.real_engines import RealCase
 from kvview_vllm.handoff.real_pair import LEASE_SECONDS, RealEngine
 from kvview_vllm.handoff.side_channel import FaultySideChannel, SideChannelFault
 from kvview_vllm.inference.models import FIRST_TOKEN, VOCABULARY, make_model
@@ -27,6 +26,23 @@ NUM_TOKENS = 8
 _WIRE = "kvview_reference.handoff.zmq_wire:ZmqWire"
 _PROMPT = 97  # tokens; three full blocks and one token
 _FAR = [900, 901, 902, 903]  # blocks beyond the producer's KV cache
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """The outcome of one case.
+
+    Args:
+        law: The law that the case tests; empty for a positive control.
+        name: The case, in a few words.
+        outcome: The observation.
+        is_right: Whether the law holds.
+    """
+
+    law: str
+    name: str
+    outcome: str
+    is_right: bool
 
 
 @dataclass(frozen=True)

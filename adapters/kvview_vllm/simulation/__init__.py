@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvview.testing.connector.run.engine import EngineFactory, SimulatedEngine
     from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.handoff.harness import EngineLife, PDHarness, TwoEngines
-    from kvview.testing.handoff.real_engines import RealCase
     from kvview.testing.repetition import Replay
     from kvview.testing.token_runs import TokenCheck
+    from kvview_vllm.handoff.cases import RealCase
 
 
 class VLLMEngines:

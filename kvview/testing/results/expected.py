@@ -12,9 +12,7 @@ from typing import Any
 from kvview.errors import ConfigError, line_of
 from kvview.input_files import read_file
 from kvview.testing.results.law_broken import COVERAGE
-from kvview.version import version_of
 
-_UNTIL = re.compile(r"(?P<package>[\w.-]+) (?P<version>\d+(\.\d+)*)")
 _LINK = re.compile(r"https://[^\s/]+/\S+")
 
 
@@ -28,8 +26,6 @@ class ExpectedFailure:
         reason: Reason of the failure.
         link: Address of the thread or change that is about it. An item of the coverage is not a
             failure and needs no link.
-        until: A package and the version in which the failure is red again: ``vllm 0.34``. Empty if
-            it is expected in all versions.
 
     Raises:
         ConfigError: A value is missing or has another form.
@@ -38,7 +34,6 @@ class ExpectedFailure:
     law: str
     reason: str
     link: str = ""
-    until: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,25 +46,6 @@ class ExpectedFailure:
                 f"expected failures: {self.law} needs a link to its thread, as https://..., got "
                 f"{self.link!r}"
             )
-        if self.until and not _UNTIL.fullmatch(self.until):
-            raise ConfigError(
-                f"expected failures: until of {self.law} is a package and a version, as "
-                f"'vllm 0.34', got {self.until!r}"
-            )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the installed package has the version in which the failure is red again."""
-        found = _UNTIL.fullmatch(self.until)
-        if found is None:
-            return False
-        installed = version_of(found["package"])
-        if installed is None:
-            raise ConfigError(
-                f"expected failures: until of {self.law} names {found['package']!r}, which is not "
-                "installed"
-            )
-        return _numbers(installed) >= _numbers(found["version"])
 
 
 def read_expected(path: str | Path) -> Sequence[ExpectedFailure]:
@@ -90,13 +66,9 @@ def read_expected(path: str | Path) -> Sequence[ExpectedFailure]:
         expected = [ExpectedFailure(**entry) for entry in entries]
     except TypeError as error:
         raise ConfigError(
-            f"{path}: [[expected]] has law, reason, link and until: {line_of(error)}"
+            f"{path}: [[expected]] has law, reason, link: {line_of(error)}"
         ) from error
     laws = [one.law for one in expected]
     if twice := [law for law in laws if laws.count(law) > 1]:
         raise ConfigError(f"{path}: {twice[0]} occurs more than once; keep one entry")
     return expected
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.split(r"[^\d.]", version)[0].split(".") if part]

@@ -167,10 +167,9 @@ class Capability(StrEnum):
     process can decode the pages of a transform."""
     NAMESPACES = "namespaces", "tier"
     """Stores of several namespaces can be opened in one place."""
-    DAMAGE = "damage", "tier"
-    """The entries of the store are files that the kit can damage."""
     VERIFIES = "verifies", "tier"
-    """The store itself detects damaged bytes, even without a guard."""
+    """The store itself detects damaged bytes, even without a guard, and its entries are files that
+    the kit can damage."""
     GONE = "gone", "tier"
     """The place of the store is a folder that the kit can remove while the store is open."""
     BUDGET = "budget", "tier"

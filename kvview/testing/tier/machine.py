@@ -390,7 +390,6 @@ class TierMachine(TierCalls):
 
     @_rule(
         "TIER-1",
-        C.DAMAGE,
         C.VERIFIES,
         how=st.sampled_from(("flip", "lose the end", "swap")),
         is_large=st.booleans(),

@@ -517,7 +517,7 @@ def _reasons(suite: type[TierConformance]) -> dict[C, str]:
     has_place = "" if places or is_found else _NO_FOLDER
     is_local = any(place.partition("://")[0] in (place, "file") for place in places)
     has_files = "" if is_local and is_seen else has_place or _IN_A_FOLDER
-    reasons = {C.REOPEN: has_place, C.NAMESPACES: has_place, C.DAMAGE: has_files, C.GONE: has_files}
+    reasons = {C.REOPEN: has_place, C.NAMESPACES: has_place, C.GONE: has_files}
     # Another process may not see a page that a store keeps in the memory of this process.
     reasons[C.KILL], reasons[C.VERIFIES] = "" if places else _NO_FOLDER, has_files
     if not importable(store):

@@ -184,33 +184,6 @@ class TransferMachine(ContractMachine):
             is_stored = (chunk, 0) in self.model.loadable(group)
             self.submit(is_store or not is_stored, {group: Part([block], [chunk])})
 
-    @operation(
-        "XFER-1",
-        when=_has_stored,
-        parts=_LOAD,
-        dtype=st.sampled_from(("int64", "int32", "uint16")),
-        is_array=st.booleans(),
-    )
-    def name_by_numpy(self, parts: Jobs, dtype: str, is_array: bool) -> None:
-        """Pass numbers of numpy, which must be accepted, or refused before any byte is moved."""
-        import numpy as np
-
-        tier, gpu = self.spec(False, _parts(parts))
-        blocks = np.array(gpu.block_ids, dtype)
-        sides = [list(np.array(side, dtype)) for side in (gpu.group_sizes, gpu.block_indices)]
-        gpu = GPULoadStoreSpec(blocks if is_array else list(blocks), *sides)  # type: ignore
-        job_id = self._new_id()
-        try:
-            is_accepted = self.worker.transfer_async(job_id, (tier, gpu))
-        except TransferSpecError:
-            return
-        except Exception as error:
-            self.fail(
-                "arrays are accepted as ids, or refused", repr(error), "TransferSpecError at most"
-            )
-        if is_accepted:
-            self._is_accepted(job_id, False, _parts(parts))
-
     @operation("XFER-1", blocks=_KERNELS)
     def compute(self, blocks: Mapping[int, Sequence[int]]) -> None:
         """Let the engine write blocks, except those that a job in flight touches."""
@@ -472,12 +445,9 @@ class TransferMachine(ContractMachine):
         if accepted is False and self.model.held_by:
             return None
         self.equal(accepted, True, "an idle worker accepts a job", "XFER-5")
-        self._is_accepted(job_id, is_store, parts)
-        return job_id
-
-    def _is_accepted(self, job_id: int, is_store: bool, parts: Parts) -> None:
         self.model.submit(job_id, is_store, parts)
         self.submitted.append(job_id)
+        return job_id
 
     def _new_id(self) -> int:
         self.last_id += 1
