@@ -33,7 +33,6 @@ from kvview.bridge import TierOptions, open_tier
 from kvview.errors import one_line
 from kvview.options import parse_options
 from kvview.tier import Namespace
-from kvview_lmcache.exported_counters import export
 
 _log = logging.getLogger(__name__)
 _LONGEST_SLEEP = 0.05  # seconds, because deadlines pass without a wake-up
@@ -116,7 +115,6 @@ class KVViewL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Sizes of the pages that this process stored, because LMCache counts bytes by salt."""
         self._keys: dict[bytes, Any] = {}  # LMCache's keys of the entries in _sizes
         self._is_closed = False
-        export(self.guard, options.store)
         self._awake = threading.Event()
         self.guard.on_wake_up(self._awake.set)
         self._thread = threading.Thread(target=self._run, name="kvview-lmcache", daemon=True)

@@ -134,7 +134,6 @@ class KVViewTier(_Tier):  # type: ignore[misc]
             results.append(job_result(job_id, keys, flags))
         if self._events is not None:
             self._events.evicted(evicted)
-        self._reporter.log()
         return results
 
     def get_finished(self) -> Iterable[Any]:

@@ -257,10 +257,6 @@ class BlockPool:
             del found[found.index(None) :]
         return cast("list[int]", found)
 
-    def are_cached(self, keys: Iterable[OffloadKey]) -> Iterable[bool]:
-        """Return, lazily, whether a block holds each key."""
-        return map(self._block_by_hash.__contains__, keys)
-
     def block_keys(self, block_ids: Sequence[int]) -> list[tuple[OffloadKey, ...]]:
         """Return the keys of each block, primary first."""
         keys, more = self.primary_keys(block_ids), self._more_hashes

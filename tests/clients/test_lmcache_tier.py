@@ -203,35 +203,6 @@ def test_evicted_pages_are_not_counted(tmp_path: Path) -> None:
     driven.adapter.close()
 
 
-def test_counters_are_among_lmcaches_own_metrics(tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk", reason="needs tests/vllm/requirements-clients.txt")
-    code = """
-import sys
-from opentelemetry import metrics
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-reader = InMemoryMetricReader()
-metrics.set_meter_provider(MeterProvider([reader]))
-from tests.clients.test_lmcache_tier import FILES, Driven
-
-tiers = [Driven(store=FILES, options={"root": f"{sys.argv[1]}/{n}"}) for n in range(2)]
-for tier in tiers:
-    assert tier.store(0, 1, 2)
-assert tiers[0].load(0, 9) == [True, False]
-(resource,) = reader.get_metrics_data().resource_metrics
-for scope in resource.scope_metrics:
-    for metric in scope.metrics:
-        for point in metric.data.data_points:
-            print(metric.name, point.attributes.get("store") == FILES, point.value)
-for tier in tiers:
-    tier.adapter.close()
-"""
-    lines = ran("-c", code, str(tmp_path)).splitlines()
-    for line in ("puts True 6", "gets True 1", "failed True 1", "trips True 0"):
-        assert f"lmcache_mp.kvview_tier_{line}" in lines
-
-
 def test_doctor_stores_and_loads_a_page_through_lmcaches_adapter(tmp_path: Path) -> None:
     found = diagnose_tier(configured(store=FILES, options={"root": str(tmp_path)}))
     assert found.is_healthy, found

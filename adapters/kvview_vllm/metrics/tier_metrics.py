@@ -1,27 +1,19 @@
-"""The metrics of a tier: series in vLLM's ``/metrics``, or lines in vLLM's log.
-
-vLLM reads the metrics of its tiers in 0.25 and later. In older releases, changes are logged by a
-child of vLLM's own logger, at most every ten seconds.
+"""The metrics of a tier: series in vLLM's ``/metrics``, which reads them in 0.25 and later.
 
 ``docs/metrics.md`` lists the names.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from typing import Any
 
 from kvview.bridge import TIER_COUNTERS
 from kvview.tier import GuardedTier
-from kvview_vllm.releases.compat.tiers import metric_definitions, metric_stats, tier_seam
+from kvview_vllm.releases.compat.tiers import metric_definitions, metric_stats
 
 PREFIX = "vllm:kvview_tier_"  # vLLM removes such series when it builds another engine
 LABELS = ("store",)
 GAUGES = {"in_use": "1 while the store is used, 0 while it is suspended or closed."}
-
-_LOG_EVERY = 10.0  # seconds
-_log = logging.getLogger("vllm.kvview_tier")  # because vLLM configures no other loggers
 
 
 def definitions() -> dict[str, Any]:
@@ -44,7 +36,6 @@ class TierReporter:
         self._store = store
         self._sent: dict[str, int] = {}
         self._in_use: bool | None = None
-        self._next_line = 0.0
 
     def news(self) -> Any:
         """Return the changes since the last call as vLLM's stats; None without changes."""
@@ -56,18 +47,6 @@ class TierReporter:
             {PREFIX + name: value for name, value in gauges.items()},
             (self._store,),
         )
-
-    def log(self) -> None:
-        """Log the changes, in releases that do not read metrics."""
-        now = time.monotonic()
-        if tier_seam().tier_metrics or now < self._next_line:
-            return
-        self._next_line = now + _LOG_EVERY
-        counters, gauges = self._changed()
-        if counters or gauges:
-            counted = {name: value for name, value in self._sent.items() if value}
-            state = "in use" if self._in_use else "suspended"
-            _log.info("kvview tier %s, %s: %s", self._store, state, counted)
 
     def _changed(self) -> tuple[dict[str, int], dict[str, float]]:
         stats, in_use = self._guard.stats, self._guard.is_healthy

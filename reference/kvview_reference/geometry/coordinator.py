@@ -20,15 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from typing_extensions import override
-
-from kvview import CacheGeometry, CacheGroup, FullAttention, OffloadKey
-from kvview.keys import make_offload_key, make_offload_keys
-from kvview.prefix_search import CachedBlocks
+from kvview import CacheGeometry, CacheGroup, OffloadKey
+from kvview.keys import make_offload_keys
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.pool import BlockPool
-
-_SMALLEST_PIECE, _LARGEST_PIECE = 16, 128  # blocks looked up at once
 
 
 class SingleTypeKVCacheManager:
@@ -63,23 +58,11 @@ class SingleTypeKVCacheManager:
         self._num_cached: dict[str, int] = {}  # leading blocks that are cached or null
         self._num_dropped: dict[str, int] = {}  # leading blocks that were freed
 
-    def num_hashed_blocks(self, block_hashes: Sequence[bytes]) -> int:
-        """Return the number of blocks of this group that the hashes cover."""
-        return len(block_hashes) * self.geometry.hash_block_size // self.block_size
-
     def keys(self, block_hashes: Sequence[bytes], start: int, stop: int) -> list[OffloadKey]:
         """Return the keys of blocks ``start`` to ``stop`` of a prefix that have hashes."""
         ratio = self.block_size // self.geometry.hash_block_size
         hashes = block_hashes[(start + 1) * ratio - 1 : stop * ratio : ratio]
         return make_offload_keys(hashes, self.group_idx)
-
-    def has_first_block(self, block_hashes: Sequence[bytes]) -> bool:
-        """Whether the pool holds the first block of a prefix."""
-        index = self.block_size // self.geometry.hash_block_size - 1
-        if len(block_hashes) <= index:
-            return False
-        key = make_offload_key(block_hashes[index], self.group_idx)
-        return any(self.pool.are_cached((key,)))
 
     def hit_blocks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
         """Return the block table of a hit of ``num_tokens``."""
@@ -158,69 +141,6 @@ class SingleTypeKVCacheManager:
             self.pool.free_blocks(table[::-1])
 
 
-class _PoolBlocks(CachedBlocks):
-    """The cached blocks of one prompt in one group, looked up in pieces of doubling size.
-
-    For full attention, blocks are looked up from the left and kept. For other groups, blocks are
-    looked up from the right, and one byte per block records the result, so that ``rfind`` can
-    search the bytes at the speed of memory.
-    """
-
-    def __init__(self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes]) -> None:
-        self.leading: list[int] = []
-        self._manager = manager
-        self._hashes = block_hashes
-        self._stop = manager.num_hashed_blocks(block_hashes)
-        self._piece = _SMALLEST_PIECE
-        self._is_leading_known = False
-        self._bytes: bytearray | None = None
-        self._start = 0  # the bytes from here on are known
-
-    @override
-    def first_missing(self, stop: int) -> int:
-        leading, stop = self.leading, min(stop, self._stop)
-        while len(leading) < stop and not self._is_leading_known:
-            piece = min(stop, len(leading) + self._next_piece())
-            keys = self._manager.keys(self._hashes, len(leading), piece)
-            leading += self._manager.pool.find_leading_blocks(keys)
-            self._is_leading_known = len(leading) < piece
-        return min(stop, len(leading))
-
-    @override
-    def last_missing(self, start: int, stop: int) -> int | None:
-        if stop > self._stop:
-            return stop - 1
-        missing = self._find_last(b"\0", start, stop)
-        return None if missing < 0 else missing
-
-    @override
-    def last_cached(self, num_blocks: int, step: int) -> int:
-        while num_blocks > 0:
-            end = self._find_last(b"\1", 0, num_blocks) + 1
-            if end == num_blocks:
-                break
-            num_blocks = end // step * step
-        return num_blocks
-
-    def _next_piece(self) -> int:
-        piece = self._piece
-        self._piece = min(2 * piece, _LARGEST_PIECE)
-        return piece
-
-    def _find_last(self, byte: bytes, start: int, stop: int) -> int:
-        """Return the number of the last of these blocks with this byte, or -1."""
-        if self._bytes is None:
-            self._bytes, self._start = bytearray(stop), stop
-        while True:
-            found = self._bytes.rfind(byte, max(start, self._start), stop)
-            if found >= 0 or self._start <= start:
-                return found
-            first = max(start, self._start - self._next_piece())
-            keys = self._manager.keys(self._hashes, first, self._start)
-            self._bytes[first : self._start] = bytes(self._manager.pool.are_cached(keys))
-            self._start = first
-
-
 class KVCacheCoordinator:
     """The coordinator of the groups of one engine.
 
@@ -254,8 +174,6 @@ class KVCacheCoordinator:
             )
             for index, group in enumerate(kv_cache_groups)
         )
-        full = (m for m in self.managers if isinstance(m.group, FullAttention))
-        self._reads_first_block = next(full, None)  # every hit needs the first block of this one
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int
@@ -269,19 +187,16 @@ class KVCacheCoordinator:
         Returns:
             Block ids per group, from block 0 (null if not needed), and the number of tokens.
         """
-        first = self._reads_first_block
-        is_new = first is not None and not first.has_first_block(block_hashes)
-        if is_new or not self.pool.enable_caching:
+        if not self.pool.enable_caching:
             return tuple([] for _ in self.managers), 0
-        cached = [_PoolBlocks(manager, block_hashes) for manager in self.managers]
-        num_tokens = self.geometry.search_prefix(max_tokens, cached)
-        tables = []
-        for manager, blocks in zip(self.managers, cached, strict=True):
-            if isinstance(manager.group, FullAttention):
-                tables.append(blocks.leading[: num_tokens // manager.block_size])
-            else:
-                tables.append(manager.hit_blocks(block_hashes, num_tokens))
-        return tuple(tables), num_tokens
+
+        def is_cached(group: int, block: int) -> bool:
+            key = self.geometry.block_key(block_hashes, group, block)
+            return key is not None and self.pool.find_cached_block(key) is not None
+
+        num_tokens = self.geometry.longest_prefix(max_tokens, is_cached)
+        tables = tuple(manager.hit_blocks(block_hashes, num_tokens) for manager in self.managers)
+        return tables, num_tokens
 
     def allocate(
         self,

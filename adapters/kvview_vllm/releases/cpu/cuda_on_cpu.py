@@ -37,8 +37,15 @@ def as_gpu_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class Stream:
     """A stream without an order of its own, because the queues keep copies in order."""
 
+    cuda_stream = 0
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.last: tuple[Any, object] | None = None
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the priorities of streams."""
+        return 0, 0
 
     def wait_stream(self, stream: Stream) -> None:
         """Do nothing, because a step on a CPU has ended when it returns."""

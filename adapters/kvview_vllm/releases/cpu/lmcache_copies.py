@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
-
-from kvview_vllm.releases.cpu.simple_offload_copies import NoStream
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +31,6 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
         note: Called with the name of a replaced part if the stand-in is used.
         stack: Undoes the replacement.
     """
-    import torch
-
     try:
         connectors = importlib.import_module("lmcache.v1.gpu_connector")
     except ImportError:  # because importing LMCache's adapter will report it
@@ -47,13 +43,7 @@ def replace_gpu_connector(note: Callable[[str], None], stack: ExitStack) -> None
         hints = (layout_hints or {}) | {"kv_layout": "NHD"}
         return _on_cpu(note).from_metadata(metadata, layout_hints=hints)
 
-    replacements: list[tuple[Any, str, Any]] = [
-        (connectors, "CreateGPUConnector", create),
-        (torch.cuda, "Stream", NoStream),
-        (torch.cuda, "stream", nullcontext),
-    ]
-    for owner, name, value in replacements:
-        stack.enter_context(patch.object(owner, name, value))
+    stack.enter_context(patch.object(connectors, "CreateGPUConnector", create))
     end_engines()
 
 

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from kvview_vllm.releases.cpu.cuda_on_cpu import Event, Stream, copy_bytes
+
 
 def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack, connector: type) -> None:
     """Let the worker copy with a :class:`LateBackend` until the stack is closed.
@@ -36,9 +38,7 @@ def replace_backend(make_queue: Callable[[str], Any], stack: ExitStack, connecto
     stack.enter_context(
         patch.object(worker, "DmaCopyBackend", lambda: LateBackend(memory, make_queue))
     )
-    stack.enter_context(patch.object(torch.cuda, "Stream", NoStream))
-    stack.enter_context(patch.object(torch.cuda, "current_stream", NoStream))
-    stack.enter_context(patch.object(torch, "Event", NoStream))
+    stack.enter_context(patch.object(torch, "Event", Event))
 
 
 def _module_of(kind: type) -> Any:
@@ -47,8 +47,6 @@ def _module_of(kind: type) -> Any:
 
 def _copy_batch(targets: int, sources: int, sizes: int, count: int, *_: Any) -> int:
     """Replaces ``cuMemcpyBatchAsync``, for arrays at three addresses."""
-    from kvview_vllm.releases.cpu.cuda_on_cpu import copy_bytes
-
     array = ctypes.c_uint64 * count
     copy_bytes(array.from_address(sources), array.from_address(targets), array.from_address(sizes))
     return 0
@@ -69,8 +67,8 @@ class LateBackend:
     def init(self, gpu_caches: Mapping[str, Any], cpu_caches: Mapping[str, Any], *_: Any) -> None:
         """Receive the tensors of both sides, one row per block."""
         self._params = {
-            True: self._memory.build_params(gpu_caches, cpu_caches, NoStream()),
-            False: self._memory.build_params(cpu_caches, gpu_caches, NoStream()),
+            True: self._memory.build_params(gpu_caches, cpu_caches, Stream()),
+            False: self._memory.build_params(cpu_caches, gpu_caches, Stream()),
         }
 
     def launch_copy(
@@ -83,7 +81,9 @@ class LateBackend:
         wait_event: object = None,
     ) -> None:
         """Copy blocks; the event ends when the blocks are copied."""
-        event = _Done(self._queues[is_store])
+        event, stream = Event(), Stream()
+        stream.last = self._queues[is_store], event
+        event.record(stream)
         source, target = list(src_blocks), list(dst_blocks)
 
         def copy() -> None:
@@ -94,35 +94,3 @@ class LateBackend:
 
     def shutdown(self) -> None:
         """Do nothing, because the copies have no thread."""
-
-
-class _Done:
-    """An event for the end of one copy, with the interface of ``torch.Event``."""
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-
-    def query(self) -> bool:
-        return self in self._queue.done
-
-    def synchronize(self) -> None:
-        self._queue.wait({self})
-
-
-class NoStream:
-    """Replaces a CUDA stream or event; a step on a CPU has ended when it returns."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """Return the priorities of streams."""
-        return 0, 0
-
-    def record(self, stream: object = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
