@@ -109,6 +109,12 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
     assert broken.law == mutant.law, broken
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["KeepsStoresOverResets", "OwnBlockTable", "StoresTheLastToken"])
+def test_the_first_seeds_reach_late_moments(name: str) -> None:
+    assert check_connector(load_named(name), seeds=25, max_shrink_runs=0, processes=0).failures
+
+
 # --- replay ---
 
 

@@ -409,6 +409,29 @@ class SavesInItsStep(HostConnector):
         return None, None
 
 
+class WritesBehind(HostConnector):
+    """Finds a store two steps after its report, as if it wrote the pages to a disk then."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.writing: list[set[bytes]] = [set(), set()]
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        written, self.stored = self.stored, set()
+        super().update_connector_output(connector_output)
+        self.writing[-1] |= self.stored
+        self.stored = written
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.stored |= self.writing.pop(0)
+        self.writing.append(set())
+        return super().build_connector_meta(scheduler_output)
+
+    def reset_cache(self) -> bool:
+        self.writing = [set(), set()]
+        return super().reset_cache()
+
+
 _FILE = Path(__file__)
 
 

@@ -53,6 +53,7 @@ from tests.vllm.raw_connectors import (
     RecordsEvents,
     RefusesRanks,
     SavesInItsStep,
+    WritesBehind,
     faults,
     load_fault,
 )
@@ -162,6 +163,20 @@ def test_only_steps_in_flight_or_processes_show_some_faults(
     assert simulate(connector, scenario, engines=engines).failure is None, "hidden without them"
 
 
+@pytest.mark.slow
+@each_of("faults of late moments")
+def test_the_first_seeds_reach_late_moments(fault: Variant, engines: VLLMEngines) -> None:
+    if fault.name == "WritesOverAReset" and not capabilities.can_reset_connectors():
+        pytest.skip("no reset reaches the connector")
+    assert first_failure(fault.load(), engines, range(25)) is not None
+
+
+@each_of("faults of reports")
+def test_a_wrong_report_is_the_connectors(fault: Variant, engines: VLLMEngines) -> None:
+    failure = first_failure(fault.load(), engines)
+    assert failure.law == fault.law, failure
+
+
 @pytest.mark.skipif(not capabilities.has_two_runners(), reason="the release has one model runner")
 @each_of("faults of model runner V2")
 def test_only_model_runner_v2_shows_some_faults(fault: Variant, engines: VLLMEngines) -> None:
@@ -196,7 +211,7 @@ KILLED = Scenario(  # the last rank, while it stores
 
 
 @pytest.mark.parametrize(
-    "connector", [FailsOnTheLastRank, HostConnector, OneRankReports, SavesInItsStep]
+    "connector", [FailsOnTheLastRank, HostConnector, OneRankReports, SavesInItsStep, WritesBehind]
 )
 def test_a_right_connector_is_clean_on_several_ranks(connector: type, engines: VLLMEngines) -> None:
     assert simulate(connector, KILLED, engines=engines).failure is None
@@ -246,10 +261,10 @@ LAWS_OF_RANKS = {
     "SharesFiles": "XFER-1",
     "OnlyTheFirstReports": "CONN-4",
     "NeedsAllReports": "CONN-4",
-    "CountsOneRank": "CONN-4",
+    "CountsOneRank": "CONN-3 CONN-4",
     "SharesFilesOfStages": "XFER-1",
     "CountsLayersOfTheModel": "XFER-1",
-    "CountsTensorRanks": "CONN-4",
+    "CountsTensorRanks": "CONN-3 CONN-4",
     "NeedsTheFirstRank": "CONN-3",
     "NeedsTheLastRank": "CONN-3",
     "ReportsTheFirstRank": "XFER-1 CONN-3",  # other bytes, or a page that does not exist yet

@@ -15,6 +15,7 @@ from kvview.keys import OffloadKey, make_offload_key
 from kvview.offloading import OffloadingManager, PrepareStoreOutput, ReqContext
 from kvview.testing.offloading.model import ManagerModel
 from kvview.testing.offloading.orders import AnyOrder, ARCOrder, LRUOrder
+from kvview.testing.results.law_broken import short_repr
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import (
     ContractMachine,
@@ -333,7 +334,7 @@ class OffloadingMachine(ContractMachine):
             got = self.call(self.manager, "lookup", key, self.context)
             expected = self.model.answer(key)
             if got != expected:
-                what = f"lookup of {key!r} returns {expected.name}"
+                what = f"lookup of {short_repr(key)} returns {expected.name}"
                 self.equal(got, expected, what, self.model.why.get(key, "OFF-6"))
 
     @observable("OFF-6", C.LEADING_HITS)

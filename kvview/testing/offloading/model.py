@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvview.keys import OffloadKey
 from kvview.offloading import LookupResult
 from kvview.testing.offloading.orders import AnyOrder, Promise
+from kvview.testing.results.law_broken import short_repr
 
 Keys = Sequence[OffloadKey]
 Change = tuple[str, OffloadKey]
@@ -213,7 +214,7 @@ class ManagerModel:
         """Compare the events of a call with the changes that are due."""
         for sign, key in got:
             is_turn = (key in self.advertised) == (sign == "-")
-            yield "EVENT-1", f"stores and removals of {key!r} alternate", is_turn
+            yield "EVENT-1", f"stores and removals of {short_repr(key)} alternate", is_turn
             self.advertised.symmetric_difference_update([key])
         before, due = Counter(self.due[: self.num_until_reset]), self.due[self.num_until_reset :]
         start = max(0, len(got) - len(due)) if self.num_until_reset else 0

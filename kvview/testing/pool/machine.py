@@ -23,6 +23,7 @@ from kvview.keys import OffloadKey, make_offload_key
 from kvview.testing.pool.draws import NUMBER, any_one, from_state, some, some_of_one, wrong_ids
 from kvview.testing.pool.model import PoolModel, key_sets
 from kvview.testing.pool.walks import OpenWalk
+from kvview.testing.results.law_broken import short_repr
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import ContractMachine, Label, observable, operation
 
@@ -543,7 +544,7 @@ class PoolMachine(ContractMachine):
         for key in dict.fromkeys(self.recent_keys):
             found = self.call(self.a_view(), "find_cached_block", key)
             holders: list[int | None] = [*self.model.holders(key)] or [None]
-            what = f"find_cached_block({key!r}) returns a block that holds the key"
+            what = f"find_cached_block({short_repr(key)}) returns a block that holds the key"
             self.true(found in holders, what, found, f"one of {holders}")
 
     @observable("EVENT-2", C.GPU_EVENTS)

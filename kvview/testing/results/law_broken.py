@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from reprlib import Repr
 from typing import Any
 
 from kvview.laws import hint_of, titled
@@ -16,6 +17,13 @@ COVERAGE = "coverage"
 An expected failure names a gap with this word first (``coverage: loads``).
 """
 _GAPS_IN_WORDS = 2
+_SHORT = Repr()
+_SHORT.maxother = 24  # characters
+
+
+def short_repr(key: bytes) -> str:
+    """Format a key for a message of one line, without the middle of a long key."""
+    return _SHORT.repr(key)
 
 
 class LawBroken(AssertionError):

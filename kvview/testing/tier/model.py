@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from kvview.testing.results.law_broken import short_repr
 from kvview.testing.suites.conformance import Promises
 
 OVERHEAD = 512
@@ -167,7 +168,7 @@ class TierModel:
         is_sure = self._is_sure(job, key)
         if not flag:
             may_fail = not self._must_load(job, key)
-            yield "TIER-7", f"key {key!r}, which is held, is loaded", may_fail
+            yield "TIER-7", f"key {short_repr(key)}, which is held, is loaded", may_fail
             if is_sure:
                 self._forget(key)
                 self.damaged.discard(key)  # the next put replaces the bytes
@@ -177,10 +178,14 @@ class TierModel:
                 self._doubt([key])
             return
         is_right = job.sizes[key] == self.sizes.get(key, job.sizes[key])
-        yield "TIER-1", f"key {key!r} is not loaded in a size in which it was not put", is_right
+        yield (
+            "TIER-1",
+            f"key {short_repr(key)} is not loaded in a size in which it was not put",
+            is_right,
+        )
         is_there = key in self.held or key in self.either or key in job.crossed
         is_there |= key in self.sizes and (self.is_faulty or key in self.failed)
-        yield "TIER-7", f"key {key!r}, which was not stored, is not loaded", is_there
+        yield "TIER-7", f"key {short_repr(key)}, which was not stored, is not loaded", is_there
         if is_sure:
             self.damaged.discard(key)
             self._use(key)
@@ -224,9 +229,9 @@ class TierModel:
             is_there = any(key in some for some in (self.held, self.either, self.gone))
             may_be_found = (is_there or self.is_faulty) and key not in self.failed
             law = "TIER-4" if key in self.failed else "TIER-7"
-            yield law, f"key {key!r} is a miss", may_be_found
+            yield law, f"key {short_repr(key)} is a miss", may_be_found
         elif not flag:
-            what = f"key {key!r}, which is held, is found"
+            what = f"key {short_repr(key)}, which is held, is found"
             yield "TIER-7", what, not self.must_be_found(key)
 
     def _moves(self, key: bytes) -> bool:
@@ -309,10 +314,11 @@ class TierModel:
         """Evict the keys that the store reports as evicted (TIER-8)."""
         for key in keys:
             is_known = key in self.held or key in self.either or key in self.sizes
-            yield "TIER-8", f"key {key!r}, which was evicted, had been stored", is_known
+            yield "TIER-8", f"key {short_repr(key)}, which was evicted, had been stored", is_known
             moving = [job for job in self.jobs.values() if key in job.sizes]
             may_go = bool(moving) or key not in self.kept()
-            yield "TIER-8", f"key {key!r}, which was used just now, is not evicted", may_go
+            what = f"key {short_repr(key)}, which was used just now, is not evicted"
+            yield "TIER-8", what, may_go
             for job in moving:
                 job.crossed.add(key)
             if moving:

@@ -18,7 +18,7 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,7 @@ class RawHarness(VLLMHarness):
         self._load_of: dict[str, RequestInStep] = {}
         self._loaded: set[str] = set()  # requests whose load was right
         self._num_wrong_reads = 0
-        self._reported_again: list[str] = []  # ended requests that a step reports
+        self._wrong_reports: list[tuple[str, str]] = []  # laws and messages of a step
         self._steps_until = 0.0
         ranks = sizes_of_ranks(scenario.ranks) if scenario.ranks else settings.ranks
         recorded = make_recorded(connector_class, recorder)
@@ -400,27 +400,42 @@ class RawHarness(VLLMHarness):
         assert isinstance(step, _Launched), "this engine launches no other steps"
         if step.answer is None:
             self._execute(step)
-        transfers = step.answer.kv_connector_output
-        names = {
-            *((transfers and transfers.finished_sending) or ()),
-            *((transfers and transfers.finished_recving) or ()),
-        }
-        self._reported_again = sorted(names - self.scheduler.real.requests.keys())
+        self._wrong_reports = [*self._find_wrong_reports(step.answer.kv_connector_output)]
+
+    def _find_wrong_reports(self, transfers: Any) -> Iterator[tuple[str, str]]:
+        """Yield the laws that reports of a step break, with messages; vLLM refuses the reports."""
+        sent = {*((transfers and transfers.finished_sending) or ())}
+        received = {*((transfers and transfers.finished_recving) or ())}
+        unfinished, known = self.unfinished(), self.scheduler.real.requests
+        twice = (
+            "; a rank reported a transfer twice, or get_finished_count returns fewer ranks than "
+            "report it"
+        )
+        for name in sorted(received):
+            state = unfinished.get(name, "loading" if name in known else "over")
+            if state != "loading":
+                yield (
+                    "CONN-3",
+                    f"get_finished named a load of {name!r} that is not in flight, because the "
+                    f"request is {state}{twice}",
+                )
+        for name in sorted(sent):
+            if name in unfinished or name not in known:
+                owner = "running, with its blocks" if name in unfinished else "over, without blocks"
+                yield (
+                    "CONN-4",
+                    f"get_finished named a store of {name!r}, but the request is {owner}{twice}",
+                )
 
     @override
     def _take_in(self) -> None:
-        """Process an output; blame the connector if vLLM refuses a report of an ended request."""
+        """Process an output; blame the connector if vLLM refuses one of its reports."""
         try:
             super()._take_in()
         except InvariantBroken as error:
-            if error.law != "ENGINE" or not self._reported_again:
+            if error.law != "ENGINE" or not self._wrong_reports:
                 raise
-            raise InvariantBroken(
-                "CONN-4",
-                f"get_finished named {self._reported_again}, whose blocks are already free: a rank "
-                f"reported a transfer twice, or get_finished_count returns fewer ranks than report "
-                f"it",
-            ) from error
+            raise InvariantBroken(*self._wrong_reports[0]) from error
 
     def _execute(self, launched: _Launched) -> None:
         """Run a step in the worker, and process its result."""

@@ -174,7 +174,11 @@ def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
 
     def fitted(event: Event) -> Event:
         if isinstance(event, Add):
-            return replace(event, num_prompt_tokens=max(1, tokens(event.num_prompt_tokens)))
+            num_prompt_tokens = tokens(event.num_prompt_tokens)
+            num_tokens = event.num_prompt_tokens + event.num_output_tokens
+            if num_tokens % before == 0:  # then the last token ends a block as before
+                num_prompt_tokens = tokens(num_tokens) - event.num_output_tokens
+            return replace(event, num_prompt_tokens=max(1, num_prompt_tokens))
         if isinstance(event, HoldBlocks):
             left = old - event.num_blocks
             if left <= 5:

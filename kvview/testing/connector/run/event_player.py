@@ -50,9 +50,9 @@ class EventPlayer:
         """Start a round with its own prompts."""
         families = number % self._scenario.rounds_until_reuse
         self._first_family = families * _FAMILIES_PER_ROUND
-        # With a reused id a connector would find its old entries, which would hide that it kept
-        # them.
-        if not any(isinstance(event, Reset) for event in self._scenario.events):
+        # With a reused id a connector finds its old entries, which hides that it kept them, so ids
+        # are reused in every second round only.
+        if number % 2 == 0:
             self._names_of_round.clear()
 
     def end_round(self) -> None:

@@ -174,6 +174,9 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
     )
     if kind == "full tier":
         scenario = _with_full_tier(Draw(seed, kind), scenario, longest)
+    elif not scenario.ends_abruptly:
+        events = scenes.late_moments(seed, Draw(seed, "late moments"))
+        scenario = replace(scenario, events=events)
     scenario = _over_ranks(Draw(seed, "ranks"), scenario)
     scenario = _with_caps(Draw(seed, "caps"), scenario)
     if scenario.ends_abruptly:
@@ -433,6 +436,10 @@ def steady_scenario(number: int) -> Scenario:
     num_gpu_blocks = 50 * len(groups)
     reset = [Reset()] if steady.has_resets else []
     events: list[Event] = []
+    for name in ("p1", "p2"):  # preempted, and aborted before they resume
+        adds = [Add(f"{name}{turn}", 1, size, 6 * size) for turn in "ab"]
+        events += [*adds, Step(2), HoldBlocks(num_gpu_blocks), Step(2)]
+        events += [*(Abort(add.request_id) for add in adds), HoldBlocks(0), Step(2)]
     for place in range(30):
         family = draw.number(1, 3) if draw.chance(0.7) else 10 + place
         num_shared = 2 * (family % 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvview.testing.connector.scenario.draw import Draw
+from kvview.testing.connector.scenario.draw import Draw, in_turn
 from kvview.testing.connector.scenario.scenario import (
     Abort,
     AbortLoading,
@@ -26,6 +26,8 @@ SHARED_BLOCKS = (0, 1, 2, 2, 8)
 SHARE_OF_NEXT_TURNS = 0.3
 SHARE_OF_TWINS = 0.1
 SHARE_OF_REUSED_IDS = 0.3
+_MOST_UNFINISHED = 8
+_FIRST_NEW_FAMILY = 100
 
 
 class Scenes:
@@ -75,6 +77,81 @@ class Scenes:
         self._add_each(families, length)
         self._step(self._draw.number(2, 4))
         return tuple(self._events)
+
+    def late_moments(self, number: int, draw: Draw) -> tuple[Event, ...]:
+        """Return the events so far, then moments that need a run-up, two of three in turn.
+
+        Args:
+            number: Any whole number, which chooses the moments.
+            draw: Random draws, so that the events before do not depend on these.
+        """
+        self._draw = draw
+        recent = list(self._num_tokens)[-_MOST_UNFINISHED:]
+        self._events += [HoldBlocks(0), *map(Abort, recent), Step(4)]
+        moments = self._end_at_a_block, self._preempt_and_reuse, self._reset_at_stores
+        for place in (number, number + 1):
+            in_turn(moments, place)()
+        return tuple(self._events)
+
+    # --- late moments ---
+
+    def _end_at_a_block(self) -> None:
+        """Continue requests whose last token, which is sampled and not computed, ends a block."""
+        draw, size = self._draw, self._size
+        names = []
+        for family in (1, 2):
+            num_output = draw.number(1, min(4, size - 1))
+            length = size * draw.number(2, max(2, self._longest // size)) - num_output
+            names.append(self._add(family, length, num_output))
+        self._step(draw.number(8, 12))
+        if draw.chance(0.5):
+            self._evict()
+        for name in names:
+            self._continue(self._new_id(), name)
+        self._step(draw.number(5, 8))
+
+    def _preempt_and_reuse(self) -> None:
+        """Preempt a request in its last step and one in its prompt, and reuse what they stored.
+
+        The first request needs a block at its first generated token, which is the last token of the
+        second request. The prompt of the third request takes more than a step.
+        """
+        draw, size = self._draw, self._size
+        families = draw.shuffled(range(1, self._num_families + 1))[:2]
+        first = self._add(families[0], (self._longest - 1) // size * size, 2 * size + 1)
+        names = [first, self._add(families[1], draw.number(1, size), 1)]
+        self._take_blocks()
+        names.append(self._add(families[1], self._longest - 1))
+        self._take_blocks()
+        self._step(2)
+        self._events += map(Abort, names)
+        self._step(draw.number(5, 8))
+        self._evict()
+        self._add_each(families, self._longest)
+        self._step(draw.number(4, 6))
+
+    def _take_blocks(self) -> None:
+        """Hold all free blocks for some steps, so that a request that needs one is preempted."""
+        self._step(1)
+        self._events.append(HoldBlocks(self._num_gpu_blocks))
+        self._step(self._draw.number(2, 4))
+        self._events.append(HoldBlocks(0))
+        self._step(self._draw.number(1, 4))
+
+    def _reset_at_stores(self) -> None:
+        """Reset the caches while new prompts are stored, or just after, and reuse the prompts."""
+        draw, size = self._draw, self._size
+        for number in range(2):
+            families = range(_FIRST_NEW_FAMILY + 4 * number, _FIRST_NEW_FAMILY + 4 * (number + 1))
+            for family in families:  # one after the other, so that the stores are at all stages
+                self._add(family, size)
+                self._step(1)
+            self._step(3 * number + draw.number(0, 4))
+            self._events.append(Reset(draw.chance(0.5)))
+            self._step(draw.number(4, 8))
+            self._evict()
+            self._add_each(families, size + 1)
+            self._step(draw.number(3, 5))
 
     # --- scenes ---
 
@@ -211,7 +288,8 @@ class Scenes:
 
     def _add(self, family: int, length: int, num_output: int = 0, name: str = "") -> str:
         name = name or self._new_id()
-        add = Add(name, family, length, num_output, num_shared_blocks=self._num_shared[family])
+        num_shared = self._num_shared[family] if family < _FIRST_NEW_FAMILY else 0
+        add = Add(name, family, length, num_output, num_shared_blocks=num_shared)
         self._append(add, length + num_output)
         return name
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from kvview.testing.results.law_broken import short_repr
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import ContractMachine, Promises, observable
 from kvview.testing.tier.model import TWIN, TierModel, bytes_of
@@ -149,7 +150,7 @@ class TierCalls(ContractMachine):
             for key, page, flag in zip(keys, pages, flags, strict=True):
                 if flag or not known.is_get:
                     law = "TIER-1" if known.is_get else "TIER-3"
-                    what = f"the page of {key!r} has the bytes that were put"
+                    what = f"the page of {short_repr(key)} has the bytes that were put"
                     is_exact = page == bytes_of(key, len(page))
                     self.true(is_exact, what, "other bytes", "the same", law)
                 page[:] = _REUSED * len(page)
