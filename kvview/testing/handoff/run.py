@@ -71,11 +71,11 @@ class HandoffRun:
     def act(self, name: str, method: str, *args: Any) -> Any:
         """Call an engine; an error of the connector breaks a law."""
         try:
-            return self.laws.call(self.engines[name], method, *args)
+            return self.laws.call(self.engines[name], method, *args, permitted=(ConfigError,))
         except LawBroken as failure:
             error = failure.__cause__
-            if error is None or isinstance(error, ConfigError):
-                raise error or failure from None
+            if error is None:
+                raise
             if getattr(error, "law", None) == "ENGINE":
                 raise error from None  # the engine has failed, not the connector
             law = self.pair.laws_of_errors.get(split_law(str(error))[0], "HAND-6")

@@ -166,7 +166,7 @@ class OffloadingMachine(ContractMachine):
         """Call ``complete_store``, for a single success with the default argument."""
         if not self.model.late.isdisjoint(keys):
             self.begin_operation("OFF-8")
-        more = {} if success and len(keys) == 1 else {"success": success}
+        more: dict[str, Any] = {} if success and len(keys) == 1 else {"success": success}
         if keys:
             self.call(self.manager, "complete_store", list(keys), self.context, **more)
             self.model.end_stores(keys, success=success)
