@@ -46,6 +46,11 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not broken
 
 
+def test_no_document_has_the_mark_of_a_conflict() -> None:
+    texts = {document: (ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS}
+    assert not [name for name, text in texts.items() if re.search("^[<>]{7} ", text, re.MULTILINE)]
+
+
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name.startswith("docs/api/")])
 def test_a_page_of_the_api_links_to_its_sources(document: str) -> None:
     """A code host shows no docstrings in the page."""
