@@ -6,7 +6,7 @@ import re
 
 PROJECT_URL = "https://github.com/kvview/kvview"
 REVISION = "main"
-"""The revision that install commands name; a tag, once there is a release on the package index."""
+"""The revision that install commands name: a branch or, in a release, its tag (``v1.0.0``)."""
 DOCS_URL = "https://kvview.github.io/kvview/"
 
 LAW_FAMILIES = {
@@ -24,6 +24,7 @@ LAW_FAMILIES = {
 """The subject of each family of laws; rules of the reference and the adapters have other names."""
 
 _LAW = re.compile(r"([A-Z]+)-([0-9]+|\*)")
+_RELEASE = re.compile(r"v\d+\.\d+.*")
 _NO_LAWS = {"ENGINE": "engine", "coverage": "not-checked", "exceptions": "exceptions"}
 
 
@@ -32,8 +33,10 @@ def requirement(extras: str, revision: str = REVISION) -> str:
 
     Args:
         extras: The extras, such as ``"cli,reference"``.
-        revision: A branch, a tag or a commit.
+        revision: A branch, a commit, or the tag of a release, which is on the package index.
     """
+    if _RELEASE.fullmatch(revision):
+        return f"kvview[{extras}]=={revision[1:]}"
     return f"kvview[{extras}] @ git+{PROJECT_URL}@{revision}"
 
 

@@ -34,6 +34,11 @@ def test_pages_install_from_the_repository_until_there_is_a_release() -> None:
     assert f"uses: kvview/kvview@{REVISION}" in action
 
 
+def test_a_release_is_installed_from_the_package_index() -> None:
+    assert requirement("cli", "v1.0.0rc1") == "kvview[cli]==1.0.0rc1"
+    assert requirement("cli", "main") == f"kvview[cli] @ git+{PROJECT_URL}@main"
+
+
 @pytest.mark.slow
 def test_the_install_command_of_the_first_page_runs(tmp_path: Path) -> None:
     """Run the page's command word for word; git takes the repository from this checkout."""

@@ -46,6 +46,11 @@ def test_links_lead_somewhere(document: str) -> None:
     assert not broken
 
 
+def test_no_document_has_the_mark_of_a_conflict() -> None:
+    texts = {document: (ROOT / document).read_text(encoding="utf-8") for document in DOCUMENTS}
+    assert not [name for name, text in texts.items() if re.search("^[<>]{7} ", text, re.MULTILINE)]
+
+
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name.startswith("docs/api/")])
 def test_a_page_of_the_api_links_to_its_sources(document: str) -> None:
     """A code host shows no docstrings in the page."""
@@ -117,6 +122,30 @@ def test_targets_named_exist(document: str) -> None:
             assert re.search(rf"^class {name}\b", path.read_text("utf-8"), re.MULTILINE)
         else:
             load_target(target)
+
+
+def test_the_figures_of_the_readme_are_those_of_other_pages() -> None:
+    readme, trust, handoff, sizing = (
+        " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        for path in ("README.md", "docs/trust.md", "docs/handoff.md", "docs/sizing.md")
+    )
+
+    def figures(pattern: str, text: str = trust) -> list[str]:
+        found = re.search(pattern, text)
+        assert found is not None, pattern
+        return [*found.groups()]
+
+    red, wrong, served = figures(r"(\d+) of (\d+) wrong connectors .*?: \d+ of the (\d+)")
+    others, found = figures(r"wrote (\d+) wrong connectors for a review on .*?: (\d+) were red")
+    drawn, by_check, by_tests = figures(r"\| all \| (\d+) \| (\d+) \| (\d+)")
+    listed, detected = figures(r"(\d+) faulty connectors were listed.*?; (\d+) are red", handoff)
+    claims = [f"finds {red} of {wrong}", f"finds {served} of {wrong}"]
+    claims += [f"Of {others} that others wrote before they saw the checks, {found} were red"]
+    claims += [f"Of {drawn} random one-line", f"tests kill {int(by_check) + int(by_tests)}."]
+    claims += [f"Of {listed} faulty connectors for", f"the check finds {detected}."]
+    for blocks, hits in re.findall(r"([\d,]+) blocks hits? ([\d.]+) %", readme):
+        figures(rf" {blocks} [\d,.]+ {hits}%", sizing)
+    assert not [claim for claim in claims if claim not in readme]
 
 
 def test_the_layout_in_the_architecture_is_that_of_the_tree() -> None:
