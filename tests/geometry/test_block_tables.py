@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from kvview import (
+    BlockHash,
     BlockStored,
     CacheGeometry,
     CacheGroup,
@@ -37,8 +38,8 @@ Block = tuple[int, tuple[int, ...]]
 """A group, and the tokens up to the end of a block."""
 
 
-def hashes_of(tokens: Sequence[int], size: int) -> list[bytes]:
-    return [repr(tokens[:end]).encode() for end in range(size, len(tokens) + 1, size)]
+def hashes_of(tokens: Sequence[int], size: int) -> list[BlockHash]:
+    return [BlockHash(repr(tokens[:end]).encode()) for end in range(size, len(tokens) + 1, size)]
 
 
 def make_manager(geometry: CacheGeometry, num_blocks: int, **options: bool) -> KVCacheManager:
@@ -107,7 +108,7 @@ class TableMachine(RuleBasedStateMachine):
 
     # --- the model ---
 
-    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+    def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
         return hashes_of(tokens, self.geometry.hash_block_size)
 
     def block(self, group: int, tokens: Sequence[int], number: int) -> Block:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvview import CacheGeometry, CacheGroup, OffloadKey
-from kvview.keys import make_offload_keys
+from kvview.keys import BlockHash, make_offload_keys
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.pool import BlockPool
 
@@ -176,7 +176,7 @@ class KVCacheCoordinator:
         )
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_tokens: int
+        self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
         """Return the longest prefix that is a hit for every group (GEO-4).
 

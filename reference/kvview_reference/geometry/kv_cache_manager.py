@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvview import CacheGroup
+from kvview.keys import BlockHash
 from kvview_reference.geometry.coordinator import KVCacheCoordinator
 from kvview_reference.pool import BlockPool
 
@@ -50,7 +51,7 @@ class KVCacheManager:
         self.geometry = self.coordinator.geometry
 
     def find_computed_blocks(
-        self, block_hashes: Sequence[bytes], num_tokens: int
+        self, block_hashes: Sequence[BlockHash], num_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
         """Return the prefix-cache hit of a request, which never includes its last token.
 
