@@ -311,22 +311,6 @@ class PoolMachine(ContractMachine):
             self.blame("POOL-12")
         self.model.give(blocks, self.model.held[at], to_head=is_to_head)
 
-    @operation(
-        "POOL-11",
-        when=lambda self: self.model.joined,
-        at=_OPEN_VIEW,
-        number=NUMBER,
-        times=st.integers(1, 24),
-    )
-    def churn(self, at: int, number: int, times: int) -> None:
-        """Touch and free blocks many times without an allocation."""
-        for turn in range(times):
-            free = [*self.model.joined]
-            places = range(turn, turn + min(number, len(free), 24))
-            blocks = [free[place % len(free)] for place in places]
-            self._hold(at, blocks)
-            self._free(at, "free_blocks", blocks)
-
     @operation("POOL-4", C.VIEWS, when=lambda self: len(self.views) < 3)
     def open_view(self) -> None:
         """Open another view of the pool."""
