@@ -102,10 +102,6 @@ class ReferencePool(PoolConformance):
     def make(self, num_blocks: int) -> ReferenceEnginePool:
         return self.engine_class(num_blocks)
 
-    def make_with_events(self, num_blocks: int) -> ReferenceEnginePool:
-        """Make a pool that emits events."""
-        return self.engine_class(num_blocks, enable_events=True)
-
 
 class ReferenceManager(OffloadingConformance):
     """The offloading manager of a CPU tier, with the LRU policy."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvview import OffloadKey, make_offload_key
 from kvview.testing.offloading.machine import OffloadingMachine
-from kvview.testing.suites.conformance import of_state, operation
+from kvview.testing.suites.conformance import observable, of_state, operation
 from kvview_reference.harness import ReferenceManager
 from kvview_reference.offloading import ByteBudgetManager
 
@@ -54,10 +54,25 @@ class DropsKeysMachine(OffloadingMachine):
                 self.model.pages.pop(key, None)
 
 
+class CountsMachine(DropsKeysMachine):
+    """Also compares the counts of a manager of pages."""
+
+    @observable("OFF-5")
+    def counts(self) -> None:
+        model, held = self.model, sorted(self.model.stored)[:4]
+        manager: Any = self.manager
+        in_flight = len(model.storing) + len(model.loads) + len(model.late)
+        self.equal(manager.num_free_blocks(), model.num_free(), "the free pages")
+        self.equal(manager.num_protected_blocks(), in_flight, "the pages of transfers")
+        for keys in (held, [*held[:2], self.keys[-1], *held[2:]]):
+            expected = [*(key in model.stored for key in keys), False].index(False)
+            self.equal(manager.num_leading_hits(keys), expected, "the leading hits")
+
+
 class TestDroppedKeys(ReferenceManager):
     """Dropped keys are no longer held, and their loads continue."""
 
-    machine = DropsKeysMachine
+    machine: ClassVar[type[DropsKeysMachine]] = CountsMachine
 
 
 def of_one_size(num_blocks: int, *args: Any, **options: Any) -> ByteBudgetManager:
@@ -68,7 +83,8 @@ def of_one_size(num_blocks: int, *args: Any, **options: Any) -> ByteBudgetManage
 class TestByteBudget(TestDroppedKeys):
     """A budget of equal pages, whose pages are numbered beyond the number of pages that fit."""
 
-    lacks = ("arc", "pages", "tier_counts")
+    lacks = ("arc", "pages")
+    machine = DropsKeysMachine
     Manager: Any = staticmethod(of_one_size)
 
 

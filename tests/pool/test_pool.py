@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from kvview import (
+    MEDIUM_GPU,
     AllBlocksCleared,
     BlockNotHeldError,
     BlockRemoved,
@@ -21,7 +23,11 @@ from kvview import (
     UnknownBlockError,
     make_offload_key,
 )
+from kvview.events.fold import FoldedEvents
+from kvview.testing.pool.machine import PoolMachine
+from kvview.testing.suites.conformance import Label, observable
 from kvview.testing.suites.cost import cost_of
+from kvview_reference.harness import ReferenceEnginePool, ReferencePool
 from kvview_reference.pool import BlockPool
 
 
@@ -56,6 +62,38 @@ def test_an_impossible_allocation_is_refused(num_blocks: Any) -> None:
     with pytest.raises((NoFreeBlocksError, TypeError)):
         pool.allocate_blocks(num_blocks)
     assert list(pool.iter_free_block_ids()) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+# --- events of the prefix cache ---
+
+
+class EventsMachine(PoolMachine):
+    """Also compares the keys that follow from the events of the pool."""
+
+    labels: ClassVar[Mapping[str, Label]] = {**PoolMachine.labels, "EVENT-2": Label("")}
+
+    @observable("EVENT-2")
+    def events(self) -> None:
+        folded = vars(self.pool).setdefault("folded", FoldedEvents())
+        for event in self.pool.take_events():
+            if isinstance(event, AllBlocksCleared):
+                folded.clear_gpu()
+                continue
+            for one in event.block_hashes:
+                key = make_offload_key(one, event.group_idx)
+                is_removal = isinstance(event, BlockRemoved)
+                is_allowed = folded.change(event.medium, key, removed=is_removal)
+                self.true(is_allowed, "a removed key was stored", key, "a stored key")
+        got = folded.held.get(MEDIUM_GPU, Counter())
+        expected = Counter(key for keys in self.model.keys.values() for key in keys)
+        self.equal(got, expected, "the events add up to the prefix cache")
+
+
+class TestEvents(ReferencePool):
+    machine = EventsMachine
+
+    def make(self, num_blocks: int) -> ReferenceEnginePool:
+        return self.engine_class(num_blocks, enable_events=True)
 
 
 # --- the order that the contract leaves to the engine ---

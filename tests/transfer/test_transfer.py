@@ -232,6 +232,40 @@ class TestStreams(Engine):
         return worker
 
 
+@dataclass(frozen=True)
+class KeySpec:
+    """Keys of a tier that has no pages."""
+
+    medium: ClassVar[str] = "DISK"
+
+    keys: Sequence[bytes]
+
+
+class KeyedWorker(CPUGPUTransferWorker):
+    """Keeps the bytes of each key in a page that only it knows."""
+
+    def transfer_async(self, job_id: int, spec: Any, /) -> bool:
+        return super().transfer_async(job_id, tuple(map(self._named, spec)))
+
+    def _named(self, side: Any) -> Any:
+        if not isinstance(side, KeySpec):
+            return side
+        known: dict[bytes, int] = vars(self).setdefault("_page_of", {})
+        return CPULoadStoreSpec([known.setdefault(key, len(known)) for key in side.keys])
+
+
+class TestKeys(Engine):
+    """A tier that is addressed by key."""
+
+    lacks = frozenset({Capability.HOST_BYTES})
+
+    def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
+        return KeyedWorker(kv_caches, num_cpu_blocks, blocks_per_chunk=blocks_per_chunk)
+
+    def tier_spec(self, pages: Sequence[int]) -> KeySpec:
+        return KeySpec([b"page %d" % page for page in pages])
+
+
 @pytest.mark.parametrize("small_copy_bytes", [0, 1 << 20], ids=["copied", "gathered"])
 @pytest.mark.slow
 def test_threads_that_share_each_job_satisfy_the_contract(

@@ -119,11 +119,7 @@ def lacking() -> set[str]:
         "evict": hasattr(pool.pool, "evict_blocks"),
         "many_hashes": pool.plain_view.release.several_hashes,
     }
-    # The suite folds no events of vLLM, and vLLM does not check the calls of its own engine.
-    return {name for name, is_there in has.items() if not is_there} | {
-        "gpu_events",
-        "engine_refuses",
-    }
+    return {name for name, is_there in has.items() if not is_there}
 
 
 @pytest.mark.newest  # the guarded pool has the same tests

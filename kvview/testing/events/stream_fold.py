@@ -4,7 +4,7 @@
    and restarted publishers are reported. After a gap, or if the start of the stream is missing, a
    removal of an unknown key is not a fault (EVENT-1, EVENT-3). A lower number with a later time
    means that the publisher has restarted, so the keys of the old publisher are gone. A repeated
-   message counts once.
+   or late message is not applied.
 2. In a tier a key is stored once and then removed; on the GPU several blocks may have one key.
 3. ``AllBlocksCleared`` empties only the GPU (EVENT-5), because it names no medium and the keys of a
    tier stay loadable.
@@ -20,17 +20,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
 
 from kvview.errors import WireFormatError
 from kvview.events import MEDIUM_GPU
 from kvview.events.fold import FoldedEvents
 from kvview.events.wire import (
-    Batch,
     ClearedEvent,
     EventDecoder,
     Hash,
@@ -42,11 +39,8 @@ from kvview.events.wire import (
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 """Values of ``kv_cache_spec_kind`` of groups that read every block of a prefix."""
 
-MAX_FINDINGS = 1000
-"""Number of findings that are kept per message; further findings are only counted."""
-
 MAX_GAPS = 1000
-"""Number of last gaps that are kept, because a missed message may arrive late."""
+"""Number of last gaps that are kept."""
 
 _Key = tuple[Hash, int | None]  # the hash and the group of a block
 
@@ -102,17 +96,11 @@ class StreamFold:
             self.knows_all = False
             return [*found, Finding(sequence, "FORMAT", unreadable)]
         self.formats[batch.wire_format.name] += 1
-        all_ = chain(found, self._apply(sequence, batch, is_new))
-        found = [*islice(all_, MAX_FINDINGS)]
-        if more := sum(1 for _ in all_):
-            found.append(Finding(sequence, "FORMAT", f"{more} further findings in this message"))
-        return found
-
-    def _apply(self, sequence: int, batch: Batch, is_new: bool) -> Iterator[Finding]:
         for number, event in enumerate(batch.events if is_new else ()):
             self.num_events[type(event).__name__] += 1
             for law, fault in self._fold(event):
-                yield Finding(sequence, law, f"event {number} {fault}")
+                found.append(Finding(sequence, law, f"event {number} {fault}"))
+        return found
 
     def _number(self, sequence: int, time: float | None) -> tuple[bool, list[Finding]]:
         """Return whether a message is new, and the faults of its sequence number."""
@@ -136,15 +124,9 @@ class StreamFold:
             self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
         elif sequence < expected:
-            at = bisect_right(self.gaps, sequence, key=lambda gap: gap.start) - 1
-            late = self.gaps[at] if at >= 0 and sequence in self.gaps[at] else None
-            fault = f"the message comes {'again' if late is None else 'late'}, after {expected - 1}"
+            fault = f"the message comes again, or late, after {expected - 1}"
             self.knows_all = False
-            if late is not None:
-                parts = range(late.start, sequence), range(sequence + 1, late.stop)
-                self.gaps[at : at + 1] = [part for part in parts if part]
-                self.gaps = self.gaps[-MAX_GAPS:]
-            return late is not None, [Finding(sequence, "EVENT-3", fault)]
+            return False, [Finding(sequence, "EVENT-3", fault)]
         self._next = sequence + 1
         return True, [Finding(sequence, "EVENT-3", fault)] if fault else []
 

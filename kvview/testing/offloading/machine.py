@@ -337,24 +337,6 @@ class OffloadingMachine(ContractMachine):
                 what = f"lookup of {short_repr(key)} returns {expected.name}"
                 self.equal(got, expected, what, self.model.why.get(key, "OFF-6"))
 
-    @observable("OFF-6", C.LEADING_HITS)
-    def leading_hits(self) -> None:
-        """Compare the number of leading hits of chains of recent keys, and of held keys."""
-        held = sorted(self.model.stored)[:4]
-        for keys in (held, [*held, *self.recent][-8:], [*held[:2], self.keys[-1], *held[2:]]):
-            got = self.call(self.manager, "num_leading_hits", keys)
-            expected = self.model.num_leading_hits(keys)
-            self.equal(got, expected, f"num_leading_hits of {keys} counts the keys up to a miss")
-
-    @observable("OFF-5", C.TIER_COUNTS)
-    def counts(self) -> None:
-        """Compare the number of free pages, and the number of pages that transfers use."""
-        got = self.call(self.manager, "num_free_blocks")
-        self.equal(got, self.model.num_free(), "num_free_blocks counts the room that is free")
-        got = self.call(self.manager, "num_protected_blocks")
-        what = "num_protected_blocks counts the room that transfers use"
-        self.equal(got, self.model.num_protected(), what)
-
     @observable("OFF-2")
     def earlier_results(self) -> None:
         """Compare earlier results with their copies, because a transfer may still read them."""

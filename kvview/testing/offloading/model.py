@@ -75,17 +75,9 @@ class ManagerModel:
             return LookupResult.HIT_PENDING
         return LookupResult.HIT if key in self.stored else LookupResult.MISS
 
-    def num_leading_hits(self, keys: Keys) -> int:
-        """Return the number of keys that can be loaded, up to the first that cannot (OFF-6)."""
-        return [*(key in self.stored for key in keys), False].index(False)
-
     def num_free(self) -> int:
         """Return the number of pages that no key and no transfer uses (OFF-5)."""
         return self.capacity - len(self.stored) - len(self.storing) - len(self.late)
-
-    def num_protected(self) -> int:
-        """Return the number of pages that transfers use (OFF-5)."""
-        return len(self.storing) + len(self.loads) + len(self.late)
 
     # --- stores ---
 

@@ -28,7 +28,7 @@ class OffloadingConformance(Conformance):
 
     Example:
         >>> class TestMyManager(OffloadingConformance):
-        ...     lacks = {"arc", "policies", "store_threshold", "tier_counts", "leading_hits"}
+        ...     lacks = {"arc", "policies", "store_threshold"}
         ...
         ...     def make(self, capacity):
         ...         return MyManager(capacity)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -12,13 +12,10 @@ from hypothesis.stateful import initialize
 
 from kvview.errors import (
     BlockNotHeldError,
-    NoFreeBlocksError,
     NotAnOffloadKeyError,
     UnknownBlockError,
     ViewClosedError,
 )
-from kvview.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored
-from kvview.events.fold import FoldedEvents
 from kvview.keys import OffloadKey, make_offload_key
 from kvview.testing.pool.draws import NUMBER, any_one, from_state, some, some_of_one, wrong_ids
 from kvview.testing.pool.model import PoolModel, key_sets
@@ -86,28 +83,22 @@ class PoolMachine(ContractMachine):
         "POOL-12": Label(
             "Blocks that are released to the head are the next victims.", (C.GIVE_BACK,)
         ),
-        "EVENT-1": Label("No event removes a key that was not stored.", (C.GPU_EVENTS,)),
-        "EVENT-2": Label("The fold of the events is the prefix cache.", (C.GPU_EVENTS,)),
     }
 
     @initialize(
         num_blocks=st.sampled_from(_SIZES),
         cached=st.sampled_from((0.0, 0.5, 1.0)),
-        has_events=st.booleans(),
     )
-    def start(self, num_blocks: int, cached: float = 0.0, has_events: bool = False) -> None:
+    def start(self, num_blocks: int, cached: float = 0.0) -> None:
         """Make a pool in which a share of the blocks are free and have keys."""
         self.num_blocks = num_blocks
-        self.has_events = has_events and self.can(C.GPU_EVENTS)
-        make = "make_with_events" if self.has_events else "make"
-        self.pool = self.call(self.suite, make, num_blocks)
+        self.pool = self.call(self.suite, "make", num_blocks)
         self.model = PoolModel(num_blocks, self.pool.null_block_id)
         self.model.add_view()
         self.views: list[Any] = [self.pool.view]
         self.walks: list[OpenWalk] = []
         self.num_hashes = 0
         self.recent_keys: deque[OffloadKey] = deque(maxlen=12)
-        self.folded: FoldedEvents[OffloadKey] = FoldedEvents()
         if self.can(C.CACHE):
             self.serve(int(cached * len(self.model.joined)), True, True, 1)
 
@@ -216,13 +207,12 @@ class PoolMachine(ContractMachine):
     )
     def cache(self, blocks: dict[int, bytes], group: int) -> None:
         """Register keys of blocks, which are new, or which other blocks have."""
-        if not self.can(C.GPU_EVENTS):
-            keys = self.model.keys
-            blocks = {
-                block: block_hash
-                for block, block_hash in blocks.items()
-                if make_offload_key(block_hash, group) not in keys.get(block, ())
-            }
+        keys = self.model.keys
+        blocks = {
+            block: block_hash
+            for block, block_hash in blocks.items()
+            if make_offload_key(block_hash, group) not in keys.get(block, ())
+        }
         self._cache([*blocks], [*blocks.values()], group)
 
     def _cache(self, blocks: list[int], hashes: list[bytes], group: int) -> None:
@@ -322,22 +312,6 @@ class PoolMachine(ContractMachine):
             self.blame("POOL-12")
         self.model.give(blocks, self.model.held[at], to_head=is_to_head)
 
-    @operation(
-        "POOL-11",
-        when=lambda self: self.model.joined,
-        at=_OPEN_VIEW,
-        number=NUMBER,
-        times=st.integers(1, 24),
-    )
-    def churn(self, at: int, number: int, times: int) -> None:
-        """Touch and free blocks many times without an allocation."""
-        for turn in range(times):
-            free = [*self.model.joined]
-            places = range(turn, turn + min(number, len(free), 24))
-            blocks = [free[place % len(free)] for place in places]
-            self._hold(at, blocks)
-            self._free(at, "free_blocks", blocks)
-
     @operation("POOL-4", C.VIEWS, when=lambda self: len(self.views) < 3)
     def open_view(self) -> None:
         """Open another view of the pool."""
@@ -368,24 +342,6 @@ class PoolMachine(ContractMachine):
         if self.can(C.FIND_CACHED):
             for key in _NOT_KEYS:
                 self.refused(NotAnOffloadKeyError, view, "find_cached_block", key, law="POOL-8")
-        for need, error, method, args in self.wrong_calls() if self.can(C.ENGINE_REFUSES) else ():
-            if need is None or self.can(need):
-                self.refused(error, self.pool, method, *args)
-
-    def wrong_calls(self) -> Iterator[tuple[C | None, type[Exception], str, list[Any]]]:
-        """Yield calls of the engine that name a mixture of wrong and right blocks."""
-        used, free = [*self.model.engine][:3], [*self.model.joined][:2]
-        hashes = [b"no"] * (len(used) + 1)
-        yield None, NoFreeBlocksError, "allocate", [len(self.model.joined) + 1]
-        yield C.CACHE, ValueError, "cache", [used, hashes, 0]
-        for wrong in (-1, self.num_blocks):
-            yield None, UnknownBlockError, "share", [[*used, *free, wrong, *used]]
-            yield None, UnknownBlockError, "release", [[*used, wrong]]
-            yield C.EVICT, UnknownBlockError, "evict", [[*used, *free, wrong]]
-            yield C.CACHE, UnknownBlockError, "cache", [[*used, wrong], hashes, 0]
-        for block in free[:1]:
-            yield None, BlockNotHeldError, "release", [[*used, block]]
-            yield C.CACHE, BlockNotHeldError, "cache", [[*used, block], hashes, 0]
 
     def queries(self, block: Any) -> list[tuple[str, list[Any]]]:
         """Return the queries of a view, with a block as the argument if a query takes a block."""
@@ -427,7 +383,7 @@ class PoolMachine(ContractMachine):
         self.walks = [one for one in self.walks if one.at]
         self.refuse_all(self.views[0])
         if not self.open_views():
-            self.start(self.num_blocks, 0.0, self.has_events)
+            self.start(self.num_blocks)
 
     def refuse_all(self, view: Any) -> None:
         """Call every method of a closed view."""
@@ -546,21 +502,3 @@ class PoolMachine(ContractMachine):
             holders: list[int | None] = [*self.model.holders(key)] or [None]
             what = f"find_cached_block({short_repr(key)}) returns a block that holds the key"
             self.true(found in holders, what, found, f"one of {holders}")
-
-    @observable("EVENT-2", C.GPU_EVENTS)
-    def events(self) -> None:
-        """Compare the keys that follow from the engine's events."""
-        if not self.has_events:
-            return
-        for event in self.call(self.pool, "take_events"):
-            if isinstance(event, AllBlocksCleared):
-                self.folded.clear_gpu()
-                continue
-            assert isinstance(event, BlockStored | BlockRemoved), "the engine has no other events"
-            for one in event.block_hashes:
-                key = make_offload_key(one, event.group_idx)
-                is_removal = isinstance(event, BlockRemoved)
-                is_allowed = self.folded.change(event.medium, key, removed=is_removal)
-                self.true(is_allowed, "a removed key was stored", key, "a stored key", "EVENT-1")
-        got = self.folded.held.get(MEDIUM_GPU, Counter())
-        self.equal(got, self.model.cached(), "the events add up to the prefix cache")

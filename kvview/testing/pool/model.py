@@ -91,10 +91,6 @@ class PoolModel:
         """Return the blocks that hold a key, free or in use (POOL-8)."""
         return [block for block, keys in self.keys.items() if key in keys]
 
-    def cached(self) -> Counter[OffloadKey]:
-        """Return for each key the number of blocks that have it, as in the events (EVENT-2)."""
-        return Counter(key for keys in self.keys.values() for key in keys)
-
     # --- references ---
 
     def take(self, blocks: Sequence[int], refs: Counter[int]) -> None:

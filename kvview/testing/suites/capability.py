@@ -100,17 +100,6 @@ class Capability(StrEnum):
     """``another_view()`` makes another view of the same pool."""
     SHARE = "share", "pool", "pool.share(1)"
     """``share(block_ids)``: the engine takes one more reference on each block, free or in use."""
-    ENGINE_REFUSES = "engine_refuses", "pool", "pool.share(1)"
-    """``release``, ``cache``, ``evict`` and ``share`` raise for impossible blocks, as a view does.
-    """
-    GPU_EVENTS = "gpu_events", "pool", "suite.make_with_events(1)"
-    """``make_with_events(num_blocks)`` of the suite makes a pool that emits events of its cache.
-
-    The pool's ``take_events()`` returns the events since the last call, as
-    :class:`~kvview.BlockStored`, :class:`~kvview.BlockRemoved` and
-    :class:`~kvview.AllBlocksCleared`.
-    """
-
     # offloading
     RESETS = "resets", "offloading"
     """``OffloadingManager.reset`` forgets all keys."""
@@ -127,19 +116,6 @@ class Capability(StrEnum):
     STORE_THRESHOLD = "store_threshold", "offloading", "suite.with_threshold(2)"
     """``with_threshold(capacity, num_offers)`` makes a manager that stores a key at this offer; at
     the first, as ``make`` does, if the number is 1."""
-
-    TIER_COUNTS = (
-        "tier_counts",
-        "offloading",
-        "manager.num_free_blocks(0)",
-        "manager.num_protected_blocks(0)",
-    )
-    """The manager has ``num_free_blocks()``, the blocks that a store may take without an eviction,
-    and ``num_protected_blocks()``, the blocks that transfers use, including those of transfers
-    older than a reset."""
-    LEADING_HITS = "leading_hits", "offloading", "manager.num_leading_hits(1)"
-    """The manager has ``num_leading_hits(keys)``, which returns the number of keys before the first
-    key that is not a hit."""
 
     # transfer
     FAIL = "fail", "transfer", "suite.fail_next(0)"
