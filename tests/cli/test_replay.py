@@ -49,8 +49,6 @@ def mooncake_row(*hash_ids: int, **changes: object) -> dict[str, object]:
     [
         "--gpu-blocks 500",
         "--gpu-blocks 500 --option policy=arc --option cpu_blocks=700",
-        "--gpu-blocks 600 --groups full,window:4096,chunked:8192@2",
-        "--gpu-blocks 900 --groups full,window:4096,chunked:8192@2,mamba@2",
         f"--gpu-blocks 500 --connector {EXAMPLE} --option cpu_blocks=3000",
         "--gpu-blocks 300 --closed-loop 40 --block-bytes 64",
     ],

@@ -170,7 +170,7 @@ def test_rejected_drafts_are_neither_cached_nor_generated(depth: int) -> None:
             engine.step()
         requests.append(request)
         assert engine.stats.mismatches == 0
-        assert engine.kv_cache.find_computed_blocks(request.block_hashes, 99)[1] == 28
+        assert engine.kv_cache.find_longest_cache_hit(request.block_hashes, 98)[1] == 28
     assert requests[0].block_hashes == requests[1].block_hashes
     # A count falls only when a step is planned before the drafts of another one are rejected.
     assert depth > 1 or counts == sorted(counts)

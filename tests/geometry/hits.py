@@ -83,7 +83,7 @@ def draw_blocks(
 
 
 def compare_hit(cache: Any, model: GeometryModel, hashes: list[bytes], limit: int) -> None:
-    tables, num_tokens = cache.coordinator.find_longest_cache_hit(hashes, limit)
+    tables, num_tokens = cache.manager.find_longest_cache_hit(hashes, limit)
     expected = model.longest_hit(hashes, limit)
     name = f"the hit of at most {limit} tokens is {num_tokens} tokens"
     assert num_tokens % model.step == 0, f"GEO-1: {name}, not a multiple of {model.step}"

@@ -1,4 +1,4 @@
-"""A coordinator of the reference, and the blocks that are cached in its pool."""
+"""The KV-cache manager of the reference, and the blocks that are cached in its pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvview import CacheGeometry, CacheGroup
 from kvview_reference.free_queue import NULL_BLOCK_ID
-from kvview_reference.geometry.coordinator import KVCacheCoordinator
+from kvview_reference.geometry import KVCacheManager
 from kvview_reference.pool import BlockPool
 
 
@@ -32,16 +32,11 @@ class PrefixCache:
     ) -> None:
         self.geometry = CacheGeometry(scheduler_block_size, hash_block_size, tuple(groups))
         self.pool = BlockPool(80, enable_caching=is_on)
-        self.coordinator = self.make_coordinator()
+        self.manager = self.make_manager()
 
-    def make_coordinator(self) -> KVCacheCoordinator:
-        """Make the coordinator under test."""
-        return KVCacheCoordinator(
-            self.geometry.groups,
-            self.pool,
-            scheduler_block_size=self.geometry.scheduler_block_size,
-            hash_block_size=self.geometry.hash_block_size,
-        )
+    def make_manager(self) -> KVCacheManager:
+        """Make the manager under test."""
+        return KVCacheManager(self.geometry, self.pool)
 
     def cache(self, block_hashes: Sequence[bytes], group_idx: int, block: int) -> int:
         """Cache only block number ``block`` of a request in a group, and return its id."""

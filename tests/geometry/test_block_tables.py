@@ -31,6 +31,7 @@ from kvview import (
     make_offload_key,
 )
 from kvview_reference.geometry import KVCacheManager
+from kvview_reference.pool import BlockPool
 from tests.geometry.model import blocks_read
 
 NULL = 0
@@ -43,13 +44,7 @@ def hashes_of(tokens: Sequence[int], size: int) -> list[BlockHash]:
 
 
 def make_manager(geometry: CacheGeometry, num_blocks: int, **options: bool) -> KVCacheManager:
-    return KVCacheManager(
-        geometry.groups,
-        num_blocks,
-        scheduler_block_size=geometry.scheduler_block_size,
-        hash_block_size=geometry.hash_block_size,
-        **options,
-    )
+    return KVCacheManager(geometry, BlockPool(num_blocks, **options))
 
 
 @dataclass
@@ -169,7 +164,7 @@ class TableMachine(RuleBasedStateMachine):
     ) -> None:
         """Start a request with its hit, and perhaps with tokens to load."""
         tokens = (head,) * num_shared + (7,) * num_own
-        hits, num_hit = self.manager.find_computed_blocks(self.hashes(tokens), len(tokens))
+        hits, num_hit = self.manager.find_longest_cache_hit(self.hashes(tokens), len(tokens) - 1)
         assert num_hit == self.longest_hit(tokens), "the longest hit that leaves a token"
         for index, (group, table) in enumerate(zip(self.geometry.groups, hits, strict=True)):
             read = blocks_read(group, num_hit)
@@ -242,7 +237,7 @@ class TableMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         """Reset the prefix cache."""
         is_idle = not self.references()
-        assert self.manager.reset_prefix_cache() == is_idle, "a reset needs idle blocks"
+        assert self.manager.pool.reset_prefix_cache() == is_idle, "a reset needs idle blocks"
         if is_idle:
             self.content.clear()
 
@@ -309,7 +304,7 @@ def test_without_a_prefix_cache_no_hashes_are_needed() -> None:
 
 def test_an_event_of_a_window_names_its_parent() -> None:
     geometry = CacheGeometry(4, 4, (SlidingWindow(4, 5),))
-    manager = make_manager(geometry, 20, enable_kv_cache_events=True)
+    manager = make_manager(geometry, 20, enable_events=True)
     hashes = hashes_of(range(24), 4)
     assert manager.allocate_slots("a", 16, num_computed_tokens=16)  # all 16 to be loaded
     (table,) = manager.block_ids("a")

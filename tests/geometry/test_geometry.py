@@ -1,4 +1,4 @@
-"""Geometries: hits of a coordinator, errors, the prefix search, keys of blocks."""
+"""Geometries: hits of a manager, errors, the prefix search, keys of blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def as_geometry(given_sizes: Sizes) -> CacheGeometry:
     return CacheGeometry(*given_sizes)
 
 
-# --- a coordinator ---
+# --- a manager ---
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,7 +81,7 @@ def test_geo_2_sizes_of_a_group_are_positive_ints(kind: str, size: int) -> None:
             KINDS[kind](4, size)
 
 
-# --- the search without a coordinator ---
+# --- the search without a manager ---
 
 
 @settings(max_examples=300)

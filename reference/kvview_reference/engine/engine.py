@@ -49,8 +49,9 @@ from kvview.version import require_contract
 from kvview_reference.engine.request import Request, Status
 from kvview_reference.engine.stats import EngineStats, num_gpu_blocks
 from kvview_reference.free_queue import NULL_BLOCK_ID
-from kvview_reference.geometry.kv_cache_manager import KVCacheManager
+from kvview_reference.geometry import KVCacheManager
 from kvview_reference.guard import guard_pool
+from kvview_reference.pool import BlockPool
 from kvview_reference.transfer.pages import check_host_bytes
 
 _MAX_IDLE_STEPS = 1000
@@ -157,12 +158,7 @@ class Engine:
             device=device,
             group_pages=group_pages,
         )
-        self.kv_cache = KVCacheManager(
-            geometry.groups,
-            num_gpu_blocks,
-            scheduler_block_size=geometry.scheduler_block_size,
-            hash_block_size=geometry.hash_block_size,
-        )
+        self.kv_cache = KVCacheManager(geometry, BlockPool(num_gpu_blocks))
         self.max_running = max_running
         self.max_tokens_per_step = max_tokens_per_step or 32 * geometry.scheduler_block_size
         self.decode_tokens = decode_tokens or geometry.scheduler_block_size
@@ -274,7 +270,7 @@ class Engine:
             False if the pool (while blocks are in use, POOL-9) or the connector refused the reset;
             the other one was reset nevertheless.
         """
-        was_reset = self.kv_cache.reset_prefix_cache()
+        was_reset = self.kv_cache.pool.reset_prefix_cache()
         return self.scheduler_connector.reset_cache() and was_reset
 
     def shutdown(self) -> dict[int, int]:
@@ -400,8 +396,8 @@ class Engine:
             if request.request_id in self._loads:  # an aborted request with this id still loads
                 put_off.append(request)
                 continue
-            hit_blocks, num_hit = self.kv_cache.find_computed_blocks(
-                request.block_hashes, request.num_tokens
+            hit_blocks, num_hit = self.kv_cache.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
             )
             num_external: int | None = 0
             if request.use_connector:

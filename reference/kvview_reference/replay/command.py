@@ -46,13 +46,6 @@ _CLOSED_LOOP = 16
     metavar="N",
     help="Number of requests that run at once.",
 )
-@click.option(
-    "--groups",
-    default="full",
-    show_default=True,
-    help="KV-cache groups, comma-separated: full, window:TOKENS, chunked:TOKENS, mamba; @K makes "
-    "the blocks of a group K times larger.",
-)
 @json_option({"replay": "kvview_reference.replay.run:ReplayReport"})
 def replay(
     connector: str,
@@ -60,7 +53,6 @@ def replay(
     gpu_blocks: int | None,
     block_bytes: int,
     closed_loop: int,
-    groups: str,
     json_file: str | None,
     **source_options: Any,
 ) -> None:
@@ -79,7 +71,7 @@ def replay(
 
     connector_class = load_connector(connector)
     source = open_source(_NUM_GENERATED, **source_options)
-    config = ReplayConfig(gpu_blocks, block_bytes, closed_loop, groups, read_options(options))
+    config = ReplayConfig(gpu_blocks, block_bytes, closed_loop, read_options(options))
     until = UntilInterrupted(source.requests)
     with progress(source.title) as show, naming(connector):
         result = run(

@@ -6,8 +6,6 @@ the trace starts as soon as another one ends.
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -16,15 +14,10 @@ from typing import Any, Literal
 
 from kvview import (
     CacheGeometry,
-    CacheGroup,
-    ChunkedLocalAttention,
     ConfigError,
     Connector,
     ConnectorConfig,
     ConnectorError,
-    FullAttention,
-    Mamba,
-    SlidingWindow,
 )
 from kvview.connector.hook_errors import build_connector, watch_hooks
 from kvview_reference.engine import Engine
@@ -33,13 +26,11 @@ from kvview_reference.replay.conversations import TurnQueue
 from kvview_reference.replay.transfers import end_each_step
 from kvview_reference.traces.trace import TraceRequest
 
-_GROUP = re.compile(r"(?P<kind>[a-z]+)(:(?P<tokens>\d+))?(@(?P<multiple>\d+))?")
 _COUNTED = (  # by the engine
     *("requests", "gpu_hit_blocks", "cpu_hit_blocks", "offloaded_blocks", "loaded_blocks"),
     *("bytes_verified", "mismatches", "steps", "preemptions"),
     *("failed_transfers", "first_failure"),
 )
-_GROUP_KINDS = "full, window:TOKENS, chunked:TOKENS, mamba; each may end in @K for blocks K times"
 
 
 @dataclass(frozen=True)
@@ -51,14 +42,12 @@ class ReplayConfig:
             blocks for about a million tokens.
         block_bytes: Bytes of one block, a multiple of 8.
         closed_loop: Number of requests that are in the engine at once.
-        groups: KV-cache groups, in the form that :func:`parse_groups` reads.
         options: Options of the connector.
     """
 
     gpu_blocks: int | None = None
     block_bytes: int = 1024
     closed_loop: int = 16
-    groups: str = "full"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -119,41 +108,6 @@ class ReplayReport:
         return not self.mismatches and not self.holds_at_end
 
 
-def parse_groups(text: str, block_size: int) -> tuple[CacheGroup, ...]:
-    """Read KV-cache groups such as ``full,window:4096,mamba@2``.
-
-    Args:
-        text: Kinds of groups, separated by commas; sizes are in tokens.
-        block_size: Tokens of one block of the trace; ``@K`` makes the blocks of a group K times
-            larger.
-
-    Raises:
-        ConfigError: A kind or a size is unknown; the message lists the known kinds.
-    """
-    groups: list[CacheGroup] = []
-    for part in text.split(","):
-        match = _GROUP.fullmatch(part.strip())
-        kind, tokens = (match["kind"], match["tokens"]) if match else ("", None)
-        size = block_size * int(match["multiple"] or 1) if match else 0
-        if kind == "full" and tokens is None:
-            groups.append(FullAttention(size))
-        elif kind == "mamba" and tokens is None:
-            groups.append(Mamba(size))
-        elif kind == "window" and tokens is not None:
-            groups.append(SlidingWindow(size, int(tokens)))
-        elif kind == "chunked" and tokens is not None:
-            groups.append(ChunkedLocalAttention(size, int(tokens)))
-        else:
-            raise ConfigError(f"bad KV-cache group {part.strip()!r}; known: {_GROUP_KINDS}")
-    return tuple(groups)
-
-
-def make_geometry(groups: str, block_size: int) -> CacheGeometry:
-    """Make the geometry of a replay, whose scheduler block is a multiple of all block sizes."""
-    parsed = parse_groups(groups, block_size)
-    return CacheGeometry(math.lcm(*(group.block_size for group in parsed)), block_size, parsed)
-
-
 def replay(
     trace: Iterable[TraceRequest],
     block_size: int,
@@ -176,13 +130,12 @@ def replay(
     """
     if config.closed_loop < 1:
         raise ConfigError(f"closed_loop must be at least 1, got {config.closed_loop}")
-    geometry = make_geometry(config.groups, block_size)
-    default_blocks = 2**20 // block_size * len(geometry.groups)
+    geometry = CacheGeometry.single(block_size)
     built = watch_hooks(build_connector(connector, ConnectorConfig(geometry, config.options)))
     engine = Engine(
         geometry,
         end_each_step(built),
-        num_gpu_blocks=default_blocks if config.gpu_blocks is None else config.gpu_blocks,
+        num_gpu_blocks=2**20 // block_size if config.gpu_blocks is None else config.gpu_blocks,
         page_bytes=config.block_bytes,
         max_running=config.closed_loop,
     )

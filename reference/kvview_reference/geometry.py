@@ -1,9 +1,8 @@
 """The block tables of requests, in one or several KV-cache groups.
 
-The ``KVCacheManager`` of an engine calls one coordinator, which has one single-type manager for
-each group. Full attention, sliding window, chunked local attention and Mamba differ only in the
-blocks that a prefix needs, which the geometry defines (:mod:`kvview.geometry`), so one manager
-class serves all four. ``scheduler_block_size`` is set once and passed down to the managers (GEO-1).
+The ``KVCacheManager`` of an engine has one :class:`GroupTables` for each group. Full attention,
+sliding window, chunked local attention and Mamba differ only in the blocks that a prefix needs,
+which the geometry defines (:mod:`kvview.geometry`), so one class serves all four.
 
 - TABLE-1 Room **must** be requested for a positive number of tokens, including the computed tokens.
   A call for less room than before frees no block, so the slots of rejected draft tokens stay
@@ -19,55 +18,36 @@ Source: vLLM PR #44165; ``vllm/v1/core/kv_cache_coordinator.py`` and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from kvview import CacheGeometry, CacheGroup, OffloadKey
-from kvview.keys import BlockHash, make_offload_keys
+from kvview import BlockHash, CacheGeometry
 from kvview_reference.free_queue import NULL_BLOCK_ID
 from kvview_reference.pool import BlockPool
 
 
-class SingleTypeKVCacheManager:
+class GroupTables:
     """The block tables of all requests in one KV-cache group.
 
     Args:
-        group: The KV-cache group.
-        block_pool: The pool that all groups share.
-        kv_cache_group_id: Index of the group.
-        scheduler_block_size: Number of tokens; the length of every hit is a multiple of it.
-        hash_block_size: Number of tokens that one block hash of a request covers.
-
-    Raises:
-        GeometryError: A size does not divide another size (GEO-2).
+        geometry: Geometry of the engine.
+        group_idx: Index of the group.
+        pool: The pool that all groups share.
     """
 
-    def __init__(
-        self,
-        group: CacheGroup,
-        block_pool: BlockPool,
-        *,
-        kv_cache_group_id: int,
-        scheduler_block_size: int,
-        hash_block_size: int,
-    ) -> None:
-        self.geometry = CacheGeometry(scheduler_block_size, hash_block_size, (group,))
-        self.pool = block_pool
-        self.group_idx = kv_cache_group_id
-        self.group = group
-        self.block_size = group.block_size
+    def __init__(self, geometry: CacheGeometry, group_idx: int, pool: BlockPool) -> None:
+        self.geometry = geometry
+        self.group_idx = group_idx
+        self.pool = pool
+        self.group = geometry.groups[group_idx]
+        self.block_size = self.group.block_size
         self._tables: dict[str, list[int]] = {}
         self._num_cached: dict[str, int] = {}  # leading blocks that are cached or null
         self._num_dropped: dict[str, int] = {}  # leading blocks that were freed
 
-    def keys(self, block_hashes: Sequence[bytes], start: int, stop: int) -> list[OffloadKey]:
-        """Return the keys of blocks ``start`` to ``stop`` of a prefix that have hashes."""
-        ratio = self.block_size // self.geometry.hash_block_size
-        hashes = block_hashes[(start + 1) * ratio - 1 : stop * ratio : ratio]
-        return make_offload_keys(hashes, self.group_idx)
-
-    def hit_blocks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+    def hit_blocks(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[int]:
         """Return the block table of a hit of ``num_tokens``."""
         required = self.group.required_blocks(num_tokens)
-        keys = self.keys(block_hashes, required.start, required.stop)
+        keys = self.geometry.block_keys(block_hashes, self.group_idx, required)
         found = self.pool.find_leading_blocks(keys)
         assert len(found) == len(required), "a hit names only cached blocks"
         return [NULL_BLOCK_ID] * required.start + found
@@ -103,18 +83,18 @@ class SingleTypeKVCacheManager:
         table += self.pool.allocate_blocks(self.num_new_blocks(request_id, num_tokens, 0))
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
         """Register the request's full blocks."""
         first = self._num_cached[request_id]
         last = num_computed_tokens // self.block_size
         if first >= last or not self.pool.enable_caching:
             return
-        hash_index = self.geometry.block_hash_index
-        parent = block_hashes[hash_index(0, first - 1)] if first else None
+        hash_index = partial(self.geometry.block_hash_index, self.group_idx)
+        parent = block_hashes[hash_index(first - 1)] if first else None
         self.pool.cache_blocks(
             self._tables[request_id][first:last],
-            [block_hashes[hash_index(0, block)] for block in range(first, last)],
+            [block_hashes[hash_index(block)] for block in range(first, last)],
             group_idx=self.group_idx,
             block_size=self.block_size,
             parent_hash=parent,
@@ -141,44 +121,23 @@ class SingleTypeKVCacheManager:
             self.pool.free_blocks(table[::-1])
 
 
-class KVCacheCoordinator:
-    """The coordinator of the groups of one engine.
+class KVCacheManager:
+    """The block tables of all requests of an engine, which finds, allocates and frees blocks.
 
     Args:
-        kv_cache_groups: The KV-cache groups; a group's index is its position.
-        block_pool: The pool that all groups share.
-        scheduler_block_size: Number of tokens; the length of every hit is a multiple of it.
-        hash_block_size: Number of tokens that one block hash of a request covers.
-
-    Raises:
-        GeometryError: A size does not divide another size (GEO-2).
+        geometry: Block sizes and KV-cache groups; a group's index is its position.
+        pool: The pool that all groups share.
     """
 
-    def __init__(
-        self,
-        kv_cache_groups: Sequence[CacheGroup],
-        block_pool: BlockPool,
-        *,
-        scheduler_block_size: int,
-        hash_block_size: int,
-    ) -> None:
-        self.geometry = CacheGeometry(scheduler_block_size, hash_block_size, tuple(kv_cache_groups))
-        self.pool = block_pool
-        self.managers = tuple(
-            SingleTypeKVCacheManager(
-                group,
-                block_pool,
-                kv_cache_group_id=index,
-                scheduler_block_size=scheduler_block_size,
-                hash_block_size=hash_block_size,
-            )
-            for index, group in enumerate(kv_cache_groups)
-        )
+    def __init__(self, geometry: CacheGeometry, pool: BlockPool) -> None:
+        self.geometry = geometry
+        self.pool = pool
+        self._groups = [GroupTables(geometry, index, pool) for index in range(len(geometry.groups))]
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_tokens: int
     ) -> tuple[tuple[list[int], ...], int]:
-        """Return the longest prefix that is a hit for every group (GEO-4).
+        """Return the longest prefix that is a hit for every group (GEO-4), without a hold.
 
         Args:
             block_hashes: One hash of the request for each ``hash_block_size`` tokens.
@@ -188,28 +147,29 @@ class KVCacheCoordinator:
             Block ids per group, from block 0 (null if not needed), and the number of tokens.
         """
         if not self.pool.enable_caching:
-            return tuple([] for _ in self.managers), 0
+            return tuple([] for _ in self._groups), 0
 
         def is_cached(group: int, block: int) -> bool:
             key = self.geometry.block_key(block_hashes, group, block)
             return key is not None and self.pool.find_cached_block(key) is not None
 
         num_tokens = self.geometry.longest_prefix(max_tokens, is_cached)
-        tables = tuple(manager.hit_blocks(block_hashes, num_tokens) for manager in self.managers)
+        tables = tuple(manager.hit_blocks(block_hashes, num_tokens) for manager in self._groups)
         return tables, num_tokens
 
-    def allocate(
+    def allocate_slots(
         self,
         request_id: str,
         num_tokens: int,
-        hit_blocks: tuple[Sequence[int], ...],
-        num_computed_tokens: int,
+        *,
+        hit_blocks: tuple[Sequence[int], ...] | None = None,
+        num_computed_tokens: int = 0,
     ) -> bool:
-        """Allocate room for ``num_tokens`` tokens of a request in every group, or change nothing.
+        """Make room for ``num_tokens`` tokens of a request in every group, or change nothing.
 
         Args:
             request_id: Id of the request; tables are made for a request that has no tables.
-            num_tokens: Number of tokens that need slots.
+            num_tokens: Number of all tokens that need slots after the step.
             hit_blocks: For a new request, its hit in each group.
             num_computed_tokens: For a new request, the number of tokens that are hit or will be
                 loaded.
@@ -220,52 +180,84 @@ class KVCacheCoordinator:
         Raises:
             ValueError: The counts or the hits are invalid (TABLE-1, TABLE-2).
         """
-        is_new = not any(manager.blocks(request_id) for manager in self.managers)
+        hits = hit_blocks or ((),) * len(self._groups)
+        is_new = not any(manager.blocks(request_id) for manager in self._groups)
         if not 0 <= num_computed_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(
                 f"TABLE-1: request {request_id!r} has {num_computed_tokens} computed tokens and "
                 f"requests room for {num_tokens} tokens; expected room for at least 1 token, and "
                 "for all computed tokens"
             )
-        if not is_new and (any(hit_blocks) or num_computed_tokens):
+        if not is_new and (any(hits) or num_computed_tokens):
             raise ValueError(
                 f"TABLE-2: request {request_id!r} already has block tables; pass hits and "
                 f"computed tokens in its first call only"
             )
         if not is_new:
             # This runs in every step of every request, and usually its last block has room.
-            needed = sum(m.num_new_blocks(request_id, num_tokens, 0) for m in self.managers)
+            needed = sum(m.num_new_blocks(request_id, num_tokens, 0) for m in self._groups)
             if needed > self.pool.num_free_blocks():
                 return False
-            for manager in self.managers if needed else ():
+            for manager in self._groups if needed else ():
                 manager.extend(request_id, num_tokens)
             return True
         needed = 0
         pinned: set[int] = set()
-        for manager, hit in zip(self.managers, hit_blocks, strict=True):
+        for manager, hit in zip(self._groups, hits, strict=True):
             first = manager.group.num_skipped_tokens(num_computed_tokens) // manager.block_size
             pinned.update(b for b in hit[first:] if b and self.pool.ref_cnt(b) == 0)
             needed += manager.num_new_blocks(request_id, num_tokens, max(first, len(hit)))
         if needed + len(pinned) > self.pool.num_free_blocks():
             return False
         # Every hit is held before the first allocation can evict one of them.
-        for manager, hit in zip(self.managers, hit_blocks, strict=True):
+        for manager, hit in zip(self._groups, hits, strict=True):
             manager.start(request_id, hit, num_computed_tokens)
-        for manager in self.managers:
+        for manager in self._groups:
             manager.extend(request_id, num_tokens)
         return True
 
-    def check_computed(
-        self, request_id: str, block_hashes: Sequence[bytes], num_computed_tokens: int
+    def block_tables(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the request's own block tables, one per group; callers must not change them."""
+        return tuple(manager.blocks(request_id) for manager in self._groups)
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return a copy of the request's block tables, one per group."""
+        return tuple(list(m.blocks(request_id)) for m in self._groups)
+
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
+    ) -> None:
+        """Register the computed blocks, then free the blocks that no later token reads.
+
+        Args:
+            request_id: The request.
+            block_hashes: Block hashes of the request, at least the hashes of computed blocks.
+            num_computed_tokens: Number of tokens whose KV is in the request's blocks.
+
+        Raises:
+            ValueError: Room or hashes are missing (TABLE-2).
+        """
+        self._check_computed(request_id, block_hashes, num_computed_tokens)
+        for manager in self._groups:
+            manager.cache_blocks(request_id, block_hashes, num_computed_tokens)
+            manager.drop_skipped_blocks(request_id, num_computed_tokens)
+
+    def free(self, request_id: str) -> None:
+        """Free all blocks of a request, if it has any."""
+        for manager in self._groups:
+            manager.free(request_id)
+
+    def _check_computed(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed_tokens: int
     ) -> None:
         """Check that computed tokens are within the tables, and that every full block has a hash.
 
         Raises:
             ValueError: Room or hashes are missing (TABLE-2); no group was changed.
         """
-        for manager in self.managers:
+        for manager in self._groups:
             num_blocks = num_computed_tokens // manager.block_size
-            num_hashes = manager.geometry.block_hash_index(0, num_blocks - 1) + 1
+            num_hashes = self.geometry.block_hash_index(manager.group_idx, num_blocks - 1) + 1
             table = manager.blocks(request_id)
             if not table or num_blocks > len(table):
                 raise ValueError(
