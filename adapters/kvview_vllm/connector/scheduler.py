@@ -60,11 +60,12 @@ from kvview.handoff import HandoffScheduler
 from kvview_vllm.connector.containment import Faults, contain
 from kvview_vllm.connector.handoffs import ACCEPT, OFFER, params_with
 from kvview_vllm.connector.messages import JobReport, KVViewMetadata
-from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info, resumed_request_ids
+from kvview_vllm.connector.steps import LazyStep, LazySteps, request_info
 from kvview_vllm.events import BlockDescriptions
 from kvview_vllm.metrics.connector_metrics import Meter
 from kvview_vllm.releases import ConnectorSeam
 from kvview_vllm.releases.compat.calls import request_content
+from kvview_vllm.releases.compat.outputs import resumed_requests
 
 _RECENT_STEPS = 64
 _SECONDS_BETWEEN_STATS = 1.0
@@ -403,7 +404,7 @@ class SchedulerSide:
         for request_id, added in zip(added_to, filter(None, cached.new_block_ids)):  # noqa: B905
             if request_id in tracked_requests:
                 tracked_requests[request_id].chunks.append(added)
-        for request_id in resumed_request_ids(cached, self._release):
+        for request_id in resumed_requests(cached):
             if (tracked := self._tracked.get(request_id)) is not None:
                 # A copy: a worker in this process extends these lists.
                 tracked.chunks = [[list(group) for group in last] for last in tracked.chunks[-1:]]
@@ -453,7 +454,7 @@ class SchedulerSide:
     def _begun(self, output: Any) -> set[str]:
         """Return the ids of the requests that start, or start again, in a step."""
         begun = {new.req_id for new in output.scheduled_new_reqs}
-        begun.update(resumed_request_ids(output.scheduled_cached_reqs, self._release))
+        begun.update(resumed_requests(output.scheduled_cached_reqs))
         return begun
 
     def _steps_of(self, output: Any, starts: dict[str, int]) -> list[RequestStep]:

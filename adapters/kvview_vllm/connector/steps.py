@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, overload
 
 from kvview import RequestContent, RequestInfo, RequestStep, StepInfo
-from kvview_vllm.releases import ConnectorSeam
 
 
 def request_info(
@@ -18,14 +16,6 @@ def request_info(
     return RequestInfo(
         request.request_id, request.num_tokens, request.block_hashes, num_computed_tokens, content
     )
-
-
-def resumed_request_ids(cached: Any, release: ConnectorSeam) -> Collection[str]:
-    """The requests of ``CachedRequestData`` whose block tables start from scratch."""
-    if release.resumed_ids:
-        resumed: Collection[str] = cached.resumed_req_ids
-        return resumed
-    return set(compress(cached.req_ids, cached.resumed_from_preemption))
 
 
 class LazySteps(Sequence[RequestStep]):

@@ -19,8 +19,7 @@ from typing import Any
 
 from kvview import CacheGeometry, CacheGroup, Mamba
 from kvview_vllm.canary.wrapper.canary_messages import SampledBlock, Work
-from kvview_vllm.connector.steps import resumed_request_ids
-from kvview_vllm.releases import ConnectorSeam
+from kvview_vllm.releases.compat.outputs import resumed_requests
 
 
 @dataclass(slots=True)
@@ -45,16 +44,12 @@ class Sampler:
     Args:
         geometry: Geometry of the engine.
         sample: One block in this many is sampled.
-        release: Flags of the release, for the fields of the scheduler's output.
         num_drafts: Most draft tokens of a request in a step.
     """
 
-    def __init__(
-        self, geometry: CacheGeometry, sample: int, release: ConnectorSeam, num_drafts: int
-    ) -> None:
+    def __init__(self, geometry: CacheGeometry, sample: int, num_drafts: int) -> None:
         self._sample = sample
         self._most_a_step = 1 + num_drafts
-        self._release = release
         self._hash_size = geometry.hash_block_size
         # States are only complete where a step ended, so they have no digest.
         self._groups: list[tuple[int, CacheGroup]] = [
@@ -148,7 +143,7 @@ class Sampler:
         for name, added in zip(names, filter(None, cached.new_block_ids), strict=True):
             if name in followed:
                 followed[name].chunks.append(added)
-        for name in resumed_request_ids(cached, self._release):
+        for name in resumed_requests(cached):
             if (one := followed.get(name)) is not None:
                 one.chunks = [[list(group) for group in last] for last in one.chunks[-1:]]
                 one.num_seen = one.request.num_computed_tokens

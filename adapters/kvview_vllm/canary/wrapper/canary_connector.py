@@ -89,7 +89,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         if is_scheduler:
             speculative = vllm_config.speculative_config
             num_drafts = speculative.num_speculative_tokens if speculative is not None else 0
-            self._sampler = Sampler(geometry, options.sample, release, num_drafts or 0)
+            self._sampler = Sampler(geometry, options.sample, num_drafts or 0)
         else:
             identity = _identity(vllm_config, geometry)
             self._worker = CanaryWorker(options, kv_cache_config, rank, identity, self._incidents)

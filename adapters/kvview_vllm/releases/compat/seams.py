@@ -218,7 +218,6 @@ class ConnectorSeam(Seam):
     cache_config_argument: bool
     several_groups: bool
     failed_blocks: bool
-    resumed_ids: bool
     unread_prefixes: bool
     preempted_ids: bool
     connector_reset: bool
