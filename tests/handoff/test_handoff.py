@@ -13,7 +13,7 @@ from hypothesis import settings
 from kvview import CacheGeometry, RequestInfo
 from kvview.cli.commands import cli
 from kvview.errors import HandoffError
-from kvview.handoff import Handoff, Offers, Peer, layout_of
+from kvview.handoff import Handoff, Peer, layout_of
 from kvview.testing.handoff import HandoffConformance
 from kvview_reference.engine.request import chain_hashes
 from kvview_reference.handoff.pull import PullConnector
@@ -63,44 +63,6 @@ def test_the_handoff_of_another_request_is_refused(changes: Any, message: str) -
 def test_engines_that_split_the_kv_differently_have_different_layouts() -> None:
     splits = "", "tensor 2, pipeline 1", "tensor 1, pipeline 2"
     assert len({layout_of(GEOMETRY, [64], split) for split in splits}) == 3
-
-
-def test_an_offer_has_one_reader_and_ends_after_its_reads() -> None:
-    offers = Offers[str](ME)
-    offers.add(HANDOFF, "blocks", deadline=10.0)
-    assert offers.begin_read(HANDOFF, "D", now=1.0) == "blocks"
-    with pytest.raises(HandoffError, match="HAND-5: handoff 0 is read by D, not by E"):
-        offers.begin_read(HANDOFF, "E", now=1.0)
-    offers.close(HANDOFF, "E")
-    assert offers.take_ended(now=9.0) == []
-    assert offers.take_ended(now=10.0) == []  # it is being read
-    offers.end_read(HANDOFF)
-    assert offers.take_ended(now=10.0) == [("blocks", False)]
-    with pytest.raises(HandoffError, match="HAND-5"):
-        offers.begin_read(HANDOFF, "D", now=1.0)
-
-
-def test_an_offer_may_be_returned_before_it_is_planned() -> None:
-    offers = Offers[str](ME)
-    assert offers.begin_read(HANDOFF, "D", now=0.0) is None
-    offers.close(HANDOFF, "D")
-    offers.add(HANDOFF, "blocks", deadline=10.0)
-    assert offers.take_ended(now=0.0) == [("blocks", True)]
-    later = replace(HANDOFF, handoff_id=1)
-    offers.close(replace(later, prefix="00"), "D")  # a damaged number, of another prompt
-    offers.add(later, "blocks", deadline=10.0)
-    assert offers.take_ended(now=0.0) == []
-
-
-@pytest.mark.parametrize("changes", [{"life": "life 0"}, {"engine_id": "Q"}, {"prefix": "00"}])
-def test_a_foreign_handoff_reads_and_ends_nothing(changes: Any) -> None:
-    offers = Offers[str](ME)
-    offers.add(HANDOFF, "blocks", deadline=10.0)
-    foreign = replace(HANDOFF, **changes)
-    with pytest.raises(HandoffError, match="HAND-6"):
-        offers.begin_read(foreign, "D", now=0.0)
-    offers.close(foreign, "D")
-    assert offers.take_ended(now=0.0) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvview.handoff import offers
-from kvview.testing.handoff.suite import suite_of
+from kvview.testing.handoff import pd_factory
 from kvview_reference.handoff import pull
 
 from .edits import Base, read_variants
@@ -25,6 +25,6 @@ from .mutant import Mutant
 _BASE = Base("PullConnector", (Path(pull.__file__), Path(offers.__file__)))
 _VARIANTS = read_variants(Path(__file__).with_suffix(".txt"), _BASE)
 MUTANTS: list[Mutant] = [
-    Mutant(suite_of(one.load()), one.law, f"{one.what}.", one.incident) for one in _VARIANTS
+    Mutant(pd_factory(one.load()), one.law, f"{one.what}.", one.incident) for one in _VARIANTS
 ]
 globals().update({one.name: one.load() for one in _VARIANTS})  # kvview check names them

@@ -30,7 +30,6 @@ from kvview import (
     TransferSpecError,
     TransferWorker,
 )
-from kvview.testing import Capability
 from kvview.testing.suites.capability import capabilities_of
 from kvview_reference.harness import ReferenceTransfer
 from kvview_reference.transfer import CPUGPUTransferWorker, host_copy
@@ -223,7 +222,7 @@ class TestInline(Engine):
 class TestStreams(Engine):
     """Copies on the streams of a simulated device."""
 
-    lacks = frozenset(capabilities_of("transfer")) - {Capability.HOST_BYTES}
+    lacks = frozenset(capabilities_of("transfer"))
 
     def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
         worker = super().make(kv_caches, num_cpu_blocks, blocks_per_chunk)
@@ -257,7 +256,7 @@ class KeyedWorker(CPUGPUTransferWorker):
 class TestKeys(Engine):
     """A tier that is addressed by key."""
 
-    lacks = frozenset({Capability.HOST_BYTES})
+    lacks = frozenset()
 
     def make(self, kv_caches: Any, num_cpu_blocks: int, blocks_per_chunk: int) -> Any:
         return KeyedWorker(kv_caches, num_cpu_blocks, blocks_per_chunk=blocks_per_chunk)

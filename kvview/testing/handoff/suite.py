@@ -66,23 +66,18 @@ def pd_factory(
             hooks for handoffs.
         UnsupportedEngineError: The installed release of the engine cannot simulate handoffs.
     """
-    given = dict(options or {})
-    if not is_engine_connector(target):
-        target = require_handoff_connector(target, given)
-    return suite_of(target, engine or "reference", given)  # type: ignore[arg-type]
-
-
-def suite_of(
-    connector: type, engine: str = "reference", options: Mapping[str, Any] | None = None
-) -> type[HandoffConformance]:
-    """Make the suite of a connector for handoffs; see :func:`pd_factory`."""
-    names = {"connector": connector, "engine": engine, "options": dict(options or {})}
+    given, name = dict(options or {}), engine or "reference"
+    if is_engine_connector(target):
+        connector: Any = target
+    else:
+        connector = require_handoff_connector(target, given)
+    names = {"connector": connector, "engine": name, "options": given}
     names["__module__"] = connector.__module__
     suite: type[_MadeSuite] = type(connector.__name__, (_MadeSuite,), names)
     pair = suite().make()
     suite.lacks = [one for one in capabilities_of("handoff") if one not in pair.capabilities]
     suite.replaced = pair.replaced
-    suite.engine_name = load_engines(engine).name
+    suite.engine_name = load_engines(name).name
     return suite
 
 

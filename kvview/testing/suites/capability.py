@@ -128,15 +128,10 @@ class Capability(StrEnum):
     COMPUTE = "compute", "transfer"
     """The worker waits for the compute stream of its KV caches, which is then a
     :class:`~kvview.testing.GatedComputeStream`."""
-    COMPUTE_FAILS = "compute_fails", "transfer"
-    """The compute stream may raise, when the worker records an event or waits for the event."""
     TIER_SPEC = "tier_spec", "transfer", "suite.tier_spec(1)"
     """``tier_spec(pages)`` makes a spec that names pages of the tier, by keys, offsets, files or in
     any other way. Without this capability the checks use :class:`~kvview.CPULoadStoreSpec`, and the
     worker must refuse a page that does not exist."""
-    HOST_BYTES = "host_bytes", "transfer", "worker.host_bytes"
-    """The worker has ``host_bytes``, the size of its tier in host memory; 0 after shutdown."""
-
     # tier
     REOPEN = "reopen", "tier transform"
     """The place of the store can be opened again, after the earlier store was closed; another

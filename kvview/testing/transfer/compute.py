@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from typing_extensions import override
-
 
 class GatedComputeStream:
     """A substitute for the stream of the model's kernels, for the KV caches of a harness.
@@ -13,13 +11,11 @@ class GatedComputeStream:
     1. Work submitted between ``hold`` and ``release`` ends at ``release``.
     2. The thread that calls ``hold`` runs the model. A wait on this thread would never end, so it
        raises an exception; a wait on any other thread blocks.
-    3. After ``fail`` the stream raises once, like a stream whose kernels failed.
     """
 
     def __init__(self) -> None:
         self._gate: threading.Event | None = None
         self._model_thread = 0
-        self._fails = ""
 
     def hold(self) -> None:
         """Delay work from now on."""
@@ -32,17 +28,8 @@ class GatedComputeStream:
             self._gate.set()
             self._gate = None
 
-    def fail(self, when: str) -> None:
-        """Raise when the next event is recorded (``"mark"``) or waited for (``"wait"``)."""
-        self._fails = when
-
     def record_event(self) -> GatedComputeEvent:
         """Record an event after all work submitted so far."""
-        fails, self._fails = self._fails, ""
-        if fails == "mark":
-            raise _failed()
-        if fails == "wait":
-            return _FailedEvent(None, 0)
         return GatedComputeEvent(self._gate, self._model_thread)
 
 
@@ -80,22 +67,6 @@ class GatedComputeEvent:
         assert self._gate is not None, "an event that has not ended has a gate"
         if not self._gate.wait(self._PATIENCE):
             raise _waits()
-
-
-class _FailedEvent(GatedComputeEvent):
-    """An event of a stream whose kernels failed; a wait for the event raises an exception."""
-
-    @override
-    def query(self) -> bool:
-        return False
-
-    @override
-    def synchronize(self) -> None:
-        raise _failed()
-
-
-def _failed() -> RuntimeError:
-    return RuntimeError("simulated failure of the compute stream")
 
 
 def _waits() -> RuntimeError:

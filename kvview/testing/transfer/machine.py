@@ -43,13 +43,6 @@ _FIRST_ID = 10
 _OTHER_ID = 10**9  # never in flight
 _UNKNOWN_IDS = (_OTHER_ID, -(10**6), 77777)
 _NOT_IDS = (-1, "1", None, [1], 1 << 70)
-_FAULTS = {
-    "copy": (C.FAIL,),
-    "block": (C.FAIL_BLOCK,),
-    "mark": (C.COMPUTE, C.COMPUTE_FAILS),
-    "wait": (C.COMPUTE, C.COMPUTE_FAILS),
-}
-"""The ways to let a job fail, with the capabilities that they need."""
 _LATE_S = 3.0  # seconds: more than a call takes that does not wait
 
 _NEW_ID = of_state(lambda self: new_ids(self.submitted))
@@ -71,16 +64,6 @@ def _is_not_held(machine: TransferMachine) -> bool:
     return not machine.model.held_by
 
 
-def _faults(machine: TransferMachine) -> st.SearchStrategy[tuple[str, bool, Jobs]]:
-    """Draw a way to fail, and a job."""
-    ways = []
-    for how in machine.faults:
-        model, is_store = machine.model, st.just(True)
-        job = st.tuples(is_store, stores(model)) if how == "block" else jobs(model)
-        ways.append(st.tuples(st.just(how), job).map(lambda drawn: (drawn[0], *drawn[1])))
-    return st.one_of(ways)
-
-
 class TransferMachine(ContractMachine):
     """Submits jobs to one worker, lets compute and copies wait and fail, and shuts it down."""
 
@@ -98,7 +81,6 @@ class TransferMachine(ContractMachine):
     def __init__(self) -> None:
         super().__init__()
         self._suite: Any = self.suite
-        self.faults = [how for how, needs in _FAULTS.items() if self.can(*needs)]
         self.worker: Any = None
 
     @initialize(
@@ -273,30 +255,28 @@ class TransferMachine(ContractMachine):
 
     # --- failures and refusals ---
 
-    @operation(
-        "XFER-4",
-        when=lambda self: self.faults,
-        fault=of_state(lambda self: _faults(self)),
-        at=st.integers(0, 39),
-    )
-    def fail_job(self, fault: tuple[str, bool, Jobs], at: int) -> None:
-        """Let the copy of a job fail, or of one GPU block of a store, or the compute before a job.
+    @operation("XFER-4", C.FAIL, job=_JOB)
+    def fail_job(self, job: tuple[bool, Jobs]) -> None:
+        """Let the copy of a job fail."""
+        self._fail(*job)
 
-        After compute has failed no block may be moved, because its bytes are unknown.
-        """
-        how, is_store, parts = fault
+    @operation("XFER-4", C.FAIL_BLOCK, parts=_STORE, at=st.integers(0, 39))
+    def fail_block(self, parts: Jobs, at: int) -> None:
+        """Let the copy of one GPU block of a store fail."""
+        self._fail(True, parts, at)
+
+    def _fail(self, is_store: bool, parts: Jobs, at: int | None = None) -> None:
+        """Let the copy of a job fail, or that of one GPU block."""
         self.finish_all()
         owners = [group for group, (blocks, *_) in sorted(parts.items()) for _ in blocks]
         lost = [number for number, group in enumerate(owners) if self.model.groups[group]]
         if not lost:  # because a job without bytes cannot fail
             return
-        if how == "block":
-            lost = [lost[at % len(lost)]]
-            self.call(self.suite, "fail_block", *lost)
-        elif how == "copy":
+        if at is None:
             self.call(self.suite, "fail_next")
         else:
-            self._stream.fail(how)
+            lost = [lost[at % len(lost)]]
+            self.call(self.suite, "fail_block", *lost)
         job_id = self.submit(is_store, _parts(parts))
         assert job_id is not None, "the job was drawn to be accepted"
         self.call(self.worker, "wait", [job_id])
@@ -370,8 +350,6 @@ class TransferMachine(ContractMachine):
         self.call(self.worker, "wait", [*dropped, _OTHER_ID])
         self.call(self.worker, "shutdown")
         self.equal(list(self.call(self.worker, "get_finished")), [], "no report comes again")
-        if self.can(C.HOST_BYTES):
-            self.equal(self.worker.host_bytes, 0, "shutdown frees the tier")
         self.start(*self._sizes)
 
     def _nothing_is_written(self, before: list[bytearray], times: int) -> None:
@@ -389,12 +367,6 @@ class TransferMachine(ContractMachine):
         if wrong is not None:
             law, where = wrong
             self.fail("the named pages are moved, and no others", where, "other bytes", law)
-
-    @observable("XFER-5", C.HOST_BYTES)
-    def host_bytes(self) -> None:
-        """Compare the host memory of the tier."""
-        number = self.worker.host_bytes
-        self.true(number > 0, "the tier takes host memory", number, "more than 0")
 
     # --- calls of several operations ---
 
