@@ -112,5 +112,5 @@ def test_a_foreign_handoff_reads_and_ends_nothing(changes: Any) -> None:
     ],
 )
 def test_the_command_checks_a_connector(target: str, code: int, text: str) -> None:
-    result = CliRunner().invoke(cli, ["check", target, "--pd", "--seeds", "20"])
+    result = CliRunner().invoke(cli, ["check", target, "--pd", "--seeds", "6"])
     assert (result.exit_code, text in result.output) == (code, True), result.output
