@@ -74,5 +74,5 @@ def test_engines_that_split_the_kv_differently_have_different_layouts() -> None:
     ],
 )
 def test_the_command_checks_a_connector(target: str, code: int, text: str) -> None:
-    result = CliRunner().invoke(cli, ["check", target, "--pd", "--seeds", "20"])
+    result = CliRunner().invoke(cli, ["check", target, "--pd", "--seeds", "6"])
     assert (result.exit_code, text in result.output) == (code, True), result.output

@@ -96,26 +96,22 @@ def test_the_canonical_pages_are_exact_in_every_layout() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(("name", "law"), [("LosesAByte", "XFER-1"), ("WritesElsewhere", "XFER-2")])
-def test_a_wrong_copy_is_detected_in_each_kind_and_each_layout(name: str, law: str) -> None:
-    cells = check(name, one_layout_of_each_kind())
-    detected = [cell for cell in cells if cell.outcome is PairOutcome.WRONG and law in cell.detail]
-    assert len(detected) == len(cells)
-    assert "layer" in cells[0].detail
+def test_a_write_elsewhere_is_detected_in_each_kind_and_each_layout() -> None:
+    for cell in check("WritesElsewhere", one_layout_of_each_kind()):
+        assert cell.outcome is PairOutcome.WRONG, cell
+        assert "XFER-2" in cell.detail
+        assert "layer" in cell.detail
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_each_fault_is_detected_in_every_combination(
-    fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_wrong_copy_is_detected(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocates(*args: Any) -> Any:
         InjectsFault.caches = allocate(*args)
         return InjectsFault.caches
 
     monkeypatch.setattr(worker, "allocate", allocates)
     monkeypatch.setattr(InjectsFault, "fault", fault, raising=False)
-    for cell in each("InjectsFault", PAIRS):
+    for cell in each("InjectsFault", one_layout_of_each_kind()):
         if InjectsFault.has_changed:
             assert cell.outcome is PairOutcome.WRONG, cell
             continue

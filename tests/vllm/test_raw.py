@@ -76,11 +76,6 @@ has_groups = pytest.mark.skipif(
 )
 
 
-has_events = pytest.mark.skipif(
-    not calls.can_name_groups(), reason="events of this release are not simulated"
-)
-
-
 def failure_of(connector: type, seed: int, engines: VLLMEngines) -> Any:
     return simulate(connector, generate_scenario(seed), engines=engines).failure
 
@@ -138,15 +133,38 @@ def each_of(family: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fault", faults(family), ids=lambda fault: fault.name)
 
 
-@each_of("faults")
+NEEDS = {
+    "Raises": capabilities.can_load_between_steps,
+    "KeepsItsKeys": capabilities.can_reset_connectors,
+    "RemovesTwice": capabilities.can_reset_connectors,
+    "RequiresDelivery": lambda: False,  # it has a test
+    "faults of sleep": capabilities.can_sleep,
+    "faults of groups": can_load_in_groups,
+    "faults of events": calls.can_name_groups,
+}
+"""The feature that shows a fault, or a family of faults."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        fault
+        for family in ("faults", "faults of sleep", "faults of groups", "faults of events")
+        for fault in faults(family)
+    ],
+    ids=lambda fault: fault.name,
+)
 def test_an_injected_fault_is_found(fault: Variant, engines: VLLMEngines) -> None:
-    if fault.name == "Raises" and not capabilities.can_load_between_steps():
-        pytest.skip("loads end within a step")
-    if fault.name == "RequiresDelivery":
-        pytest.skip("a test of its own")
-    if fault.name == "KeepsItsKeys" and not capabilities.can_reset_connectors():
-        pytest.skip("no reset reaches the connector")
-    assert first_failure(fault.load(), engines) is not None
+    for name in (fault.name, fault.family):
+        if name in NEEDS and not NEEDS[name]():
+            pytest.skip(f"this release cannot show {name}")
+    is_rare = fault.family == "faults of groups"
+    failure = first_failure(fault.load(), engines, range(20) if is_rare else SEEDS)
+    assert failure is not None
+    if fault.name == "PromisesAllTokens":
+        assert failure.law in ("CONN-2", "XFER-1", "CONN-3")
+    if fault.family == "faults of events":
+        assert failure.law == ("EVENT-1" if fault.name == "RemovesTwice" else "EVENT-2")
 
 
 @each_of("faults of steps and processes")
@@ -192,12 +210,6 @@ def test_only_model_runner_v2_shows_some_faults(fault: Variant, engines: VLLMEng
 
     assert any(failure_in("V2", seed) for seed in range(20))
     assert not any(failure_in("V1", seed) for seed in range(20))
-
-
-@pytest.mark.skipif(not capabilities.can_sleep(), reason="no sleep reaches the connector")
-@each_of("faults of sleep")
-def test_a_sleep_shows_some_faults(fault: Variant, engines: VLLMEngines) -> None:
-    assert first_failure(fault.load(), engines) is not None
 
 
 KILLED = Scenario(  # the last rank, while it stores
@@ -349,12 +361,6 @@ def test_a_connector_of_one_group_gets_one(engines: VLLMEngines) -> None:
 
 
 @has_groups
-@each_of("faults of groups")
-def test_a_fault_of_several_groups_is_found(fault: Variant, engines: VLLMEngines) -> None:
-    assert first_failure(fault.load(), engines, range(20)) is not None
-
-
-@has_groups
 def test_offloading_stores_blocks_that_left_the_window_before_a_reset(engines: VLLMEngines) -> None:
     """Other requests own these blocks by then. Controls: no reset, one group, a right connector."""
     before = (Add("long", 1, 81, 44), Step(34), Add("other", 2, 94, 12), Step(3))
@@ -408,28 +414,11 @@ def test_an_error_names_the_method_and_its_line(engines: VLLMEngines) -> None:
     assert re.search(r"Raises_\d+\.py:", message)
 
 
-def test_a_promise_of_too_many_tokens_names_the_law(engines: VLLMEngines) -> None:
-    assert first_failure(load_fault("PromisesAllTokens"), engines).law in (
-        "CONN-2",
-        "XFER-1",
-        "CONN-3",
-    )
-
-
-@has_events
+@pytest.mark.skipif(not calls.can_name_groups(), reason="events are not simulated")
 def test_events_of_a_right_connector_are_compared(engines: VLLMEngines) -> None:
     runs = check_connector(EventsConnector, seeds=2, engines=engines)
     assert [*runs.failures, *runs.not_exercised] == []
     assert runs.coverage["events"]
-
-
-@has_events
-@each_of("faults of events")
-def test_a_wrong_event_is_found(fault: Variant, engines: VLLMEngines) -> None:
-    if fault.name == "RemovesTwice" and not capabilities.can_reset_connectors():
-        pytest.skip("no reset reaches the connector")
-    expected = "EVENT-1" if fault.name == "RemovesTwice" else "EVENT-2"
-    assert first_failure(fault.load(), engines).law == expected
 
 
 def test_laws_that_raw_runs_do_not_show_are_skipped(engines: VLLMEngines) -> None:
