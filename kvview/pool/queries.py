@@ -120,7 +120,7 @@ class SupportsBlockKeys(Protocol):
             without a key and for the null block.
 
         Raises:
-            UnknownBlockError: An id is not a block of this pool.
+            UnknownBlockError: An id does not name a block of this pool.
         """
         ...
 
@@ -137,7 +137,7 @@ class SupportsBlockKeys(Protocol):
             The primary key of each block, in the given order; None for a block without a key.
 
         Raises:
-            UnknownBlockError: An id is not a block of this pool.
+            UnknownBlockError: An id does not name a block of this pool.
         """
         ...
 
@@ -204,7 +204,7 @@ class SupportsGiveBack(Protocol):
             block_ids: Blocks in eviction order: the first is evicted first.
 
         Raises:
-            UnknownBlockError: An id is not a block of this pool.
+            UnknownBlockError: An id does not name a block of this pool.
             BlockNotHeldError: The call would release more references than this view holds.
 
         Source: ``free_blocks(prepend=True)``, vllm/v1/core/block_pool.py, 0.23.0.

@@ -21,6 +21,7 @@ from tests.house.source_tree import FLOORS, ROOT, modules
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 )
+_WITH_FIGURES = ("trust", "handoff", "sizing", "results", "partition")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -124,10 +125,10 @@ def test_targets_named_exist(document: str) -> None:
             load_target(target)
 
 
-def test_the_figures_of_the_readme_are_those_of_other_pages() -> None:
-    readme, trust, handoff, sizing = (
+def test_figures_on_two_pages_are_equal() -> None:
+    readme, trust, handoff, sizing, results, partition = (
         " ".join((ROOT / path).read_text(encoding="utf-8").split())
-        for path in ("README.md", "docs/trust.md", "docs/handoff.md", "docs/sizing.md")
+        for path in ("README.md", *(f"docs/{name}.md" for name in _WITH_FIGURES))
     )
 
     def figures(pattern: str, text: str = trust) -> list[str]:
@@ -146,6 +147,9 @@ def test_the_figures_of_the_readme_are_those_of_other_pages() -> None:
     for blocks, hits in re.findall(r"([\d,]+) blocks hits? ([\d.]+) %", readme):
         figures(rf" {blocks} [\d,.]+ {hits}%", sizing)
     assert not [claim for claim in claims if claim not in readme]
+    (layouts,) = figures(r"\[OffloadingConnector\][^✘]*✘ (\d+ of \d+)", results)
+    assert f"transfers wrong bytes in {layouts} memory layouts" in results
+    assert f"`OffloadingConnector` with {layouts.split()[0]} wrong combinations" in partition
 
 
 def test_the_layout_in_the_architecture_is_that_of_the_tree() -> None:

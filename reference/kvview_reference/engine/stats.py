@@ -18,8 +18,8 @@ class EngineStats:
     Args:
         gpu_hit_blocks: Blocks that requests hit in the GPU prefix cache at their first start.
         cpu_hit_blocks: Blocks that requests loaded from the connector at their first start.
-        loaded_blocks: Blocks that load jobs moved (for windows, fewer blocks than the hits).
-        offloaded_blocks: Blocks that store jobs moved.
+        loaded_blocks: Blocks that were moved by load jobs (for windows, fewer than the hits).
+        offloaded_blocks: Blocks that were moved by store jobs.
         media: Media that jobs used, except the GPU, in the order of their first use.
         first_failure: Job and error of the first failed transfer.
         bytes_verified: Bytes compared with their expected values.

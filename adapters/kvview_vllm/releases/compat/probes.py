@@ -77,7 +77,7 @@ def installed() -> Release:
     """Return the installed vLLM, the same object for all calls in a process.
 
     Raises:
-        VLLMNotInstalledError: No vLLM can be imported.
+        VLLMNotInstalledError: vLLM cannot be imported.
     """
     return _release(engine_version())
 
@@ -128,7 +128,7 @@ def probe_pool(block_pool: Any) -> PoolSeam:
 
     Raises:
         UnsupportedEngineError: The shape is unknown.
-        VLLMNotInstalledError: No vLLM can be imported.
+        VLLMNotInstalledError: vLLM cannot be imported.
     """
     seam = PoolSeam.seam
     check_shapes(seam)

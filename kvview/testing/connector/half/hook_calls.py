@@ -24,7 +24,7 @@ _LAW_OF_WORKER_HOOK = {"register_kv_caches": "XFER-1", "shutdown": "CONN-4"}  # 
 
 
 class hook(watchdog.calling):
-    """Report an exception of a hook as a broken law: that in its message, or the given law."""
+    """Report an exception of a hook under the law that its message names, or the given law."""
 
     def __init__(self, name: str, law: str) -> None:
         self._name, self._law = name, law

@@ -251,7 +251,7 @@ class Fabric:
 
     @contextmanager
     def building(self, life: EngineLife) -> Iterator[None]:
-        """Assign the agents and the side channel that the ``with`` block makes to an engine."""
+        """Give an engine the agents and the side channel that the ``with`` block makes."""
         self._built = life
         host, _, port = life.me.address.rpartition(":")
         address = {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}

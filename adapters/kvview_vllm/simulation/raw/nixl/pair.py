@@ -59,9 +59,8 @@ class RawPair(TwoEngines):
         super().__init__(connector_class, None, options)
         if "NixlPullConnector" not in {kind.__name__ for kind in connector_class.__mro__}:
             raise ConfigError(
-                f"{connector_class.__name__} is a connector of vLLM, of which two schedulers play "
-                f"NixlConnector only, because the simulated network replaces only NIXL; check it "
-                f"with --pd --inference"
+                f"{connector_class.__name__} cannot run in two simulated engines, because their "
+                "network only replaces NIXL; check it with --pd --inference"
             )
         self._config = split_options(options)
         self._engines: Any = RawEngines(capabilities.engine_name())
