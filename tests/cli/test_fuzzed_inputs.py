@@ -94,7 +94,9 @@ class Input:
 
 
 def reporting(folder: Path, args: str, *files: object, codes: Sequence[int] = (0, 2)) -> Input:
-    """The input of a command that writes a report."""
+    """The input of a command that writes a report, which the command for events does not."""
+    if args == "events":
+        return Input([args, "--", *map(str, files)], codes)
     report = folder / "report.json"
     return Input([*args.split(), f"--json={report}", "--", *map(str, files)], codes, report)
 

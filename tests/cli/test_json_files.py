@@ -66,7 +66,6 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "result": [result],
     "incident": [incident],
     "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
-    "events": ["events recording.jsonl"],
     "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],
     "size": ["size --requests=30", "size trace.jsonl --skip-bad-rows --block-bytes=9"],
     "fsck": ["tier fsck pages"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from typing import Any
 
 from hypothesis import strategies as st
@@ -196,20 +196,6 @@ class FaultsMachine(RuleBasedStateMachine):
             if flags == [True]:
                 return
         raise AssertionError("TIER-12: the guard uses a store again after its fault has ended")
-
-    @rule(name=st.sampled_from([field.name for field in fields(Namespace)]))
-    def load_through_another_namespace(self, name: str) -> None:
-        self.tier.under.heal()
-        self.tier.wait()
-        value = getattr(HERE, name)
-        changed: dict[str, Any] = {name: value + (1 if isinstance(value, int) else "x")}
-        other = GuardedTier(self.tier.under, replace(HERE, **changed))
-        other.get(1, [*SIZES], [memoryview(bytearray(size)) for size in SIZES.values()])
-        assert other.drain(PATIENCE), "TIER-12: drain waits for the job"
-        flags = [flag for _, flags in other.poll() for flag in flags]
-        assert flags == [False] * len(SIZES), f"TIER-12: another {name} shares no bytes"
-        other.close()
-        self.tier.model.damage()  # the other guard deleted the pages
 
     @invariant()
     def lookups_are_true(self) -> None:

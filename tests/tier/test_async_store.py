@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -62,42 +61,6 @@ def test_the_thread_ends_although_disconnect_raises() -> None:
     with pytest.raises(ConnectionResetError, match="the server has gone"):
         store.close()
     assert threading.active_count() == before
-
-
-def test_a_put_waits_for_all_removals_of_its_key() -> None:
-    store = SlowDictionary()
-    page = memoryview(bytearray(8))
-    may_end = threading.Event()
-
-    def remove(key: bytes) -> None:
-        may_end.wait()
-        del store.pages[key]
-
-    store.remove_later([b"key"], remove)
-    store.delete([b"key"])
-    store.put(1, [b"key"], [page])
-    assert not store.drain(0.1)
-    may_end.set()
-    store.drain(10)
-    assert [*store.pages] == [b"key"]
-    store.close()
-
-
-def test_a_get_after_a_delete_is_a_miss_although_the_removal_takes_long() -> None:
-    store = SlowDictionary()
-    page = memoryview(bytearray(8))
-    store.put(1, [b"key"], [page])
-    store.drain(10)
-
-    def remove(key: bytes) -> None:
-        time.sleep(0.1)
-        del store.pages[key]
-
-    store.remove_later([b"key"], remove)
-    store.get(2, [b"key"], [page])
-    store.drain(10)
-    assert store.poll() == [(1, [True]), (2, [False])]
-    store.close()
 
 
 def test_close_ends_coroutines_that_never_end() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,15 @@ import click
 
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
-from kvview.cli.output import OutputFile, Seconds, Whole, json_option, write_json
+from kvview.cli.output import OutputFile, Seconds, Whole
 from kvview.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvview.events.channel import Listener
     from kvview.events.recording import Message
-    from kvview.testing.events.stream_report import StreamReport
+    from kvview.testing.events.stream_fold import StreamFold
 
-_SHOWN = 20  # maximum of findings that are printed; the JSON has more
-_KEPT = 10_000
+_SHOWN = 20  # maximum of findings, and of problems of the connection, that are printed
 
 
 @click.command(epilog=EXIT_CODES)
@@ -40,14 +38,12 @@ _KEPT = 10_000
     metavar="FILE",
     help="Also write the messages into FILE (.jsonl, or .jsonl.gz).",
 )
-@json_option({"events": "kvview.testing.events.stream_report:StreamReport"})
 def events(
     source: str,
     messages: int | None,
     seconds: float | None,
     replay_from: str | None,
     recording_file: str | None,
-    json_file: str | None,
 ) -> None:
     """Validate KV events of vLLM against their format and the laws EVENT-1, -2, -3 and -5.
 
@@ -55,21 +51,20 @@ def events(
     """
     from kvview.events.channel import Listener
     from kvview.events.recording import Recording, read_recording
-    from kvview.testing.events.stream_fold import Finding, StreamFold
-    from kvview.testing.events.stream_report import StreamReport
+    from kvview.testing.events.stream_fold import StreamFold
 
-    fold, findings, trouble = StreamFold(), list[Finding](), list[str]()
-    num_findings, listener, is_interrupted = 0, None, False
+    fold, num_findings, num_problems, has_ended = StreamFold(), 0, 0, False
 
-    def report_trouble(problem: str) -> None:
-        if len(trouble) < _SHOWN:
+    def report(problem: str) -> None:
+        nonlocal num_problems
+        num_problems += 1
+        if num_problems <= _SHOWN:
             echo(f"kvview: {problem}", err=True)
-            trouble.append(problem)
 
     with ExitStack() as opened:
         if "://" in source:
             listener = opened.enter_context(Listener(source, replay_from))
-            stream = _live(listener, seconds, report_trouble)
+            stream = _live(listener, seconds, report)
         elif (replay_from, seconds, recording_file) != (None, None, None):
             raise ConfigError("--replay-from, --seconds and --record need an endpoint as SOURCE")
         else:
@@ -77,46 +72,29 @@ def events(
         if recording_file is not None:
             recording = opened.enter_context(Recording(recording_file))
             stream = _recorded(stream, recording.write)
-        try:
+        with suppress(KeyboardInterrupt):
             for message in islice(stream, messages):
-                found = fold.apply(message.sequence, message.payload)
-                num_findings += len(found)
-                findings += found[: _KEPT - len(findings)]
-        except KeyboardInterrupt:
-            is_interrupted = True
+                for finding in fold.apply(message.sequence, message.payload):
+                    num_findings += 1
+                    if num_findings <= _SHOWN:
+                        echo(f"message {finding.sequence}: {finding.law}: {finding.what}")
+            has_ended = True
+    _show(fold, num_findings)
     if num_findings:
-        code = ExitCode.WRONG
-    elif is_interrupted:
-        code = ExitCode.INTERRUPTED
-    else:
-        code = ExitCode.CLEAN if fold.num_messages and not trouble else ExitCode.NOT_CHECKED
-    report = StreamReport(
-        source=source,
-        exit_code=int(code),
-        messages=fold.num_messages,
-        replayed=0 if listener is None else listener.num_replayed,
-        events=dict(fold.num_events),
-        formats=dict(fold.formats),
-        held={medium: len(held) for medium, held in sorted(fold.held.items())},
-        knows_all=fold.knows_all,
-        missing=[(gap.start, gap.stop) for gap in fold.gaps],
-        num_findings=num_findings,
-        findings=findings,
-        trouble=trouble,
-    )
-    _show(report, is_quiet=json_file == "-")
-    write_json(json_file, asdict(report))
-    sys.exit(code)
+        sys.exit(ExitCode.WRONG)
+    if not has_ended:
+        sys.exit(ExitCode.INTERRUPTED)
+    sys.exit(ExitCode.NOT_CHECKED if num_problems or not fold.num_messages else ExitCode.CLEAN)
 
 
 def _live(
-    listener: Listener, seconds: float | None, report_trouble: Callable[[str], None]
+    listener: Listener, seconds: float | None, report: Callable[[str], None]
 ) -> Iterator[Message]:
     """Yield messages in order, with missed messages in their places."""
     end = None if seconds is None else time.monotonic() + seconds
     while end is None or time.monotonic() < end:
         left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
-        yield from listener.follow(left, report_trouble)
+        yield from listener.follow(left, report)
 
 
 def _recorded(stream: Iterator[Message], write: Callable[[Message], object]) -> Iterator[Message]:
@@ -125,18 +103,13 @@ def _recorded(stream: Iterator[Message], write: Callable[[Message], object]) -> 
         yield message
 
 
-def _show(report: StreamReport, is_quiet: bool) -> None:
-    """Print the report, to stderr if stdout has the JSON."""
-    for finding in report.findings[:_SHOWN]:
-        echo(f"message {finding.sequence}: {finding.law}: {finding.what}", err=is_quiet)
-    if report.num_findings > _SHOWN:
-        echo(f"... and {report.num_findings - _SHOWN} more findings", err=is_quiet)
-    replayed = f", {report.replayed} of them replayed" if report.replayed else ""
-    formats = ", ".join(report.formats) or "no format"
-    num_events = sum(report.events.values())
-    text = f"{report.messages} messages{replayed}, {num_events} events, {formats}"
-    echo(text, err=is_quiet)
-    for medium, number in report.held.items():
-        echo(f"{medium}: {number} blocks", err=is_quiet)
-    if report.messages and not report.knows_all:
-        echo("some messages were missed, so the list of blocks is incomplete", err=is_quiet)
+def _show(fold: StreamFold, num_findings: int) -> None:
+    """Print the numbers of messages, events, findings and blocks."""
+    if num_findings > _SHOWN:
+        echo(f"... and {num_findings - _SHOWN} more findings")
+    formats = ", ".join(fold.formats) or "no format"
+    echo(f"{fold.num_messages} messages, {fold.num_events} events, {formats}")
+    for medium, held in sorted(fold.held.items()):
+        echo(f"{medium}: {len(held)} blocks")
+    if fold.num_messages and not fold.knows_all:
+        echo("some messages were missed, so the list of blocks is incomplete")

@@ -39,9 +39,6 @@ from kvview.events.wire import (
 FULL_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 """Values of ``kv_cache_spec_kind`` of groups that read every block of a prefix."""
 
-MAX_GAPS = 1000
-"""Number of last gaps that are kept."""
-
 _Key = tuple[Hash, int | None]  # the hash and the group of a block
 
 
@@ -67,9 +64,8 @@ class StreamFold:
     _decoder: EventDecoder = field(default_factory=EventDecoder)
     _held: FoldedEvents[_Key] = field(default_factory=FoldedEvents)
     num_messages: int = 0
-    num_events: Counter[str] = field(default_factory=Counter)
+    num_events: int = 0
     formats: Counter[str] = field(default_factory=Counter)
-    gaps: list[range] = field(default_factory=list)
     knows_all: bool = False
     _next: int | None = None
     _time: float = 0.0  # time of the last batch
@@ -97,7 +93,7 @@ class StreamFold:
             return [*found, Finding(sequence, "FORMAT", unreadable)]
         self.formats[batch.wire_format.name] += 1
         for number, event in enumerate(batch.events if is_new else ()):
-            self.num_events[type(event).__name__] += 1
+            self.num_events += 1
             for law, fault in self._fold(event):
                 found.append(Finding(sequence, law, f"event {number} {fault}"))
         return found
@@ -111,7 +107,6 @@ class StreamFold:
         if expected is None:
             self.knows_all = sequence == 0
         elif sequence > expected:
-            self.gaps = [*self.gaps, range(expected, sequence)][-MAX_GAPS:]
             self.knows_all = False
             fault = f"{sequence - expected} messages from {expected} are missing"
         elif sequence == 0 or (sequence < expected and is_later):
@@ -121,7 +116,6 @@ class StreamFold:
             self._held = FoldedEvents()
             self._described.clear()
             self._published.clear()
-            self.gaps = [range(sequence)] if sequence else []
             self.knows_all = sequence == 0
         elif sequence < expected:
             fault = f"the message comes again, or late, after {expected - 1}"
