@@ -20,6 +20,7 @@ from kvview_vllm.releases import engine_version
 from kvview_vllm.releases.compat.tiers import has_tiers
 from kvview_vllm.releases.compat.versions import RELEASES, is_between, vllm
 from kvview_vllm.simulation.scheduler import cpu_scheduler
+from tests.cases import read_cases
 from tests.vllm.partition_connectors import SETTINGS
 from tests.vllm.raw_connectors import HostConnector, ReadsItsRanks
 
@@ -27,36 +28,9 @@ cpu_scheduler.prepare()
 
 V1 = "distributed.kv_transfer.kv_connector.v1"
 KEYED = f"{Path(__file__).parent / 'partition_connectors.py'}:KeyedConnector"
-CONFUSIONS = {
-    "a token of the first block": "tokens",
-    "a token of the third block": "tokens",
-    "a LoRA adapter or none": "lora",
-    "two LoRA adapters": "lora",
-    "a LoRA name with other weights": "path",
-    "a cache salt or none": "salt",
-    "two cache salts": "salt",
-    "two multimodal items": "item",
-    "two prompt embeddings": "embeds",
-    "another model": "{model}",
-    "another revision of the weights": "{revision}",
-    "another dtype": "{dtype}",
-    "a quantised cache": "{cache_dtype}",
-    "another block size": "{block_size}",
-    "another tensor-parallel size": "{ranks}",
-    "another tensor-parallel rank": "{rank}",
-    "another pipeline-parallel size": "{ranks}",
-    "another memory layout": "{layout}",
-}
-SEPARATIONS = {
-    "the same request": "request",
-    "one LoRA adapter": "request",
-    "one cache salt": "request",
-    "one multimodal item": "request",
-    "one prompt embedding": "request",
-    "a restart": "life",
-    "another hash function": "{hash_algorithm}",
-    "another hash seed": "{hash_seed}",
-}
+CASES = read_cases(Path(__file__).with_name("pairs.txt"))
+CONFUSIONS = {pair: part for kind, pair, part in CASES if kind == "confusions"}
+SEPARATIONS = {pair: part for kind, pair, part in CASES if kind != "confusions"}
 BY_NAME = {pair.name: pair for pair in all_pairs()}
 CONTROLS = [BY_NAME["the same request"], BY_NAME["a restart"]]
 
