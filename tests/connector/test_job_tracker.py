@@ -107,3 +107,13 @@ def test_a_request_waits_for_its_last_load() -> None:
     begin(book, StepPlan(loads=[load(4)]))
     ended = EndedJob(load(4), True, done(4), True, False)
     assert book.end(done(4)) == ended, "an id that is reused forgets a failed load"
+
+
+def test_nothing_is_kept_of_jobs_that_have_ended() -> None:
+    tracker = JobTracker(num_workers=2)
+    tracker.promise("r", 16)
+    begin(tracker, StepPlan([load(1)], [store(2)]))
+    for result in (done(1), done(2, success=False)):
+        tracker.end(result, 0)
+        tracker.end(result, 1)
+    assert vars(tracker) == vars(JobTracker(num_workers=2))

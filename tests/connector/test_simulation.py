@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from typing_extensions import override
 
-from examples.host_cache import HostCacheConnector
+from examples.host_cache import HostCacheConnector, HostCacheScheduler
 from kvview import (
     CacheGeometry,
     ConfigError,
@@ -46,7 +47,7 @@ from kvview.testing.connector.run.long_runs import (
     grows_with_keys,
     with_rounds_compared,
 )
-from kvview.testing.connector.scenario.generate import steady_scenario
+from kvview.testing.connector.scenario.generate import FULL_TIER_PLACES, steady_scenario
 from kvview.testing.connector.scenario.scenario import to_script
 from kvview_reference.engine import chain_hashes
 from kvview_reference.store_connector import StoreConnector
@@ -113,6 +114,54 @@ def test_every_wrong_connector_breaks_its_law(mutant: Mutant) -> None:
 @pytest.mark.parametrize("name", ["KeepsStoresOverResets", "OwnBlockTable", "StoresTheLastToken"])
 def test_the_first_seeds_reach_late_moments(name: str) -> None:
     assert check_connector(load_named(name), seeds=25, max_shrink_runs=0, processes=0).failures
+
+
+class CountsPromises(HostCacheConnector):
+    """Counts promises of which a page was evicted before the load, and promises without a load."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        seen, promised = self.seen, dict[str, int]()
+
+        class Scheduler(HostCacheScheduler):
+            @override
+            def match_prefix(self, request: RequestInfo, num_computed_tokens: int) -> int:
+                number = super().match_prefix(request, num_computed_tokens)
+                end = num_computed_tokens + number
+                seen["evicted"] += end < promised.get(request.request_id, 0)
+                promised[request.request_id] = end if number else 0
+                return number
+
+            @override
+            def on_blocks_allocated(self, request: RequestInfo, *args: Any) -> None:
+                promised[request.request_id] = 0
+                super().on_blocks_allocated(request, *args)
+
+            @override
+            def on_request_finished(self, request: RequestInfo, *args: Any) -> None:
+                seen["abandoned"] += promised.get(request.request_id, 0) > 0
+                super().on_request_finished(request, *args)
+
+        return Scheduler(self.config, self.cpu_blocks)
+
+
+@pytest.mark.slow
+def test_full_tiers_evict_promised_pages_and_requests_abandon_promises() -> None:
+    CountsPromises.seen.clear()
+    for seed in FULL_TIER_PLACES:
+        options = {"cpu_blocks": "{blocks}"}
+        assert simulate(CountsPromises, generate_scenario(seed), options).failure is None
+    assert CountsPromises.seen.keys() == {"evicted", "abandoned"}
+    assert all(CountsPromises.seen.values()), CountsPromises.seen
+
+
+@pytest.mark.slow
+def test_conn5_a_job_id_is_not_used_again() -> None:
+    failure = simulate(load_named("CountsJobsInAByte"), steady_scenario(2)).failure
+    assert failure is not None
+    assert failure.law == "CONN-5", failure
 
 
 # --- replay ---

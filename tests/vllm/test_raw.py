@@ -189,6 +189,32 @@ def test_the_first_seeds_reach_late_moments(fault: Variant, engines: VLLMEngines
     assert first_failure(fault.load(), engines, range(25)) is not None
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize(("role", "is_reached"), [("kv_both", False), ("kv_producer", True)])
+def test_only_a_producer_loses_the_blocks_of_a_last_step(
+    role: str, is_reached: bool, engines: VLLMEngines
+) -> None:
+    """Otherwise vLLM preempts no request whose blocks a step in flight may write (#50297)."""
+    ended = []
+
+    class Records(HostConnector):
+        def request_finished(self, request: Any, block_ids: Any) -> Any:
+            ended.append((request.request_id, len(block_ids)))
+            return super().request_finished(request, block_ids)
+
+    scenario = Scenario(
+        CacheGeometry.single(16),
+        num_gpu_blocks=20,
+        events=(Add("a", 1, 32, 3), Add("b", 2, 10, 1), Step(1), HoldBlocks(20), Step(4)),
+        max_tokens_per_step=128,
+        steps_in_flight=2,
+    )
+    options = {"kv_transfer_config": {"kv_role": role}}
+    result = simulate(Records, scenario, options, engines=engines)
+    assert result.failure is None, result.failure
+    assert (("b", 0) in ended) == is_reached, ended
+
+
 @each_of("faults of reports")
 def test_a_wrong_report_is_the_connectors(fault: Variant, engines: VLLMEngines) -> None:
     failure = first_failure(fault.load(), engines)

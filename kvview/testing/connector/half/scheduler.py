@@ -33,6 +33,7 @@ from kvview.testing.connector.exercised.coverage import (
 )
 from kvview.testing.connector.half.hook_calls import hook, require_type
 from kvview.testing.connector.judge.engine_calls import EngineCalls
+from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.jobs import PlannedJob
 from kvview.testing.connector.judge.run_log import RunLog
 from kvview.testing.connector.judge.tier_model import TierKeys, TierPages
@@ -205,6 +206,7 @@ class SchedulerHarness(SchedulerConnector):
         self._log = log
         self._has_silent_tiers = isinstance(half, SupportsSilentTiers)
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
+        self._job_ids: set[int] = set()  # of all jobs
         self.engine_calls = EngineCalls(record.geometry, free_block_ids)
         self.unanswered: set[str] = set()
         """Requests for which the last ``match_prefix`` returned None."""
@@ -316,6 +318,13 @@ class SchedulerHarness(SchedulerConnector):
         self.engine_calls.on_step(step, plan)
         for job in (*plan.loads, *plan.stores):
             self._log.add("  planned", job)
+            if job.job_id in self._job_ids:
+                raise InvariantBroken(
+                    "CONN-5",
+                    f"plan_step returned a job with the id {job.job_id}, which an earlier job had; "
+                    f"use each job id once in the life of the connector",
+                )
+            self._job_ids.add(job.job_id)
         return plan
 
     @override

@@ -207,16 +207,21 @@ def _with_full_tier(draw: Draw, scenario: Scenario, longest: int) -> Scenario:
     size = scenario.geometry.scheduler_block_size
     full = max(1, (longest - 1) // size) * size
     num_blocks = scenario.num_gpu_blocks
+    num_needed = sum(full // group.block_size + 1 for group in scenario.geometry.groups)
     events: list[Event] = []
     for number in range(8):
         other = f"other {number}"
         events += [Add(f"first {number}", 1, full), Step(12)]
         events += [HoldBlocks(num_blocks), HoldBlocks(0)]
         events += [Add(other, 2 + number, size * draw.number(1, 2), 4 * size), Step(2)]
-        if draw.chance(0.4):  # the prompt is promised, but waits for blocks
-            events.append(HoldBlocks(num_blocks))
-        events += [Add(f"again {number}", 1, full + 1), Step(1), Abort(other)]
-        events += [Step(draw.number(1, 3)), HoldBlocks(0), Step(8)]
+        again = Add(f"again {number}", 1, full + 1)
+        if draw.chance(0.7):  # promised, but waits for blocks; a store of the others evicts pages
+            num_left = draw.one_of([0, draw.number(num_needed // 2, 2 * num_needed)])
+            events.append(HoldBlocks(max(0, num_blocks - num_left)))
+        events += [again, Step(1), Abort(other), Step(draw.number(1, 3))]
+        if draw.chance(0.3):
+            events.append(Abort(again.request_id))
+        events += [HoldBlocks(0), Step(8)]
     lateness = [(draw.number(1, 4), draw.number(0, 2)) for _ in range(_NUM_FATES)]
     return replace(
         scenario,
