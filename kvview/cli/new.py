@@ -82,11 +82,6 @@ _RAW = _Kind(
     (),
 )
 _TARGET = re.compile(r"(?P<module>(?!\S*\.py:)[A-Za-z_]\w*(?:\.\w+)*):(?P<name>[A-Za-z_]\w*)")
-_TOOLS = {  # tools that read a file of this name
-    **dict.fromkeys(("conftest", "test_conftest"), "pytest"),
-    **dict.fromkeys(("__init__", "__main__", "sitecustomize", "usercustomize"), "Python"),
-    "setup": "pip",
-}
 _IN_CI = {"kvview replay": " --requests 200", "kvview check": " --json kvview.json"}
 
 
@@ -125,10 +120,10 @@ def new(file: Path, name: str | None, hooks: bool, raw: bool, existing: str | No
             f"{file}: the file name is not a valid name for a Python module; try my_connector.py"
         )
     for module in (stem, f"test_{stem}"):
-        if place := _place_of(module, file.parent):
+        if _is_module(module, file.parent):
             raise ConfigError(
-                f"{file}: {module}.py has the name of {place} and would hide it from programs in "
-                f"the same folder; try my_{stem}.py"
+                f"{file}: {module} is the name of another module, which the file would hide from "
+                f"programs in the same folder; try my_{stem}.py"
             )
     if existing is not None:
         if hooks or raw or name is not None:
@@ -178,40 +173,31 @@ def _write_for(target: str, test: Path) -> None:
     echo("If the connector needs options, add options={...} to the test, and --option to the job.")
 
 
-def _place_of(module: str, folder: Path) -> str:
-    """Describe a module with this name outside a folder; empty if no such module exists."""
-    if module in _TOOLS:
-        return f"a file that {_TOOLS[module]} reads"
-    if module in sys.stdlib_module_names:
-        return "a module of Python"
-    spec = find_spec(module)
+def _is_module(name: str, folder: Path) -> bool:
+    """Whether a module with this name exists outside a folder, or pytest reads such a file."""
+    if name in sys.stdlib_module_names or name in ("conftest", "__init__"):
+        return True
+    spec = find_spec(name)
     own = {folder.resolve(), Path.cwd()}
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent in own:
-        return ""
-    return f"the module at {spec.origin}"
+    return bool(spec and spec.origin and Path(spec.origin).resolve().parent not in own)
 
 
 def _write_all(texts: Mapping[Path, str]) -> None:
-    """Write new files; if one cannot be written, no file is left.
+    """Write new files, but none if one of them exists.
 
     Raises:
-        ConfigError: A file exists, or cannot be written.
+        ConfigError: A file exists, or a folder cannot be made.
     """
     if there := [str(path) for path in texts if os.path.lexists(path)]:
         raise ConfigError(f"these files already exist: {', '.join(there)}; nothing was written")
-    made: list[Path] = []
     try:
-        for path, text in texts.items():
-            missing = [folder for folder in path.parents if not folder.exists()]
+        for path in texts:
             path.parent.mkdir(parents=True, exist_ok=True)
-            made += reversed(missing)
-            with path.open("x", encoding="utf-8") as file:  # mode "x" does not follow links
-                made.append(path)
-                file.write(text)
     except OSError as error:
-        for path in reversed(made):
-            path.rmdir() if path.is_dir() else path.unlink()
         raise ConfigError(f"{error.filename}: {error.strerror}; nothing was written") from None
+    for path, text in texts.items():
+        with path.open("x", encoding="utf-8") as file:  # mode "x" does not follow links
+            file.write(text)
 
 
 def _in_capitals(stem: str) -> str:

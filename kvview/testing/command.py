@@ -389,7 +389,7 @@ def _repeat_incident(console: Console, target: str, path: str, options: dict[str
     """Play an incident, and print whether its fault repeats, with the smallest script."""
     from kvview.testing import load_target
     from kvview.testing.effort import Effort
-    from kvview.testing.repetition import read_replay, repeat_incident
+    from kvview.testing.repetition import read_replay, repeat_incident, verdict_on
 
     context = click.get_current_context()
     allowed = {"target", "options", "transfer_config", "incident", "engine", "hook_seconds"}
@@ -409,12 +409,13 @@ def _repeat_incident(console: Console, target: str, path: str, options: dict[str
         def on_scenario(done: int, failed: int) -> None:
             on_progress(f"{done} of {len(replay.scenarios)} scenarios, {failed} failed")
 
-        result = repeat_incident(replay, load_target(target), effort, on_scenario)
-    console.print(result.verdict, markup=False, soft_wrap=True)
-    if result.failure is None:
-        return ExitCode.INTERRUPTED if result.runs.is_interrupted else ExitCode.CLEAN
-    console.print(result.failure.message, markup=False, soft_wrap=True)
-    console.print(result.failure.script, markup=False, highlight=False, soft_wrap=True)
+        runs = repeat_incident(replay, load_target(target), effort, on_scenario)
+    text, failure = verdict_on(replay, runs)
+    console.print(text, markup=False, soft_wrap=True)
+    if failure is None:
+        return ExitCode.INTERRUPTED if runs.is_interrupted else ExitCode.CLEAN
+    console.print(failure.message, markup=False, soft_wrap=True)
+    console.print(failure.script, markup=False, highlight=False, soft_wrap=True)
     return ExitCode.WRONG
 
 

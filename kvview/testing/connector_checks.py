@@ -96,7 +96,7 @@ def _token_runs(factory: Factory, effort: Effort) -> ConnectorRuns:
 
     on_step: Callable[[str], None] | None = effort.shared.get("on_step")
     return load_token_check(ENGINE if effort.engine is None else effort.engine)(
-        factory,  # type: ignore[arg-type]
+        factory,
         seeds=effort.seeds or 1,
         first_seed=effort.seed,
         options=effort.options,

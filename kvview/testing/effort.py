@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from kvview.errors import ConfigError
 from kvview.testing.supervision.watchdog import HOOK_SECONDS
@@ -15,21 +15,6 @@ if TYPE_CHECKING:
     from kvview.testing.results.schema import RunsModel
 
 _FOR_CONNECTORS = ("engine", "options", "hook_seconds", "inference", "keep_going", "shard")
-
-
-class Settings(TypedDict, total=False):
-    """The settings that a user may give; see :class:`Effort`."""
-
-    seed: int
-    steps: int | None
-    seeds: int | None
-    engine: str | None
-    options: Mapping[str, Any]
-    hook_seconds: float
-    inference: bool
-    keep_going: bool
-    shard: tuple[int, int]
-    merged: Sequence[RunsModel]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from typing_extensions import Unpack
+from typing import TYPE_CHECKING, Any
 
 from kvview.testing.checks import Check
 from kvview.testing.connector_checks import NotApplicable, NotJudged
-from kvview.testing.effort import Effort, Settings, use_effort
+from kvview.testing.effort import Effort, use_effort
 from kvview.testing.results.expected import ExpectedFailure
 from kvview.testing.results.law_broken import LawBroken
 from kvview.testing.runner import as_target, goes_on_after, plan_checks
@@ -50,7 +48,7 @@ def parametrize_with_checks(
     expected: Sequence[ExpectedFailure] = (),
     *,
     select: Sequence[str] = (),
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> pytest.MarkDecorator:
     """Make one test for every check; the decorated function receives ``check``.
 

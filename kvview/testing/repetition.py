@@ -33,39 +33,6 @@ class Replay:
     notes: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """The result of the scenarios of an incident.
-
-    Args:
-        replay: The incident.
-        runs: The runs, of which the first that breaks the incident's law is the last.
-    """
-
-    replay: Replay
-    runs: ConnectorRuns
-
-    @property
-    def failure(self) -> ConnectorFailure | None:
-        """Return the failure that repeats the incident; otherwise the first failure, or None."""
-        failures = self.runs.failures
-        same = (one for one in failures if self.replay.law in (one.law, one.filed_under))
-        return next(same, failures[0] if failures else None)
-
-    @property
-    def verdict(self) -> str:
-        """Return the result in one line."""
-        failure, law = self.failure, self.replay.law
-        number = len(self.replay.scenarios)
-        if failure is None:
-            return f"the fault does not repeat: {number} scenarios of the incident break no law"
-        if law in (failure.law, failure.filed_under):
-            return f"the fault repeats: {law} is broken again"
-        if law:
-            return f"another law is broken: {failure.law}, the incident names {law}"
-        return f"a law is broken: {failure.law}, the incident names none"
-
-
 def read_replay(path: str) -> Replay:
     """Read an incident file.
 
@@ -83,7 +50,7 @@ def repeat_incident(
     connector_class: Any,
     effort: Effort,
     on_progress: Callable[[int, int], None],
-) -> Repetition:
+) -> ConnectorRuns:
     """Run the scenarios of an incident until one breaks the law of the incident, and shrink it.
 
     Args:
@@ -100,15 +67,30 @@ def repeat_incident(
     is_own = is_engine_connector(connector_class)
     if not (is_own or is_connector(connector_class)):
         raise ConfigError("--from plays an incident with a connector, and the target is not one")
-    engine = effort.engine or (ENGINE if is_own else "reference")
-    runs = check_connector(
+    return check_connector(
         connector_class,
         seeds=len(replay.scenarios),
         scenarios=replay.scenarios,
         options=effort.options,
-        engines=load_engines(engine),
+        engines=load_engines(effort.engine or (ENGINE if is_own else "reference")),
         hook_seconds=effort.hook_seconds,
         on_progress=on_progress,
         keep_going=lambda law: bool(replay.law) and law != replay.law,
     )
-    return Repetition(replay, runs)
+
+
+def verdict_on(replay: Replay, runs: ConnectorRuns) -> tuple[str, ConnectorFailure | None]:
+    """Return the result in one line, and the failure that repeats the incident, or the first."""
+    failures, law = runs.failures, replay.law
+    same = (one for one in failures if law in (one.law, one.filed_under))
+    failure = next(same, failures[0] if failures else None)
+    if failure is None:
+        number = len(replay.scenarios)
+        return f"the fault does not repeat: {number} scenarios of the incident break no law", None
+    if law in (failure.law, failure.filed_under):
+        return f"the fault repeats: {law} is broken again", failure
+    if law:
+        text = f"another law is broken: {failure.law}, the incident names {law}"
+    else:
+        text = f"a law is broken: {failure.law}, the incident names none"
+    return text, failure

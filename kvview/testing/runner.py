@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-
-from typing_extensions import Unpack
+from typing import Any
 
 from kvview.connector import Connector
 from kvview.errors import ConfigError
@@ -21,7 +20,7 @@ from kvview.testing.connector_checks import (
     NotJudged,
     checks_in,
 )
-from kvview.testing.effort import Effort, Settings, use_effort
+from kvview.testing.effort import Effort, use_effort
 from kvview.testing.offloading.policy import is_cache_policy, suite_of_policy
 from kvview.testing.results.expected import ExpectedFailure
 from kvview.testing.results.law_broken import COVERAGE, Gap, LawBroken, NotExercised
@@ -216,7 +215,7 @@ def run_checks(
     on_result: Callable[[CheckResult], None] | None = None,
     on_seed: Callable[[int, int, int], None] | None = None,
     on_step: Callable[[str], None] | None = None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Report:
     """Run every check of the contract of a target.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -27,32 +26,9 @@ class TokenRuns(ConnectorRuns):
         return self.gaps
 
 
-class TokenCheck(Protocol):
-    """Serves requests with and without a connector; the type of a static member of factories."""
-
-    def __call__(
-        self,
-        connector_class: type,
-        *,
-        seeds: int,
-        first_seed: int = 0,
-        options: Mapping[str, Any] | None = None,
-        hook_seconds: float = ...,
-        on_progress: Callable[[str], None] = ...,
-    ) -> TokenRuns:
-        """Serve the requests of some seeds.
-
-        Args:
-            connector_class: A kvview connector, or a connector for the engine's own interface.
-            seeds: Number of seeds.
-            first_seed: The first seed.
-            options: Options of the connector.
-            hook_seconds: CPU seconds that one call of a hook may take.
-            on_progress: Called with the progress.
-
-        Raises:
-            ConfigError: The installed engine cannot run, or the options are refused.
-        """
+TokenCheck = Callable[..., TokenRuns]
+"""Serves requests with and without a connector: the static member ``token_check`` of a factory
+returns it; see :func:`kvview.testing.connector_checks.shared_runs` for the arguments."""
 
 
 def load_token_check(engine: str) -> TokenCheck:

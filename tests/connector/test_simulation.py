@@ -30,7 +30,6 @@ from kvview.testing.connector import (
     Step,
     check_connector,
     generate_scenario,
-    load_engines,
     simulate,
 )
 from kvview.testing.connector.confirm.shrink import simpler_geometries, simpler_sizes
@@ -48,7 +47,6 @@ from kvview.testing.connector.run.long_runs import (
     with_rounds_compared,
 )
 from kvview.testing.connector.scenario.generate import FULL_TIER_PLACES, steady_scenario
-from kvview.testing.connector.scenario.scenario import to_script
 from kvview_reference.engine import chain_hashes
 from kvview_reference.store_connector import StoreConnector
 from tests.connector.unusual import UNUSUAL
@@ -510,11 +508,3 @@ def test_each_connector_of_each_run_has_a_folder_of_its_own() -> None:
     assert len(set(folders)) == 4
     assert not any(folder.exists() for folder in folders)
     assert not Path("{tmp}").exists()
-
-
-def test_the_script_of_a_long_scenario_has_several_events_in_a_line() -> None:
-    events = tuple(Step(number) for number in range(1, 101))
-    scenario = Scenario(CacheGeometry.single(4), 8, events)
-    script = to_script(StoreConnector, scenario, {}, "", load_engines())
-    assert script.count("\n") < 35
-    assert "Step(98), Step(99), Step(100)," in script

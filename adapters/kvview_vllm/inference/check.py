@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvview import ConfigError
 from kvview.targets import name_target
@@ -24,9 +24,6 @@ from kvview_vllm.inference.runner_v2 import why_no_runner_v2
 from kvview_vllm.inference.serve import ServeJob, serve
 from kvview_vllm.inference.server import prepare, require_vllm
 from kvview_vllm.inference.traffic import Served
-
-if TYPE_CHECKING:
-    from kvview.testing.token_runs import TokenCheck
 
 _WEIGHTS = "weights "
 _FEWEST_SILENT_SECONDS = 240.0
@@ -332,7 +329,3 @@ class _Check:
             f"    options={self.options!r})\n"
             "assert report.is_clean, report.summary()"
         )
-
-
-if TYPE_CHECKING:
-    _: TokenCheck = check_tokens

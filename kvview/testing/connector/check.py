@@ -64,8 +64,7 @@ def check_connector(
     1. The seeds that detect the most wrong connectors in the least time run first. The report does
        not depend on the number of processes.
     2. The first failure of each law is shrunk.
-    3. A failing run is repeated, and the message contains any difference between the two runs. If
-       the first failure ends the check, a long run is shrunk before it is repeated.
+    3. A failing run is repeated, and the message contains any difference between the two runs.
     4. A hook that does not return ends its run; after the second such hook, the check ends.
     5. If a process dies, the seed that it ran counts as failed.
 
@@ -116,7 +115,6 @@ def check_connector(
             runner,
             made,
             goes_on=keep_going if callable(keep_going) else lambda law: bool(keep_going),
-            ends_at_first=not keep_going and max_shrink_runs > 0,
             max_shrink_runs=max_shrink_runs,
         )
         if is_engine_connector(connector_class):
@@ -138,7 +136,6 @@ class _Check:
         runner: Runs one seed.
         processes: The processes that have a copy of the runner.
         goes_on: Whether the check continues after a broken law.
-        ends_at_first: Whether the first failure is shrunk before it is confirmed.
         max_shrink_runs: Maximum number of runs to shrink one failure.
     """
 
@@ -151,7 +148,6 @@ class _Check:
         processes: Processes,
         *,
         goes_on: GoesOn,
-        ends_at_first: bool,
         max_shrink_runs: int,
     ) -> None:
         self._connector_class = connector_class
@@ -160,13 +156,11 @@ class _Check:
         self._runner = runner
         self._processes = processes
         self._goes_on = goes_on
-        self._ends_at_first = ends_at_first
         self._max_shrink_runs = max_shrink_runs
         self._shrink_runs_left = 2 * max_shrink_runs
         self.tally = Tally(connector_class, options, runner.code)
         self._num_timeouts = 0
         self._to_shrink: list[int] = []  # indices in self.tally.failures
-        self._is_confirmed = True  # unless the failure is the first, which is shrunk before
         self._fails_alone: Scenario | None = None
 
     def run(self, seeds: Sequence[int], on_progress: Callable[[int, int], None] | None) -> bool:
@@ -187,12 +181,7 @@ class _Check:
         tasks = (
             Task(
                 SeedRunner.run_seed,
-                (
-                    seed,
-                    place % repeat.EVERY == _SAMPLE,
-                    not self.tally.code.is_complete,
-                    self._ends_at_first,
-                ),
+                (seed, place % repeat.EVERY == _SAMPLE, not self.tally.code.is_complete),
             )
             for place, seed in enumerate(seeds)
         )
@@ -227,7 +216,6 @@ class _Check:
         if result.failure is None:
             return
         self._num_timeouts += result.failure.is_timeout
-        self._is_confirmed = ended.is_confirmed
         failure = self._to_failure(seed, result, ended.is_repeatable)
         known = {one.filed_under for one in self.tally.failures}
         if ended.may_shrink and failure.filed_under not in known:
@@ -246,65 +234,38 @@ class _Check:
         """Shrink the first failure of each law."""
         for place in self._to_shrink:
             found = self.tally.failures[place]
-            smallest = SeedResult(found.result)
-            if found.law != "CONN-5":
-                smallest = self._shrink(place, SeedRunner.simulate)
-                if smallest.breaks(found.law):
-                    continue
+            # Only a second run with other request ids shows that CONN-5 is broken.
+            plays = SeedRunner.simulate_both if found.law == "CONN-5" else SeedRunner.simulate
+            smallest = self._shrink(found, place, plays)
+            if smallest.failure is None or smallest.failure.law != found.law:
                 self.tally.failures[place] = found
-            if not self._is_confirmed:
-                assert found.result is not None, "simulated runs have results"
-                confirmed = self._confirm(found.seed, found.result)
-                self._put(place, confirmed)
-                self._is_confirmed = True
-                if not confirmed.may_shrink:
-                    continue
-            before = self.tally.failures[place]
-            if smallest.breaks(before.law):
-                self._put(place, smallest)
-            if not self._shrink(place, SeedRunner.simulate_both).breaks(before.law):
-                self.tally.failures[place] = before
 
-    def _shrink(self, place: int, simulate: Simulate) -> SeedResult:
-        """Shrink a failure, and repeat its smallest run.
+    def _shrink(self, found: ConnectorFailure, place: int, simulate: Simulate) -> SimulationResult:
+        """Shrink a failure, and find whether the engine is the cause of its smallest run.
 
         Args:
-            place: Index of the failure.
+            found: The failure.
+            place: Its index.
             simulate: The method of the runner that runs the candidates.
 
         Returns:
-            The smallest run. Its law may be another one, and its repetition may differ.
+            The smallest run; its law is ``ENGINE`` if it also fails without the connector.
         """
-        before = self.tally.failures[place]
-        assert before.result is not None, "simulated runs have results"
+        assert found.result is not None, "simulated runs have results"
         most = min(self._max_shrink_runs, self._shrink_runs_left)
-        shrinker = Shrinker(before.result, partial(self._run_all, simulate), most)
+        shrinker = Shrinker(found.result, partial(self._run_all, simulate), most)
         try:
             shrinker.shrink()
         finally:  # so that the smallest run so far is reported after Ctrl-C
             self._shrink_runs_left -= most - shrinker.runs_left
-            if shrinker.best is not before.result:
-                self.tally.failures[place] = self._to_failure(before.seed, shrinker.best, True)
-        if shrinker.best is before.result and self._is_confirmed:
-            return SeedResult(before.result)
-        smallest = self._confirm(before.seed, shrinker.best)
-        self._put(place, smallest)
+            self.tally.failures[place] = self._to_failure(found.seed, shrinker.best, True)
+        smallest = shrinker.best
+        if smallest is not found.result:
+            task = Task(SeedRunner.blame_engine, (smallest,))
+            ended = next(self._processes.map([task]))
+            smallest = _death(smallest.scenario, ended) if isinstance(ended, Died) else ended
+            self.tally.failures[place] = self._to_failure(found.seed, smallest, True)
         return smallest
-
-    def _confirm(self, seed: int, result: SimulationResult) -> SeedResult:
-        """Repeat a run; if its seed was repeated, only find whether the engine is the cause."""
-        task = Task(SeedRunner.blame_engine, (result,))
-        if not self._is_confirmed:
-            task = Task(SeedRunner.confirm, (seed, result))
-        ended = next(self._processes.map([task]))
-        if isinstance(ended, Died):
-            ended = _death(result.scenario, ended)
-        return ended if isinstance(ended, SeedResult) else SeedResult(ended)
-
-    def _put(self, place: int, ended: SeedResult) -> None:
-        assert ended.result is not None, "only failures are confirmed"
-        seed = self.tally.failures[place].seed
-        self.tally.failures[place] = self._to_failure(seed, ended.result, ended.is_repeatable)
 
     def _explain(self) -> None:
         """Add the exception that may be the cause to the first CONN-3 failure."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -35,7 +34,6 @@ class SeedResult:
         result: The result of the run; None if the connector refuses the geometry.
         is_repeatable: Whether a second run of the seed, if there was one, had the same result.
         note: Note for the report, or empty.
-        is_confirmed: Whether a failure was repeated, so that its law is final.
         lines: Lines of the author's code that have run so far in the process that ran the seed;
             empty if not measured.
     """
@@ -43,18 +41,7 @@ class SeedResult:
     result: SimulationResult | None
     is_repeatable: bool = True
     note: str = ""
-    is_confirmed: bool = True
     lines: Lines = field(default_factory=dict)
-
-    @property
-    def law(self) -> str:
-        """The broken law, or empty."""
-        failure = None if self.result is None else self.result.failure
-        return "" if failure is None else failure.law
-
-    def breaks(self, law: str) -> bool:
-        """Whether the run breaks this law, and does so again when it is repeated."""
-        return self.is_repeatable and self.law == law
 
     @property
     def may_shrink(self) -> bool:
@@ -96,9 +83,7 @@ class SeedRunner:
         """Return or make the scenario of a seed."""
         return self._scenarios[seed] if self._scenarios else generate_scenario(seed, self._steps)
 
-    def run_seed(
-        self, seed: int, is_sample: bool, is_measured: bool = False, is_first: bool = False
-    ) -> SeedResult:
+    def run_seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> SeedResult:
         """Run a seed.
 
         Args:
@@ -106,20 +91,22 @@ class SeedRunner:
             is_sample: Whether to run the seed twice if its run is green, is short, and loads a
                 block.
             is_measured: Whether to measure which lines of the author's code run.
-            is_first: Whether the caller shrinks the first failure and then confirms it, if its run
-                is long; otherwise this call confirms each failure.
         """
         scenario = self.scenario(seed)
+        lines: Lines = {}
         # Runs in which threads yield at each line have their own tracer.
-        if not is_measured or scenario.threads_yield_often:
-            return self._run_seed(scenario, seed, is_sample, is_first)
-        with self._tracer.measuring():
-            ended = self._run_seed(scenario, seed, is_sample, is_first)
-        return replace(ended, lines=self._tracer.take())
+        if is_measured and not scenario.threads_yield_often:
+            with self._tracer.measuring():
+                ended = self._run_seed(scenario, seed, is_sample)
+            lines = self._tracer.take()
+        else:
+            ended = self._run_seed(scenario, seed, is_sample)
+        result = ended.result
+        if result is not None and self._wants_events:
+            result = replace(result, coverage={**result.coverage, EVENTS_WANTED: 1})
+        return replace(ended, result=result, lines=lines)
 
-    def _run_seed(
-        self, scenario: Scenario, seed: int, is_sample: bool, is_first: bool
-    ) -> SeedResult:
+    def _run_seed(self, scenario: Scenario, seed: int, is_sample: bool) -> SeedResult:
         try:
             result = self.simulate(scenario)
         except ConfigError:
@@ -127,42 +114,36 @@ class SeedRunner:
                 raise
             return SeedResult(None)
         if result.failure is not None:
-            if is_first and self._is_own and scenario.rounds > 1 and result.scenario == scenario:
-                return SeedResult(self._with_events_wanted(result), is_confirmed=False)
-            return self.confirm(seed, result, scenario)
+            return self._confirm(seed, result, scenario)
         note = ""
         if is_sample and scenario.rounds == 1 and result.coverage.get("loads"):
             note = self._chance(seed, result, self.simulate(scenario))
-        result = self._with_events_wanted(result)
         if not note:
             return SeedResult(result)
         note = f"{note}. A seed of this connector replays nothing exactly"
         return SeedResult(result, is_repeatable=False, note=note)
 
-    def confirm(
-        self, seed: int, result: SimulationResult, scenario: Scenario | None = None
-    ) -> SeedResult:
+    def _confirm(self, seed: int, result: SimulationResult, scenario: Scenario) -> SeedResult:
         """Repeat a failing run, and name chance, reused request ids or the engine as its cause.
 
         Args:
             seed: The seed of the run.
             result: The run.
-            scenario: The scenario to repeat, if the engine could not play all of it.
+            scenario: The scenario of the seed, of which the engine may have skipped parts.
         """
         assert result.failure is not None, "only failures are confirmed"
         if result.failure.is_timeout:
-            return SeedResult(self._with_events_wanted(result))
-        again = self.simulate(scenario or result.scenario)
+            return SeedResult(result)
+        again = self.simulate(scenario)
         chance = self._chance(seed, result, again)
         if again.failure:  # otherwise chance decides, not the ids
             result = self._with_reused_ids(result)
         if not chance:
-            return SeedResult(self._with_events_wanted(self.blame_engine(result)))
+            return SeedResult(self.blame_engine(result))
         failure = result.failure
         assert failure is not None, "the law changes, not the failure"
         failure = replace(failure, message=f"{failure.message}. This is {chance}")
-        result = self._with_events_wanted(replace(result, failure=failure))
-        return SeedResult(result, is_repeatable=False)
+        return SeedResult(replace(result, failure=failure), is_repeatable=False)
 
     @staticmethod
     def _chance(seed: int, result: SimulationResult, again: SimulationResult) -> str:
@@ -225,11 +206,6 @@ class SeedRunner:
     def _is_own(self) -> bool:
         """Whether this is a kvview connector, not a connector for the engine's own interface."""
         return not is_engine_connector(self._connector_class)
-
-    def _with_events_wanted(self, result: SimulationResult) -> SimulationResult:
-        coverage = Counter(result.coverage)
-        coverage[EVENTS_WANTED] += self._wants_events
-        return replace(result, coverage=dict(coverage))
 
     @cached_property
     def _wants_events(self) -> bool:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from typing import TypeVar
 
 from kvview import CacheGeometry
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.run.long_runs import FEWEST_ROUNDS
-from kvview.testing.connector.scenario.scenario import Add, Fate, HoldBlocks, Scenario, Step
+from kvview.testing.connector.scenario.scenario import Add, Event, Fate, Scenario, Step
+
+_Item = TypeVar("_Item", Event, Fate, Scenario)
 
 PlayAll = Callable[[Iterable[Scenario]], Generator[SimulationResult, None, None]]
 """Plays scenarios, some of them in advance, and yields their results in order."""
@@ -137,6 +140,13 @@ def simpler_geometries(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, geometry=smaller, group_pages=pages, ranks=ranks)
 
 
+def _plainer(item: _Item) -> Iterator[_Item]:
+    """Yield the item several times, each time with one of its fields set to the default."""
+    for field in fields(item):
+        if field.default is not MISSING and getattr(item, field.name) != field.default:
+            yield replace(item, **{field.name: field.default})
+
+
 def _simpler_fates(scenario: Scenario) -> Iterator[Scenario]:
     fates, usual = scenario.fates, Fate()
     if fates and fates[-1] == usual:
@@ -144,67 +154,32 @@ def _simpler_fates(scenario: Scenario) -> Iterator[Scenario]:
     if len(fates) > 1:
         yield replace(scenario, fates=fates[: len(fates) // 2])
     for index, fate in enumerate(fates):
-        simpler = [usual, replace(usual, is_lost=fate.is_lost, outcome=fate.outcome)]
-        for other in simpler:
+        for other in (usual, *_plainer(fate)):
             if other != fate:
                 yield replace(scenario, fates=(*fates[:index], other, *fates[index + 1 :]))
-                if fate in simpler:
-                    break
 
 
 def _simpler_events(scenario: Scenario) -> Iterator[Scenario]:
     size = scenario.geometry.scheduler_block_size
     for index, event in enumerate(scenario.events):
-        others: list[Add | Step | HoldBlocks] = []
+        others: list[Event] = [*_plainer(event)]
         if isinstance(event, Add):
-            others = [
-                replace(event, num_output_tokens=0),
-                replace(event, family=1),
-                replace(event, continues=None),
-                replace(event, max_load_tokens=None, max_offload_tokens=None),
-                replace(event, num_shared_blocks=Add("", 1, 1).num_shared_blocks),
-                *(replace(event, num_prompt_tokens=n * size + 1) for n in (1, 2, 3)),
-            ]
-            others = [o for o in others if isinstance(o, Add) and _weight(o) < _weight(event)]
-        elif isinstance(event, Step) and event.count > 1:
-            others = [Step(1), Step(event.count - 1)]
+            lengths = [n * size + 1 for n in (1, 2, 3) if n * size + 1 < event.num_prompt_tokens]
+            others += [replace(event, num_prompt_tokens=length) for length in lengths]
+            others += [replace(event, family=1)] if event.family > 1 else []
+        elif isinstance(event, Step) and event.count > 2:
+            others.append(Step(event.count - 1))
         for other in others:
             events = (*scenario.events[:index], other, *scenario.events[index + 1 :])
             yield replace(scenario, events=events)
 
 
-def _weight(add: Add) -> int:
-    is_next_turn = add.continues is not None
-    is_unusual = add.num_shared_blocks != Add("", 1, 1).num_shared_blocks
-    is_capped = (add.max_load_tokens, add.max_offload_tokens) != (None, None)
-    numbers = add.num_prompt_tokens + add.num_output_tokens + add.family
-    return numbers + is_next_turn + is_unusual + is_capped
-
-
 def simpler_sizes(scenario: Scenario) -> Iterator[Scenario]:
     """Yield the same run several times, each time with one of its sizes set to the default."""
-    if scenario.ends_abruptly:
-        yield replace(scenario, ends_abruptly=False)
-    usual = Scenario(scenario.geometry, scenario.num_gpu_blocks, scenario.events)
-    for name in (
-        "worker_half",
-        "other_runner",
-        "ranks",
-        "group_pages",
-        "pin_budget",
-        "threads_yield_often",
-        "clock_jump",
-        "cpu_blocks",
-        "max_running",
-        "max_tokens_per_step",
-        "decode_tokens",
-        "drafts",
-        "lookahead_tokens",
-    ):
-        if name == "group_pages" and scenario.ranks:
-            continue  # because the pages describe the tensors that the ranks share
-        if getattr(scenario, name) != getattr(usual, name):
-            yield replace(scenario, **{name: getattr(usual, name)})
+    for plainer in _plainer(scenario):
+        # The pages describe the tensors that the ranks share.
+        if plainer.fates == scenario.fates and (plainer.group_pages or not plainer.ranks):
+            yield plainer
     for num_gpu_blocks in (scenario.num_gpu_blocks // 2, scenario.num_gpu_blocks - 1):
         if num_gpu_blocks > 2:
             yield replace(scenario, num_gpu_blocks=num_gpu_blocks)

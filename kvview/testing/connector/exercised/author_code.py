@@ -1,19 +1,18 @@
 """The code that the author of a connector wrote, and its statements that no run reached.
 
-The code of a connector is its class, and the functions and classes of its author that the class
-uses by name, directly or through others. Other code in the same files (a second connector, a test,
-a command) does not count as code of the connector.
+The code of a connector is each class and each function of its author that ran in part, or that a
+line that ran names. Other code in the same files (a second connector, a test, a command) does not
+count as code of the connector.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from kvview.connector.hooks import TARGET_PREFIX
@@ -45,34 +44,8 @@ class Unrun:
     is_judged: bool
 
 
-@dataclass
-class _File:
-    """A file of the author."""
-
-    path: Path
-    folder: Path
-
-    @cached_property
-    def lines(self) -> list[str]:
-        return self.path.read_text(encoding="utf-8").splitlines()
-
-
-@dataclass(frozen=True)
-class _Function:
-    """A function of the code, with its statements."""
-
-    module: str
-    file: _File
-    code: CodeType
-    region: Region
-
-    @property
-    def name(self) -> str:
-        return self.code.co_qualname
-
-
 class AuthorCode:
-    """The files, classes and functions of a connector's author.
+    """The files and functions of a connector's author.
 
     Args:
         connector_class: The connector.
@@ -80,22 +53,31 @@ class AuthorCode:
 
     def __init__(self, connector_class: type[Any]) -> None:
         self._connector_class = connector_class
-        self._folders: set[Path] = set()
-        self._files: dict[str, _File] = {}  # by module
-        self._kinds: list[type[Any]] = []
-        self._codes: dict[tuple[str, str], CodeType] = {}  # by module and qualified name
-        self._seen: dict[int, object] = {}  # by id, which is unique while the object exists
-        self._add(connector_class)
+        modules = {sys.modules.get(base.__module__) for base in connector_class.__mro__}
+        named = [one for module in modules if module for one in list(vars(module).values())]
+        folders = {
+            folder
+            for kind in (connector_class, *named)
+            if isinstance(kind, type) and any(_is_kvviews(base.__module__) for base in kind.__mro__)
+            for base in kind.__mro__
+            if (folder := _folder_of(base)) and (base is connector_class or not _is_library(folder))
+        }
+        self._modules = {
+            str(path): (module, folder)
+            for module in list(sys.modules.values())
+            if (path := _path_of(module)) is not None and not _is_kvviews(module.__name__)
+            for folder in folders
+            if path.is_relative_to(folder) and not _is_library(path.relative_to(folder))
+        }
 
     @property
     def paths(self) -> list[str]:
-        """Return the files with the code; empty if the code is kvview's own or has no file."""
-        modules = {kind.__module__ for kind in self._kinds} | {module for module, _ in self._codes}
-        return sorted({str(self._files[module].path) for module in modules})
+        """Return the author's files; empty if the code is kvview's own or has no file."""
+        return sorted(self._modules)
 
     def num_statements(self, ran: Lines) -> int:
         """Return the number of statements in the functions of the code."""
-        return sum(len(function.region.statements) for function in self._functions(ran))
+        return sum(len(region.statements) for _, _, region, _ in self._functions(ran))
 
     def unrun(self, ran: Lines) -> list[Unrun]:
         """Return the statements that no run reached, in the order of the files.
@@ -103,122 +85,63 @@ class AuthorCode:
         Args:
             ran: Lines that ran, by file.
         """
-        called = self._hooks.union(
-            *(_names_used(file.lines, ran.get(str(file.path), ())) for file in self._files.values())
-        )
-        replaced = self._replaced(called)
         return [
             one
-            for function in self._functions(ran)
-            for one in _unrun_in(
-                function,
-                is_called=function.code.co_name in called
-                and (function.module, function.name) not in replaced,
-            )
+            for path, name, region, is_called in self._functions(ran)
+            for one in self._unrun_in(path, name, region, is_called)
         ]
 
-    # --- the parts of the code ---
+    def _functions(self, ran: Lines) -> Iterator[tuple[str, str, Region, bool]]:
+        """Yield file, name and statements of each function, and whether the code calls it."""
+        ran = {path: lines for path, lines in ran.items() if path in self._modules}
+        lines = {path: Path(path).read_text(encoding="utf-8").splitlines() for path in ran}
+        used = {word for path in ran for word in _names_used(lines[path], ran[path])}
+        kinds = [*self._kinds(ran)]
+        called = used | self._hooks(kinds)
+        replaced = self._replaced(kinds, used)
+        for path, regions in regions_of(ran).items():
+            module = self._modules[path][0].__name__
+            running = {name for name, region in regions.items() if region.executed}
+            owners = running | {name.rpartition(".")[0] for name in running} - {""}
+            for name, region in regions.items():
+                owner, _, function = name.rpartition(".")
+                is_named = (owner.rpartition(".")[2] or function) in used
+                if name in running or owner in owners or is_named:
+                    is_called = function in called and (module, name) not in replaced
+                    yield path, name, region, is_called or function.startswith("__")
 
-    def _add(self, found: object) -> None:
-        """Add an object that the code names, and the objects of the author that it uses."""
-        if id(found) in self._seen:
-            return
-        self._seen[id(found)] = found
-        match found:
-            case type():
-                self._add_class(found)
-            case FunctionType():
-                self._add_function(found)
-            case staticmethod() | classmethod() | MethodType():
-                self._add(found.__func__)
-            case property():
-                self._add_all((found.fget, found.fset))
-            case cached_property() | partial():
-                self._add(found.func)
-            case dict():
-                self._add_all(found.values())
-            case list() | tuple() | set() | frozenset():
-                self._add_all(found)
-            case _:
-                self._add(type(found))
-        self._add(getattr(found, "__wrapped__", None) if callable(found) else None)
+    def _unrun_in(self, path: str, name: str, region: Region, is_called: bool) -> Iterator[Unrun]:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        for group in region.unrun():
+            first = group[0]
+            while group[0] == region.statements[0] and not _FUNCTION.match(lines[first - 1]):
+                first -= 1  # none of the function ran
+            is_an_error = lines[group[-1] - 1].lstrip().startswith("raise")
+            yield Unrun(
+                f"{Path(path).relative_to(self._modules[path][1])}:{first}",
+                name,
+                len(group),
+                lines[first - 1].strip(),
+                bool(region.missing.intersection(group)) and is_called and not is_an_error,
+            )
 
-    def _add_all(self, found: Collection[object]) -> None:
-        for one in found:
-            self._add(one)
+    def _kinds(self, ran: Lines) -> Iterator[type[Any]]:
+        """Yield the classes in the files of which lines ran."""
+        for path in ran:
+            module = self._modules[path][0]
+            for found in list(vars(module).values()):
+                if isinstance(found, type) and found.__module__ == module.__name__:
+                    yield found
 
-    def _add_class(self, kind: type[Any]) -> None:
-        if any(_is_kvviews(base.__module__) for base in kind.__mro__):
-            self._add_folders(kind)
-        if self._file(kind.__module__) is None:
-            return
-        self._kinds.append(kind)
-        self._add_all(kind.__mro__)
-        self._add_all(list(vars(kind).values()))
-
-    def _add_folders(self, kind: type[Any]) -> None:
-        """Add the folders of the bases of a connector, a half or a store."""
-        for base in kind.__mro__:
-            folder = _folder_of(base)
-            is_library = folder is not None and not _LIBRARIES.isdisjoint(folder.parts)
-            if folder is None or (is_library and base is not self._connector_class):
-                continue
-            if self._file(base.__module__) is None:
-                self._folders.add(folder)
-            self._add(base)
-
-    def _add_function(self, function: FunctionType) -> None:
-        if self._file(function.__module__) is None:
-            return
-        codes = list(_nested(function.__code__))
-        self._codes.update({(function.__module__, code.co_qualname): code for code in codes})
-        names = {name for code in codes for name in code.co_names}
-        scopes = [function.__globals__]
-        for name in names:
-            module = function.__globals__.get(name, sys.modules.get(name))
-            if isinstance(module, ModuleType) and self._file(module.__name__):
-                scopes.append(vars(module))
-        for scope in scopes:
-            self._add_all([scope[name] for name in sorted(names & scope.keys())])
-
-    def _file(self, module_name: object) -> _File | None:
-        """Return the file of a module of the author; None for any other module."""
-        if not isinstance(module_name, str):
-            return None
-        if module_name not in self._files:
-            path = _path_of(sys.modules.get(module_name))
-            if path is None or _is_kvviews(module_name):
-                return None
-            folder = next((one for one in self._folders if path.is_relative_to(one)), None)
-            if folder is None or _LIBRARIES.intersection(path.relative_to(folder).parts):
-                return None
-            self._files[module_name] = _File(path, folder)
-        return self._files[module_name]
-
-    # --- the statements that did not run ---
-
-    def _functions(self, ran: Lines) -> Iterator[_Function]:
-        """Yield the functions of the code with their statements."""
-        regions = regions_of(self.paths, ran)
-        for (module, name), code in sorted(
-            self._codes.items(), key=lambda item: (item[0][0], item[1].co_firstlineno)
-        ):
-            file = self._files[module]
-            if region := regions[str(file.path)].get(name.replace(".<locals>", "")):
-                yield _Function(module, file, code, region)
-
-    @cached_property
-    def _hooks(self) -> set[str]:
+    def _hooks(self, kinds: Collection[type[Any]]) -> set[str]:
         """Return the names of methods that override a method of another author's base class."""
-        return {
-            attribute
-            for kind in self._kinds
-            for base in kind.__mro__
-            if self._file(base.__module__) is None and base is not object
-            for attribute in vars(base)
-        }
+        own = {module.__name__ for module, _ in self._modules.values()}
+        bases = {base for kind in kinds for base in kind.__mro__ if base is not object}
+        return {name for base in bases if base.__module__ not in own for name in vars(base)}
 
-    def _replaced(self, used: Collection[str]) -> set[tuple[str, str]]:
+    def _replaced(
+        self, kinds: Collection[type[Any]], used: Collection[str]
+    ) -> set[tuple[str, str]]:
         """Return the methods, by module and name, of a base class that only exists as a base.
 
         A method is included if a class of the author overrides it, and no line that ran uses the
@@ -226,38 +149,15 @@ class AuthorCode:
         """
         return {
             (base.__module__, f"{base.__qualname__}.{method}")
-            for kind in self._kinds
+            for kind in kinds
             for base in kind.__mro__[1:]
             if base is not self._connector_class and base.__name__ not in used
             for method in vars(base).keys() & vars(kind).keys()
         }
 
 
-def _unrun_in(function: _Function, *, is_called: bool) -> Iterator[Unrun]:
-    file, region = function.file, function.region
-    is_listed_only = not (is_called or function.code.co_name.startswith("__"))
-    for group in region.unrun():
-        first = group[0]
-        if first == region.statements[0]:  # none of the function ran
-            first = function.code.co_firstlineno  # of a decorator, if there is one
-            while not _FUNCTION.match(file.lines[first - 1]):
-                first += 1
-        is_an_error = file.lines[group[-1] - 1].lstrip().startswith("raise")
-        yield Unrun(
-            f"{file.path.relative_to(file.folder)}:{first}",
-            function.name,
-            len(group),
-            file.lines[first - 1].strip(),
-            bool(region.missing.intersection(group)) and not (is_listed_only or is_an_error),
-        )
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of the functions and classes that are defined in it."""
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _nested(one)
+def _is_library(path: Path) -> bool:
+    return not _LIBRARIES.isdisjoint(path.parts)
 
 
 def _folder_of(kind: type[Any]) -> Path | None:
@@ -270,9 +170,9 @@ def _folder_of(kind: type[Any]) -> Path | None:
     path = _path_of(module)
     if module is None or path is None or _is_kvviews(module.__name__):
         return None
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
-        return None
     package = module.__name__.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return None
     top = _path_of(sys.modules.get(package)) if "." in module.__name__ else None
     return (top or path).parent
 
@@ -282,15 +182,14 @@ def _is_kvviews(module_name: str) -> bool:
     return module_name.startswith("kvview") and not module_name.startswith(TARGET_PREFIX)
 
 
-def _path_of(module: ModuleType | None) -> Path | None:
-    name = getattr(module, "__file__", None)
+def _path_of(module: object) -> Path | None:
+    name = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
     path = Path(name) if isinstance(name, str) else None
     return path if path is not None and path.suffix == ".py" and path.exists() else None
 
 
-def _names_used(lines: Sequence[str], ran: Collection[int]) -> set[str]:
-    """Return the names in lines that ran; definitions are excluded, because they call nothing."""
-    used = (lines[number - 1] for number in ran if number <= len(lines))
-    return {
-        word for line in used if not _DEFINITION.match(line) for word in re.findall(r"\w+", line)
-    }
+def _names_used(lines: list[str], ran: Collection[int]) -> Iterator[str]:
+    """Yield the names in lines that ran; definitions are excluded, because they call nothing."""
+    for number in ran:
+        if number <= len(lines) and not _DEFINITION.match(lines[number - 1]):
+            yield from re.findall(r"\w+", lines[number - 1])

@@ -63,18 +63,17 @@ class Region:
                 yield list(group)
 
 
-def regions_of(paths: Sequence[str], ran: Lines) -> Mapping[str, Mapping[str, Region]]:
+def regions_of(ran: Lines) -> Mapping[str, Mapping[str, Region]]:
     """Find the statements of functions that ran, and the statements that did not run.
 
     Args:
-        paths: The files.
-        ran: Lines of these files that ran.
+        ran: Lines that ran, by file.
 
     Returns:
         The functions of each file, by qualified name.
     """
-    cover = _make_coverage(paths)
-    cover.get_data().add_lines({path: ran.get(path, ()) for path in paths})
+    cover = _make_coverage(list(ran))
+    cover.get_data().add_lines(ran)
     with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
         file = Path(folder, "report.json")
         cover.json_report(outfile=str(file))
@@ -82,10 +81,11 @@ def regions_of(paths: Sequence[str], ran: Lines) -> Mapping[str, Mapping[str, Re
     found = {os.path.realpath(path): one["functions"] for path, one in report.items()}
     return {
         path: {
-            name: _region(one, ran.get(path, ()))
+            name: _region(one, lines)
             for name, one in found.get(os.path.realpath(path), {}).items()
+            if name
         }
-        for path in paths
+        for path, lines in ran.items()
     }
 
 

@@ -159,7 +159,6 @@ class Run:
         if self.scenario.worker_half == "in_a_process" and not can_fork():
             self.scenario = replace(self.scenario, worker_half="job_by_job")
             self.coverage["left out: a worker half in a separate process, without fork"] += 1
-        self.coverage.update(_features(self.scenario))
         self.coverage.update(seeds_of(self.scenario))
         self.stage = RunState(self.coverage)
         self.threads_left: list[str] = []
@@ -323,24 +322,6 @@ class Run:
             tuple(self._memory.sizes),
             next((e for p in self.stage.parts if (e := p.record.counts.first_error)), ""),
         )
-
-
-def _features(scenario: Scenario) -> Mapping[str, int]:
-    """Return the features of a scenario that coverage counts."""
-    features = {
-        "with pages of different sizes": bool(scenario.group_pages),
-        "with two connectors": scenario.num_connectors > 1,
-        "with an abrupt end": scenario.ends_abruptly,
-        "with steps in flight": scenario.steps_in_flight > 1,
-        "with lagging compute": scenario.compute_lags,
-        "in the other model runner": scenario.other_runner,
-        "with draft tokens": bool(scenario.drafts),
-        "with several ranks": bool(scenario.ranks),
-        "with a pin budget": scenario.pin_budget is not None,
-    }
-    if scenario.worker_half != "job_by_job":
-        features[f"with the worker half {scenario.worker_half}"] = True
-    return features
 
 
 def _is_refused_hold(error: BaseException | None) -> bool:

@@ -117,9 +117,6 @@ Outcome = Literal["ok", "none", "half"]
 the job fails."""
 
 
-_INDENT, _WIDTH = " " * 8, 92  # of the lists in a script
-_MANY_ITEMS = 40
-
 WorkerHalf = Literal["job_by_job", "whole_plans", "in_a_process"]
 """Ways in which jobs are passed to the worker half: each job when it is due; whole plans in their
 step, while the copies of its threads wait at a gate; or each job when it is due, in a child
@@ -322,7 +319,7 @@ def to_script(
             continue
         if isinstance(value, tuple):
             lines.append(f"    {field.name}=(")
-            lines += _listed(list(_written(value)))
+            lines += [f"        {item}" for item in _written(value)]
             lines.append("    ),")
         else:
             lines.append(f"    {field.name}={value!r},")
@@ -346,20 +343,6 @@ def _written(items: Sequence[object]) -> Iterator[str]:
             yield f"*[Fate()] * {number},"
         else:
             yield from [f"{compact_repr(item)},"] * number
-
-
-def _listed(items: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a list, with one item per line, or with as many as fit in a long list."""
-    width = _WIDTH if len(items) > _MANY_ITEMS else 0
-    line = ""
-    for item in items:
-        if line and len(line) + 1 + len(item) > width:
-            yield f"{_INDENT}{line}"
-            line = item
-        else:
-            line = f"{line} {item}".lstrip()
-    if line:
-        yield f"{_INDENT}{line}"
 
 
 def _import_of(connector_class: type[object]) -> tuple[list[str], str]:
