@@ -64,7 +64,6 @@ class Listener:
     Args:
         endpoint: Endpoint of the publisher.
         replay_endpoint: Endpoint from which missed messages can be requested, or None.
-        topic: Prefix of the topics to receive.
         replay_seconds: Maximum of seconds to wait for each message of a replay.
 
     Attributes:
@@ -79,7 +78,6 @@ class Listener:
         endpoint: str,
         replay_endpoint: str | None = None,
         *,
-        topic: str = "",
         replay_seconds: float = 2.0,
     ) -> None:
         self._context = zmq.Context()
@@ -93,7 +91,7 @@ class Listener:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode(errors="surrogateescape"))
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
 
     def __enter__(self) -> Listener:
         return self
