@@ -7,11 +7,12 @@ simulation its full blocks with steps in flight (CONN-7).
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from kvview import CacheGeometry, RequestContent, TransferResult, make_offload_key
+from kvview import CacheGeometry, RequestContent, StepPlan, TransferResult, make_offload_key
 from kvview_vllm.events import BlockDescriptions
 from kvview_vllm.releases.build.samples import BLOCK_SIZE, make_request
 from kvview_vllm.releases.compat.calls import request_content
@@ -43,6 +44,23 @@ def test_the_content_has_everything_that_hashes_cover() -> None:
     assert expected[0] != expected[1]
     with pytest.raises(IndexError):
         content.extra_keys[6]
+
+
+@dataclass(frozen=True)
+class Drops(StepPlan):
+    """A plan that has more than jobs."""
+
+    dropped: str = ""
+
+
+def test_a_plan_without_jobs_reaches_the_worker() -> None:
+    server = Server()
+    plans: list[Any] = []
+    server.half.plan_step = lambda step: Drops(dropped="a key")
+    server.worker._worker_side._half.start_plan = plans.append
+    server.ask("r")
+    server.step()
+    assert [plan.dropped for plan in plans] == ["a key"]
 
 
 def test_a_report_of_an_unknown_job_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
