@@ -164,8 +164,8 @@ def test_recordings(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             rows = [*map(json.loads, Path("messages.jsonl").read_bytes().splitlines())]
             Path("messages.jsonl").write_bytes(wrong_rows(data, rows))
-        command = data.draw(st.sampled_from((REPLAY, ["size"], ["events"])))
-        require_clean_end([*command, "--json=-", "messages.jsonl"])
+        commands = ([*REPLAY, "--json=-"], ["size", "--json=-"], ["events"])
+        require_clean_end([*data.draw(st.sampled_from(commands)), "messages.jsonl"])
 
 
 @fuzzed
