@@ -91,7 +91,7 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
 def changed(data: st.DataObject, value: Any) -> Any:
     """Replace, delete or add one part of a value."""
     if not (isinstance(value, list | dict) and value) or data.draw(st.integers(0, 3)) == 0:
-        return copy.deepcopy(data.draw(st.sampled_from(VALUES)))
+        return copy.deepcopy(data.draw(st.just(HOSTILE) | st.sampled_from(VALUES)))
     key = data.draw(st.sampled_from([*value] if isinstance(value, dict) else range(len(value))))
     match data.draw(st.integers(0, 5)):
         case 0:
