@@ -91,7 +91,7 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
 def changed(data: st.DataObject, value: Any) -> Any:
     """Replace, delete or add one part of a value."""
     if not (isinstance(value, list | dict) and value) or data.draw(st.integers(0, 3)) == 0:
-        return copy.deepcopy(data.draw(st.sampled_from(VALUES)))
+        return copy.deepcopy(data.draw(st.just(HOSTILE) | st.sampled_from(VALUES)))
     key = data.draw(st.sampled_from([*value] if isinstance(value, dict) else range(len(value))))
     match data.draw(st.integers(0, 5)):
         case 0:
@@ -164,8 +164,8 @@ def test_recordings(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             rows = [*map(json.loads, Path("messages.jsonl").read_bytes().splitlines())]
             Path("messages.jsonl").write_bytes(wrong_rows(data, rows))
-        command = data.draw(st.sampled_from((REPLAY, ["size"], ["events"])))
-        require_clean_end([*command, "--json=-", "messages.jsonl"])
+        commands = ([*REPLAY, "--json=-"], ["size", "--json=-"], ["events"])
+        require_clean_end([*data.draw(st.sampled_from(commands)), "messages.jsonl"])
 
 
 @fuzzed
