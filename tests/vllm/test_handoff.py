@@ -144,6 +144,28 @@ def test_nixl_loads_right_kv_in_two_schedulers(nixl: type[HandoffConformance]) -
     assert num_loaded > 0
 
 
+def test_nixl_frees_the_blocks_of_handoffs_that_have_ended(nixl: type[HandoffConformance]) -> None:
+    """The stand-in for the side channel once lacked a method of 0.24 and 0.25, so none was read."""
+    state: Any = nixl.Machine()
+    state.start(
+        groups="full",
+        max_running=(1, 1),
+        seed=55689247,
+        pin_budget=None,
+        num_blocks=(14, 14),
+        lease=16,
+        consumer="alike",
+        split="none",
+    )
+    state.route(family=8, number=1, seconds=0, to_itself=False)
+    state.route_again(age=2, is_evicted=True, seconds=1, to_itself=False)
+    state.abort(request=("D", "again2"))
+    state.route_again(age=1, is_evicted=False, seconds=3, to_itself=False)
+    state.restart(how="reset", name="D")
+    state.pass_time(seconds=15)
+    state.teardown()
+
+
 def test_nixl_breaks_the_laws_of_its_findings(nixl: type[HandoffConformance]) -> None:
     failures = find_failures(nixl, Effort(seeds=30))
     assert {"HAND-5", "HAND-6"} <= set(failures)

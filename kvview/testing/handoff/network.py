@@ -22,6 +22,7 @@ twice; a frame cut or missing; a bit changed; some older messages delivered once
 all ranks of both engines as well."""
 
 _MOST_KEPT = 30  # number of old messages that may be replayed
+_NUM_LAST = 6  # number of bytes at the end of a message
 _NUM_REPLAYED = 4  # number of messages that are replayed at once
 
 
@@ -183,9 +184,11 @@ def _cut(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
 
 
 def _flipped(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Change one bit."""
+    """Change one bit, in half of the cases a low bit near the end, where messages have numbers."""
     place = rng.randrange(len(frames))
     frame = bytearray(frames[place])
-    if frame:
+    if frame and rng.random() < 0.5:
+        frame[-rng.randrange(1, 1 + min(len(frame), _NUM_LAST))] ^= 1 << rng.randrange(2)
+    elif frame:
         frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
     return (*frames[:place], bytes(frame), *frames[place + 1 :])

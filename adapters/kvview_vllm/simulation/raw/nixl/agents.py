@@ -154,8 +154,9 @@ class SimulatedAgent:
             transfer.state = "ERR"
         return transfer.state
 
-    def get_xfer_telemetry(self, handle: int) -> None:
-        """Return nothing."""
+    def get_xfer_telemetry(self, handle: int) -> SimpleNamespace:
+        """Return zeros."""
+        return SimpleNamespace(xferDuration=0, postDuration=0, totalBytes=0, descCount=0)
 
     def release_xfer_handle(self, handle: int) -> None:
         """Drop a transfer, and discard pages that arrive after this call."""
@@ -288,9 +289,13 @@ class _SideChannel:
         """Do nothing, because no call waits for the network."""
 
     def send(self, message: bytes) -> None:
-        """Request the metadata of a rank."""
+        """Request the metadata of a rank, which has no stage up to 0.25."""
         _, *rank = self._packing.decode(message)
-        self._rank = tuple(rank)
+        self._rank = tuple(rank) if len(rank) > 1 else rank[0]
+
+    def recv(self) -> bytes:
+        """Return the metadata without the clock, as up to 0.25."""
+        return self.recv_multipart()[0]
 
     def recv_multipart(self) -> list[bytes]:
         """Return the metadata and the producer's clock, or raise the error of a timeout."""
