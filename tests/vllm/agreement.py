@@ -49,8 +49,9 @@ RIGHT_RESPONSES = "right responses"
 PART = """\
 {num_found} of {num_wrong} wrong connectors are red in the check: {num_shown_found} of the
 {num_shown} that show their mistake in vLLM {version}, and {num_others_found} of the {num_others}
-that do not. Answers show {num_in_answers} of the {num_shown}, and only the bytes of blocks show the
-others. {num_right} right connectors, as a control, give right answers and bytes.
+that do not. Of the {num_shown}, {num_in_answers} show wrong or lost answers, and {num_in_bytes}
+show only wrong bytes in cached blocks, which were compared after each step. {num_right} right
+connectors, as a control, give right answers and bytes.
 
 | connector | in vLLM | in the check |
 |---|---|---|
@@ -213,6 +214,7 @@ def part(rows: Sequence[Row], version: str) -> str:
         num_found=sum(row.is_red for row in wrong),
         num_shown=len(shown),
         num_in_answers=sum(row.is_in_answers for row in shown),
+        num_in_bytes=sum(not row.is_in_answers for row in shown),
         num_shown_found=sum(row.is_red for row in shown),
         num_others=len(others),
         num_others_found=sum(row.is_red for row in others),
