@@ -402,7 +402,7 @@ def _repeat_incident(console: Console, target: str, path: str, options: dict[str
         hook_seconds=context.params["hook_seconds"],
     )
     replay = read_replay(path)
-    lines = [f"incident: {replay.reason}{f' ({replay.law})' if replay.law else ''}", *replay.notes]
+    lines = [f"incident: {replay.law or 'requested by a signal'}", *replay.notes]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
 

@@ -21,13 +21,11 @@ class Replay:
     """An incident as scenarios of a simulated engine.
 
     Args:
-        reason: Why the incident was written.
-        law: The law that the server saw broken, or empty.
+        law: The law that the server saw broken; empty if a signal requested the file.
         scenarios: The scenarios, the most likely first.
         notes: Facts for the reader, one line each.
     """
 
-    reason: str
     law: str
     scenarios: Sequence[Scenario]
     notes: Sequence[str]

@@ -18,8 +18,7 @@ from kvview.events.recording import Message, Recording
 from kvview.testing.results.schema import UpgradeModel
 from kvview.tier import Namespace
 from kvview_reference.tier import FileStore
-from kvview_vllm.recorder import Recorder
-from tests.recorder.calls import Calls, play_reuse
+from tests.recorder.calls import make_recorder, play_reuse
 
 CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 
@@ -48,11 +47,9 @@ def result() -> Any:
 
 def incident() -> Any:
     """An incident, which a recorder writes in a server."""
-    recorder = Recorder(1 << 20, "incidents")
-    play_reuse(Calls(recorder))
-    path = recorder.write("on request", {"law": "XFER-1"})
-    assert path is not None
-    return json.loads(path.read_text())
+    recorder = make_recorder()
+    play_reuse(recorder)
+    return recorder.export("XFER-1")
 
 
 COMMANDS: dict[str, list[str | Callable[[], Any]]] = {

@@ -7,6 +7,8 @@ hold; CANARY-5 and CANARY-8 to CANARY-10 have tests of their own.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +20,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvview.testing.connector import generate_scenario, simulate
+from kvview.testing.connector.scenario.scenario import Scenario
 from kvview_vllm.canary import CanaryConnector, CanaryOneGroupConnector
 from kvview_vllm.canary.blocks.digests import digest
 from kvview_vllm.canary.blocks.known_digests import KnownDigests
+from kvview_vllm.canary.blocks.sampling import Sampler
 from kvview_vllm.canary.call_laws import CallLaws
+from kvview_vllm.canary.incidents import IncidentFolder
 from kvview_vllm.canary.watched_pool import watched_pool
 from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
 from kvview_vllm.canary.wrapper.canary_metrics import CanaryPromMetrics, CanaryStats
+from kvview_vllm.recorder import Recorder
+from kvview_vllm.recorder.incident import read_incident
+from kvview_vllm.releases import installed
 from kvview_vllm.releases.build import samples
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation.raw.transfer_config import registered
 from kvview_vllm.simulation.scheduler import capabilities
-from tests.vllm.raw_connectors import GroupsConnector, HostConnector, load_fault
+from tests.vllm.canary_connectors import (
+    ForgetsTheHits,
+    LoadsABatch,
+    ReusesPages,
+    ShortKeys,
+    StoresTheTail,
+)
+from tests.vllm.raw_connectors import Copies, GroupsConnector, HostConnector, faults, load_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -51,15 +66,24 @@ class Canary:
         self.engines = engines
 
     def run(
-        self, kind: type, seed: int, wrapper: type = CanaryOneGroupConnector, **extra: Any
+        self,
+        kind: type,
+        scenario: int | Scenario,
+        wrapper: type = CanaryOneGroupConnector,
+        **extra: Any,
     ) -> Any:
         entry = {"connector": kind.__name__, "sample": 1, "incidents": str(self.folder)}
         options = {"canary": entry | extra.pop("canary", {}), **extra}
+        if isinstance(scenario, int):
+            scenario = generate_scenario(scenario)
         with registered(kind):
-            return simulate(wrapper, generate_scenario(seed), options, engines=self.engines)
+            return simulate(wrapper, scenario, options, engines=self.engines)
 
     def incidents(self) -> list[dict[str, Any]]:
-        return [json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))]
+        files = sorted(
+            self.folder.glob("incident-*.json"), key=lambda file: file.stat().st_mtime_ns
+        )
+        return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture
@@ -85,9 +109,84 @@ def test_wrong_bytes_are_an_incident(name: str, canary: Canary) -> None:
     incident, *_ = canary.incidents()
     assert incident["law"] == "XFER-1"
     assert incident["connector"] == name
-    assert incident["num_compared"] < 100
     num_wrong = len(incident["tensors"]) * (2 if name == "LoadsOneLayer" else 1)
     assert num_wrong == len(incident["digest"])
+
+
+@pytest.mark.parametrize(
+    "kind", [ShortKeys, ReusesPages, LoadsABatch, ForgetsTheHits, StoresTheTail]
+)
+def test_faults_by_an_author_who_had_not_read_the_canary_are_incidents(
+    kind: type, canary: Canary
+) -> None:
+    for seed in range(12):
+        failure = canary.run(kind, seed).failure
+        if failure is not None and failure.law == "XFER-1":
+            assert canary.incidents()[0]["law"] == "XFER-1"
+            return
+    pytest.fail("no seed shows the fault")
+
+
+def loading_scenario(canary: Canary, **changes: Any) -> Scenario:
+    """Return the first scenario in which a connector that loads one of two layers is found."""
+    for seed in range(8):
+        scenario = replace(generate_scenario(seed), **changes)
+        if canary.run(load_fault("LoadsOneLayer"), scenario).failure is not None:
+            return scenario
+    pytest.fail("no seed loads")
+
+
+@pytest.mark.skipif(not capabilities.has_two_runners(), reason="no Model Runner V2")
+@pytest.mark.parametrize("is_other", [False, True])
+def test_wrong_bytes_are_an_incident_in_both_model_runners(is_other: bool, canary: Canary) -> None:
+    scenario = loading_scenario(canary, other_runner=is_other)
+    assert canary.incidents()[0]["law"] == "XFER-1"
+    assert canary.run(HostConnector, scenario).failure is None
+
+
+def test_an_incident_of_a_worker_makes_the_scheduler_write_its_calls(canary: Canary) -> None:
+    scenario = loading_scenario(canary, worker_half="in_a_process")
+    assert {one["half"] for one in canary.incidents()} == {"rank0"}
+    (path, *_) = canary.folder.glob("recorded-scheduler-*.json")
+    incident = read_incident(path)
+    assert incident.law == "XFER-1"
+    assert any(record.received for record in incident.records)
+    assert canary.run(HostConnector, scenario).failure is None
+
+
+@pytest.mark.skipif(not installed().connector.failed_blocks, reason="no reports of failed loads")
+def test_recompute_repairs_wrong_blocks(canary: Canary) -> None:
+    scenario = loading_scenario(canary)
+    options: dict[str, Any]
+    options = {"canary": {"on_difference": "recompute"}, "kv_load_failure_policy": "recompute"}
+    result = canary.run(load_fault("LoadsOneLayer"), scenario, **options)
+    assert result.failure is None, result.failure
+
+
+def test_stop_ends_the_server(canary: Canary) -> None:
+    scenario = loading_scenario(canary)
+    canary_options = {"on_difference": "stop"}
+    failure = canary.run(load_fault("LoadsOneLayer"), scenario, canary=canary_options).failure
+    assert "on_difference is 'stop'" in str(failure)
+
+
+def test_a_full_disk_and_an_own_exception_never_reach_the_server(
+    canary: Canary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    canary.folder.write_text("a file in the place of the folder")
+
+    def fail(*args: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Sampler, "on_step", fail)
+    monkeypatch.setattr(Recorder, "on_promise", fail)
+    result = canary.run(HostConnector, 1)
+    assert result.failure is None, result.failure
+    assert {"Sampler is off", "Recorder is off"} <= {
+        record.getMessage().removeprefix("canary: ").partition(",")[0] for record in caplog.records
+    }
+    IncidentFolder(str(canary.folder), "rank0").write("incident", {})
+    assert "could not write" in caplog.records[-1].getMessage()
 
 
 @pytest.mark.skipif(not capabilities.can_reset_connectors(), reason="no reset reaches a connector")
@@ -151,49 +250,56 @@ def test_wrong_kv_of_the_example_connector_of_vllm_is_an_incident(
     assert is_wrong == any(one["law"] in ("XFER-1", "CONN-11") for one in canary.incidents())
 
 
-def plant(damage: str) -> type:
-    """Return HostConnector with one fault in the 8th block that it stores or loads."""
+DAMAGES = ("host memory", "disk", "wire", "wrong page", "wrong block")
 
-    class Planted(HostConnector):
+
+def corrupt(page: torch.Tensor) -> None:
+    page[(0,) * page.dim()] += 1
+
+
+def plant(damage: str) -> type:
+    """Return a connector with one fault in the 8th block that it loads."""
+    on_disk = next(one for one in faults("faults of ranks") if one.name == "SharesFiles")
+    base: Any = on_disk.load() if damage == "disk" else HostConnector
+
+    class Planted(base):  # type: ignore[misc]
         num_loads = 0
 
-        def load(self, copies: Any) -> None:
-            for copy in copies:
+        def load(self, copies: Copies) -> None:
+            for key, block_id in copies:
                 self.num_loads += 1
                 if self.num_loads == 8:
-                    key, block_id = copy
-                    if damage == "host memory":
-                        page = self.host[key][-1]
-                        page[(0,) * page.dim()] += 1
-                    elif damage == "wrong page":
-                        key = next(one for one in self.host if one != key)
-                    copy = (key, block_id)
-                super().load([copy])
+                    self.load_wrongly(key, block_id)
+                else:
+                    super().load([(key, block_id)])
+
+        def load_wrongly(self, key: bytes, block_id: int) -> None:
+            if damage == "wrong page":
+                key = next(one for one in self.host if one != key)
+            elif damage == "wrong block":
+                block_id += 1 if block_id == 1 else -1
+            elif damage == "host memory":
+                corrupt(self.host[key][-1])
+            elif damage == "disk":
+                pages = torch.load(f"{self.path}/{key.hex()}")
+                corrupt(pages[-1])
+                torch.save(pages, f"{self.path}/{key.hex()}")
+            super().load([(key, block_id)])
+            if damage == "wire":
+                corrupt(self.blocks(self.layers[-1])[block_id])
 
     return Planted
 
 
-@pytest.mark.parametrize("damage", ["host memory", "wrong page"])
-def test_one_planted_corruption_is_seen_once_and_first(damage: str, canary: Canary) -> None:
-    assert canary.run(plant(damage), 1).failure is not None
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_planted_corruption_is_seen_first(damage: str, canary: Canary, tmp_path: Path) -> None:
+    path = {"path": str(tmp_path)} if damage == "disk" else {}
+    scenario = replace(generate_scenario(1), ranks=())  # because ranks would share the files
+    assert canary.run(plant(damage), scenario, CanaryOneGroupConnector, **path).failure is not None
     first = canary.incidents()[0]
     assert first["law"] == "XFER-1"
-    assert first["num_compared"] <= 8
     assert ("the KV of block hash" in first["message"]) == (damage == "wrong page")
-    assert len(first["tensors"]) < len(first["digest"]) or damage == "wrong page"
-
-
-def test_digests_in_a_folder_survive_the_server(canary: Canary, tmp_path: Path) -> None:
-    place, digests = SampledBlock(b"h" * 32, 0, 5), tmp_path / "digests" / "rank0.txt"
-    KnownDigests(10, digests, "model").add(place, (1, 2))
-    with digests.open("a") as lines:
-        lines.write("6868 0")  # of a server that was killed
-    again = KnownDigests(10, digests, "model")
-    assert again.compare(place, (1, 2)) is None
-    difference = again.compare(place, (1, 3))
-    assert difference is not None
-    assert [*difference.layers] == [1]
-    assert KnownDigests(10, digests, "another model").compare(place, (1, 3)) is None
+    assert (len(first["tensors"]) < len(first["digest"])) == (not damage.startswith("wrong"))
 
 
 def test_a_digest_depends_on_every_byte_and_its_place() -> None:
@@ -210,6 +316,10 @@ def test_a_digest_depends_on_every_byte_and_its_place() -> None:
 
 
 CALLS = ("touch", "free", "load", "load report", "end", "sent")
+
+
+def report(**names: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"finished_sending": None, "finished_recving": None} | names)
 
 
 @given(st.lists(st.sampled_from(CALLS), max_size=30))
@@ -230,17 +340,17 @@ def test_laws_count_holds_and_reports(calls: list[str]) -> None:
             held -= held > 0
         elif call == "load":
             laws.on_promise(request, 0, (16, True))
-            laws.on_allocated("r", 16)
+            laws.on_allocated(request, None, 16)
             loads = 1
         elif call == "load report":
-            laws.on_output(["r"], [])
+            laws.on_output(report(finished_recving={"r"}))
             expected += ["CONN-3"] * (not loads)
             loads = 0
         elif call == "end":
-            laws.on_finished("r", keeps_blocks=True, keeps_load=True)
+            laws.on_finished(request, (True, None))
             kept = 1
         else:
-            laws.on_output([], ["r"])
+            laws.on_output(report(finished_sending={"r"}))
             expected += ["CONN-4"] * (not kept)
             kept = 0
     assert broken == expected
@@ -249,16 +359,16 @@ def test_laws_count_holds_and_reports(calls: list[str]) -> None:
 def test_late_loads_ends_and_holds_are_reported_once() -> None:
     broken: list[str] = []
     now = [0.0]
-    laws = CallLaws(lambda law, message: broken.append(law), lambda: now[0])
+    laws = CallLaws(lambda law, message: broken.append(law), clock=lambda: now[0])
     request = SimpleNamespace(request_id="r", num_tokens=65)
     laws.on_promise(request, 0, (16, True))
-    laws.on_allocated("r", 16)
-    laws.on_finished("s", keeps_blocks=True, keeps_load=True)
+    laws.on_allocated(request, None, 16)
+    laws.on_finished(SimpleNamespace(request_id="s"), (True, None))
     laws.on_promise(request, 0, (None, False))
     laws.hold([7], "here")
     now[0] = 61.0
     for _ in range(3000):
-        laws.on_step(60.0)
+        laws.on_step(None)
     assert broken == ["CONN-3", "CONN-4", "CONN-2", "CONN-4"]
 
 
@@ -278,9 +388,10 @@ def test_a_watched_pool_is_the_pool_and_notes_calls() -> None:
 
 
 def test_canary_5_a_learnt_block_that_changes_is_only_counted() -> None:
-    known, place = KnownDigests(10), SampledBlock(b"h" * 32, 0, 5)
+    counts: Counter[str] = Counter()
+    known, place = KnownDigests(counts), SampledBlock(b"h" * 32, 0, 5)
     assert [known.compare(place, digest) for digest in ((1,), (1,), (2,))] == [None] * 3
-    assert (known.num_learnt, known.num_changed, known.num_compared) == (1, 1, 0)
+    assert counts == {"canary_learnt": 1, "canary_changed": 1}
 
 
 def test_canary_9_every_series_starts_at_zero() -> None:

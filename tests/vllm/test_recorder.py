@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,11 +13,13 @@ from click.testing import CliRunner
 from kvview.cli.commands import cli
 from kvview.targets import name_target
 from kvview.testing.connector import generate_scenario, simulate
-from kvview_vllm.recorder.incident import read_incident
+from kvview.testing.connector.scenario.scenario import Scenario
+from kvview_vllm.canary import CanaryConnector, CanaryOneGroupConnector
+from kvview_vllm.recorder import Recorder
 from kvview_vllm.simulation import VLLMEngines
+from kvview_vllm.simulation.raw.transfer_config import registered
 from tests.mutants.edits import Variant
-from tests.vllm.raw_connectors import HostConnector, faults, load_fault
-from tests.vllm.recorded import record
+from tests.vllm.raw_connectors import HostConnector, SupportsHMA, faults, load_fault
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.newest]
 
@@ -35,11 +39,35 @@ FAMILIES = (
 )
 
 
+def record(
+    kind: type, scenario: Scenario, folder: Path, engines: VLLMEngines
+) -> tuple[str, Path] | None:
+    """Run a scenario under the canary; returns the broken law, and the recorded calls."""
+    made: list[Recorder] = []
+    wrapper = CanaryConnector if issubclass(kind, SupportsHMA) else CanaryOneGroupConnector
+
+    class Watched(wrapper):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.extend([self._recorder] if self._recorder else [])
+
+    canary = {"connector": kind.__name__, "incidents": str(folder)}
+    with registered(kind):
+        failure = simulate(
+            Watched, scenario, {**OPTIONS, "canary": canary}, engines=engines
+        ).failure
+    if failure is None:
+        return None
+    path = folder / "recorded.json"
+    path.write_text(json.dumps(made[0].export(failure.law)))
+    return failure.law, path
+
+
 def incident_of(fault: Variant, folder: Path, engines: VLLMEngines) -> tuple[type, str, Path]:
     """Record the first of twelve seeds that fails."""
     kind = fault.load()
     for seed in range(12):
-        if found := record(kind, generate_scenario(seed), folder, engines, OPTIONS):
+        if found := record(kind, generate_scenario(seed), folder, engines):
             return kind, *found
     pytest.skip("the first seeds do not show the fault")
 
@@ -80,7 +108,7 @@ def test_the_command_reports_whether_the_fault_repeats_and_prints_a_script(
 ) -> None:
     kind = load_fault("LoadsOneLayer")
     scenario = replace(generate_scenario(0), worker_half="job_by_job", compute_lags=False)
-    found = record(kind, scenario, tmp_path, engines, {})
+    found = record(kind, scenario, tmp_path, engines)
     assert found is not None
     arguments = ["check", name_target(kind), "--from", str(found[1])]
     result = CliRunner().invoke(cli, arguments)
@@ -93,20 +121,3 @@ def test_the_command_reports_whether_the_fault_repeats_and_prints_a_script(
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert "the fault does not repeat" in result.output
-
-
-def test_an_incident_of_a_worker_is_refused(tmp_path: Path, engines: VLLMEngines) -> None:
-    from kvview import ConfigError
-    from kvview_vllm.recorder import Recorder
-    from kvview_vllm.recorder.played import make_replay
-    from tests.vllm.recorded import with_recorders
-
-    recorders = {role: Recorder(1 << 20, tmp_path) for role in ("SCHEDULER", "WORKER")}
-    scenario = replace(generate_scenario(0), worker_half="job_by_job", compute_lags=False)
-    simulate(with_recorders(HostConnector, recorders), scenario, engines=engines)
-    path = recorders["WORKER"].write("on request")
-    assert path is not None
-    incident = read_incident(path)
-    assert {"start_load_kv", "get_finished", "wait_for_save"} <= {r.hook for r in incident.records}
-    with pytest.raises(ConfigError, match="of the worker side"):
-        make_replay(incident)

@@ -13,21 +13,19 @@ module does not import vLLM.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
+
+LATE_SECONDS = 60.0
+"""Age at which a load, a kept request, a query or a hold is late."""
 
 _STEPS_BEFORE_LATE = 500
 """Steps that must also have passed, because an idle server makes no progress."""
 
-
-@dataclass
-class _Start:
-    seconds: float
-    step: int
-    is_reported: bool = False
+_Starts = dict[Any, tuple[float, int]]  # seconds and step
 
 
 def stuck_loads(requests: Collection[str]) -> tuple[str, str]:
@@ -58,12 +56,14 @@ class CallLaws:
 
     Args:
         on_broken: Called with the law and a message; it may raise an exception.
+        aborts_wait: Whether the blocks of an aborted request wait for its load.
         clock: Clock in seconds.
     """
 
     def __init__(
         self,
         on_broken: Callable[[str, str], None],
+        aborts_wait: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # First token, number of tokens, whether between steps.
@@ -71,22 +71,23 @@ class CallLaws:
         self.held: Counter[int] = Counter()
         """References that the connector's methods took."""
         self.places: dict[int, str] = {}
-        """SampledBlock of the last touch of each block."""
+        """Place in the code of the last touch of each block."""
         self._broken = on_broken
+        self._aborts_wait = aborts_wait
         self._clock = clock
         self._step = 0
-        self._unanswered: dict[str, _Start] = {}
-        self._loading: dict[str, _Start] = {}
-        self._kept: dict[str, _Start] = {}
-        self._holding: dict[int, _Start] = {}
+        self._unanswered: _Starts = {}
+        self._loading: _Starts = {}
+        self._kept: _Starts = {}
+        self._holding: _Starts = {}
 
     @property
     def unanswered(self) -> Collection[str]:
         """Requests whose last result was None."""
         return self._unanswered.keys()
 
-    def _start(self) -> _Start:
-        return _Start(self._clock(), self._step)
+    def _start(self) -> tuple[float, int]:
+        return self._clock(), self._step
 
     # --- requests ---
 
@@ -131,43 +132,33 @@ class CallLaws:
             self.promised[request_id] = num_computed, num_tokens, is_async
         return num_tokens
 
-    def on_allocated(self, request_id: str, num_tokens: int) -> tuple[int, bool]:
+    def on_allocated(self, request: Any, blocks: Any, num_tokens: int) -> tuple[int, bool]:
         """Note the start of a load; returns its first token, and whether it is between steps."""
-        start, _, is_async = self.promised.get(request_id, (0, 0, False))
+        start, _, is_async = self.promised.get(request.request_id, (0, 0, False))
         if num_tokens and is_async:
-            self._loading[request_id] = self._start()
+            self._loading[request.request_id] = self._start()
         return start, is_async
 
-    def on_output(self, received: Iterable[str], sent: Iterable[str]) -> None:
+    def on_output(self, output: Any) -> None:
         """Check the requests that workers report."""
-        for name in received:
-            if self._loading.pop(name, None) is None:
-                self._broken(
-                    "CONN-3",
-                    f"get_finished named request {name!r} as received, which has no load in "
-                    f"flight; expected one report for each load",
-                )
-        for name in sent:
-            if self._kept.pop(name, None) is None:
-                self._broken(
-                    "CONN-4",
-                    f"get_finished named request {name!r} as sent, which does not keep its "
-                    f"blocks; expected one report after request_finished returned True",
-                )
+        wrong = "received, which has no load in flight; expected one report for each load"
+        self._check(self._loading, output.finished_recving, "CONN-3", wrong)
+        wrong = "sent, which does not keep its blocks; expected one report after its end"
+        self._check(self._kept, output.finished_sending, "CONN-4", wrong)
 
-    def on_finished(self, request_id: str, *, keeps_blocks: bool, keeps_load: bool) -> None:
-        """Note the end of a request.
+    def _check(self, starts: _Starts, names: Iterable[str] | None, law: str, wrong: str) -> None:
+        for name in names or ():
+            if starts.pop(name, None) is None:
+                self._broken(law, f"get_finished named request {name!r} as {wrong}")
 
-        Args:
-            request_id: Id of the request.
-            keeps_blocks: Whether the connector frees its blocks later.
-            keeps_load: Whether the release waits for the load of an aborted request.
-        """
+    def on_finished(self, request: Any, answer: Any) -> None:
+        """Note the end of a request, and whether the connector frees its blocks later."""
+        request_id = request.request_id
         self._unanswered.pop(request_id, None)
         self.promised.pop(request_id, None)
-        if keeps_blocks:
+        if answer[0]:
             self._kept[request_id] = self._start()
-        if not keeps_load:
+        if not self._aborts_wait:
             self._loading.pop(request_id, None)
 
     # --- the pool ---
@@ -196,30 +187,29 @@ class CallLaws:
 
     # --- time ---
 
-    def on_step(self, seconds: float) -> None:
-        """Count a step, and report once each load, end, query and hold that is this old."""
+    def on_step(self, output: Any) -> None:
+        """Count a step, and report once each load, end, query and hold that is late."""
         self._step += 1
         if self._step % _STEPS_BEFORE_LATE:
             return
-        for late, describe in (
-            (self._late(self._loading, seconds), stuck_loads),
-            (self._late(self._kept, seconds), stuck_ends),
-            (self._late(self._unanswered, seconds), stuck_queries),
+        for starts, describe in (
+            (self._loading, stuck_loads),
+            (self._kept, stuck_ends),
+            (self._unanswered, stuck_queries),
         ):
-            if names := list(late):
+            if names := list(self._late(starts)):
                 self._broken(*describe(names[:10]))
-        if blocks := sorted(self._late(self._holding, seconds)):
+        if blocks := sorted(self._late(self._holding)):
             places = sorted({self.places[block] for block in blocks})
             self._broken(
                 "CONN-4",
-                f"{len(blocks)} blocks of the pool are held for more than {seconds:g} s, such as "
-                f"{blocks[:5]}; touched by {', '.join(places[:3])}",
+                f"{len(blocks)} blocks of the pool are held for more than {LATE_SECONDS:g} s, such "
+                f"as {blocks[:5]}; touched by {', '.join(places[:3])}",
             )
 
-    def _late(self, starts: Mapping[Any, _Start], seconds: float) -> Iterator[Any]:
+    def _late(self, starts: _Starts) -> Iterator[Any]:
         now = self._clock()
-        for key, start in starts.items():
-            is_late = now - start.seconds > seconds
-            if is_late and self._step - start.step > _STEPS_BEFORE_LATE and not start.is_reported:
-                start.is_reported = True
+        for key, (seconds, step) in [*starts.items()]:
+            if now - seconds > LATE_SECONDS and self._step - step > _STEPS_BEFORE_LATE:
+                starts[key] = math.inf, step  # reported once
                 yield key

@@ -6,32 +6,44 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from kvview.errors import line_of
 
 _logger = logging.getLogger(__name__)
-_MOST_FILES = 50
+_MOST_FILES = 32
 
 
-class HookRecorder(Protocol):
-    """Records the hooks of one half, and writes them down at an incident."""
+class IncidentFolder:
+    """Writes files whole or not at all, and never raises an exception into the server.
 
-    def note(self, hook: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Record a call of a hook, after it has returned."""
+    Args:
+        folder: The folder; None writes no files.
+        half: "scheduler", or "rank" and its number.
+    """
 
-    def write(self, reason: str, details: Mapping[str, Any]) -> object:
-        """Write the recorded calls."""
+    def __init__(self, folder: str | None, half: str) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._half = half
+        self._written: Counter[str] = Counter()
 
-
-class NoRecorder:
-    """Records nothing."""
-
-    def note(self, hook: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Do nothing."""
-
-    def write(self, reason: str, details: Mapping[str, Any]) -> None:
-        """Do nothing."""
+    def write(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Write a file; after 31 files of a kind, the newest replaces the one before it."""
+        if self._folder is None:
+            return
+        self._written[kind] += 1
+        number = min(self._written[kind], _MOST_FILES)
+        path = self._folder / f"{kind}-{self._half}-{os.getpid()}-{number}.json"
+        partial = path.with_suffix(".partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content), encoding="utf-8")
+            partial.replace(path)
+        except Exception as error:
+            _logger.warning("canary: could not write %s: %s", path, line_of(error))
 
 
 class Incidents:
@@ -40,36 +52,28 @@ class Incidents:
     Args:
         connector: Name of the wrapped connector.
         half: "scheduler", or "rank" and its number.
-        folder: Folder of the files; None for log lines only.
-        recorder: Receives each incident.
+        folder: Receives a file for each incident.
+        counts: Counters of the metrics.
     """
 
     def __init__(
-        self, connector: str, half: str, folder: str | None, recorder: HookRecorder
+        self, connector: str, half: str, folder: IncidentFolder, counts: Counter[str]
     ) -> None:
-        self._connector = connector
-        self._half = half
-        self._folder = None if folder is None else Path(folder)
-        self._recorder = recorder
-        self.num_reported = 0
+        self._from = {"connector": connector, "half": half}
+        self._folder = folder
+        self._counts = counts
+        self.laws: list[str] = []
+        """The laws of the incidents that were not taken yet."""
 
     def report(self, law: str, message: str, details: Mapping[str, Any] | None = None) -> None:
         """Report an incident."""
-        self.num_reported = number = self.num_reported + 1
-        _logger.error("canary: %s: connector %s, %s: %s", law, self._connector, self._half, message)
-        if number > _MOST_FILES:
-            return
-        incident = {
-            "law": law,
-            "message": message,
-            "connector": self._connector,
-            "half": self._half,
-            "number": number,
-            "unix_time": time.time(),
-            **(details or {}),
-        }
-        self._recorder.write(f"{law}: {message}", incident)
-        if self._folder is not None:
-            name = f"incident-{self._half.replace(' ', '')}-{os.getpid()}-{number}.json"
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_text(json.dumps(incident, indent=1), encoding="utf-8")
+        _logger.error("canary: %s: connector %s, %s: %s", law, *self._from.values(), message)
+        self._counts["canary_incidents"] += 1
+        self.laws.append(law)
+        incident = {"law": law, "message": message, **self._from, "unix_time": time.time()}
+        self._folder.write("incident", incident | dict(details or {}))
+
+    def take_laws(self) -> list[str]:
+        """Return the laws of the incidents since the last call."""
+        laws, self.laws = self.laws, []
+        return laws

@@ -1,12 +1,9 @@
-"""A recorder of the last hooks of any ``KVConnectorBase_V1``, and the replay of its incidents.
+"""A recorder of the last calls of any ``KVConnectorBase_V1``, and the replay of its incidents.
 
-    recorder = Recorder(limit_bytes=8 << 20, folder="/var/log/kv")
-    recorder.note("get_num_new_matched_tokens", (request, 0), {}, (128, True))
-    recorder.write("digest differs", {"law": "XFER-1"})
-
-``kvview check my.py:MyConnector --engine vllm --from incident.json`` plays an incident.
+The canary records the calls of the scheduler's side, and writes them to a file at an incident.
+``kvview check my.py:MyConnector --engine vllm --from recorded-scheduler-4711-1.json`` plays a file.
 """
 
-from kvview_vllm.recorder.ring import Recorder
+from kvview_vllm.recorder.ring import Recorder, on_signal
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "on_signal"]

@@ -16,7 +16,6 @@ from kvview import (
     CacheGeometry,
     CacheGroup,
     ChunkedLocalAttention,
-    ConfigError,
     FullAttention,
     Mamba,
     SlidingWindow,
@@ -47,25 +46,9 @@ _MOST_TOKENS_TO_COME = 64  # of a request that had not ended
 
 
 def make_replay(incident: IncidentModel) -> Replay:
-    """Make the scenarios of an incident of a scheduler's side.
-
-    Raises:
-        ConfigError: The incident has no step of a scheduler.
-    """
-    if not any(record.hook == "build_connector_meta" for record in incident.records):
-        side = incident.engine.component or "unknown"
-        raise ConfigError(
-            f"the incident has no scheduler step, because it is of the {side} side of the "
-            f"connector; pass the incident that the scheduler's side wrote at the same time"
-        )
+    """Make the scenarios of an incident."""
     story = _Story(incident)
-    law = incident.details.get("law")
-    return Replay(
-        incident.reason,
-        law if isinstance(law, str) else "",
-        [*story.scenarios()],
-        [*story.notes()],
-    )
+    return Replay(incident.law, [*story.scenarios()], [*story.notes()])
 
 
 class _Story:
@@ -77,33 +60,26 @@ class _Story:
         self.requests = {n: described[n] for n in order if n in described}
         self._num_missing = len(order) - len(self.requests)
         self._hits: dict[int, int] = {}  # tokens on the GPU at the first lookup of a request
+        self._ends: dict[int, int] = {}
         for record in self._records:
             if record.hook == "get_num_new_matched_tokens" and record.request is not None:
-                self._hits.setdefault(record.request, record.num_computed_tokens or 0)
-        self._ends = {
-            record.request: record.num_tokens
-            for record in self._records
-            if record.hook == "request_finished" and record.request is not None
-        }
+                self._hits.setdefault(record.request, record.num_computed_tokens)
+            if record.hook == "request_finished" and record.request is not None:
+                self._ends[record.request] = record.num_tokens
         self._prompts = Prompts(self.requests.values())
-        engine = incident.engine
-        self._size = engine.hash_block_size
-        self._pool = engine.num_blocks or self._largest_block() + 2
-        longest = max((one.num_tokens for one in self.requests.values()), default=1)
+        self._size = incident.engine.hash_block_size
+        lengths = [one.num_prompt_tokens for one in self.requests.values()]
+        longest = max([*lengths, *self._ends.values()], default=1)
         self._factor = -(-longest // (_MOST_BLOCKS_OF_A_REQUEST * self._size))
 
     def notes(self) -> Iterator[str]:
         """Yield the lines for the reader."""
-        window = self._incident.window
-        if not window.is_whole:
-            yield (
-                f"the incident is a window: the last {window.num_records} records of "
-                f"{window.num_hooks} calls; what happened before is not played"
-            )
+        if number := self._incident.num_dropped:
+            yield f"the incident is a window: {number} earlier calls are not played"
         if self._num_missing:
             yield f"{self._num_missing} requests began before the window and are not played"
         if self._factor > 1:
-            yield f"prompts and the pool of {self._pool} blocks are played at 1:{self._factor}"
+            yield f"prompts and the pool are played at 1:{self._factor}"
         if self._prompts.num_approximated:
             yield (
                 f"{self._prompts.num_approximated} pairs of prompts share other prefixes than "
@@ -116,15 +92,16 @@ class _Story:
         groups = tuple(map(_group, engine.groups)) or (FullAttention(_BLOCK_SIZE),)
         lengths = (self._num_tokens(one) + self._num_output(one) for one in self.requests.values())
         needed = len(groups) * (-(-max(lengths, default=1) // _BLOCK_SIZE) + 1)
-        most = max(record.num_scheduled_tokens for record in self._records)
-        budget = min(engine.max_tokens_per_step or most, 4 * most)
+        most = max((record.num_scheduled_tokens for record in self._records), default=1)
+        budget = min(engine.max_tokens_per_step, 4 * most)
+        pool = min(engine.num_blocks // self._factor, _MOST_BLOCKS)
         drafts = engine.num_draft_tokens
         plain = Scenario(
             CacheGeometry(_BLOCK_SIZE, _BLOCK_SIZE, groups),
-            num_gpu_blocks=max(needed + 3, min(self._pool // self._factor, _MOST_BLOCKS)),
+            num_gpu_blocks=max(needed + 3, pool),
             events=tuple(self._events(is_forced=True)),
             fates=tuple(self._fates()),
-            max_running=min(engine.max_running or 8, _MOST_RUNNING),
+            max_running=min(engine.max_running, _MOST_RUNNING),
             max_tokens_per_step=max(_BLOCK_SIZE, self._scaled(budget)),
             decode_tokens=1,
             drafts=((drafts, drafts), (drafts, 0)) if drafts else (),
@@ -156,14 +133,14 @@ class _Story:
             for number in _requests_of(record):
                 if number in self.requests and number not in added:
                     if is_forced and self._was_evicted(number, cached):
-                        yield from (HoldBlocks(self._pool), HoldBlocks(0))
+                        yield from (HoldBlocks(self._incident.engine.num_blocks), HoldBlocks(0))
                     yield self._add(self.requests[number])
                     added.add(number)
                     cached.append(number)
             match record.hook:
                 case "build_connector_meta":
                     if is_forced and record.preempted and not scarce:
-                        yield HoldBlocks(self._pool)
+                        yield HoldBlocks(self._incident.engine.num_blocks)
                     if scarce and not scarce - {*record.resumed, *record.finished}:
                         yield HoldBlocks(0)
                     scarce |= set(record.preempted) if is_forced else set()
@@ -183,18 +160,18 @@ class _Story:
         if number not in self._hits:
             return False
         request = self.requests[number]
-        most = (request.num_tokens - 1) // self._size
+        most = (request.num_prompt_tokens - 1) // self._size
         known = max((num_shared(self.requests[one], request) for one in cached), default=0)
         return self._hits[number] < min(known, most) * self._size
 
     def _add(self, request: RequestModel) -> Add:
-        place = self._prompts.place(request.request)
+        family, num_shared_blocks = self._prompts.places[request.request]
         return Add(
             f"r{request.request}",
-            place.family,
+            family,
             self._num_tokens(request),
             self._num_output(request),
-            num_shared_blocks=-(-place.num_shared_blocks // self._factor),
+            num_shared_blocks=-(-num_shared_blocks // self._factor),
         )
 
     def _num_tokens(self, request: RequestModel) -> int:
@@ -211,11 +188,6 @@ class _Story:
         """Return the number of tokens in the simulation, with the same rest in the last block."""
         blocks, rest = divmod(num_tokens, self._size)
         return -(-blocks // self._factor) * _BLOCK_SIZE + min(rest, _BLOCK_SIZE - 1)
-
-    def _largest_block(self) -> int:
-        tables = [table for record in self._records for table in record.blocks]
-        tables += [t for r in self._records for one in (*r.new, *r.extended) for t in one.blocks]
-        return max((block for table in tables for block in table), default=1)
 
     # --- transfers ---
 
@@ -234,7 +206,7 @@ class _Story:
             if record.hook == "update_connector_output":
                 ended |= {(one, True): step for one in record.received}
                 ended |= {(one, False): step for one in record.sent}
-                failed |= {*record.failed} if not record.invalid_blocks else {*record.received}
+                failed |= {*(record.received if record.num_invalid_blocks else record.failed)}
         for start, request, is_load in started:
             delay = min(ended.get((request, is_load), start + 1) - start, _LATEST)
             outcome: Outcome = "none" if is_load and request in failed else "ok"
@@ -245,7 +217,7 @@ def _requests_of(record: RecordModel) -> Iterator[int]:
     """Yield the requests that a call of the scheduler's side is about."""
     if record.request is not None:
         yield record.request
-    yield from (one.request for one in (*record.new, *record.extended))
+    yield from record.new
 
 
 def _group(group: GroupModel) -> CacheGroup:

@@ -9,22 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvview_vllm.recorder.incident import RequestModel
-
-
-@dataclass(frozen=True)
-class PromptFamily:
-    """The prompt of a request in a scenario.
-
-    Args:
-        family: Number of the family.
-        num_shared_blocks: Blocks that the family shares with other families.
-    """
-
-    family: int
-    num_shared_blocks: int
 
 
 class Prompts:
@@ -40,20 +26,16 @@ class Prompts:
         for request in requests:
             self._add(request)
         shared, self.num_approximated = _shares([self._longest(f) for f in self._families])
-        self._places = {
-            request: PromptFamily(number + 1, shared[number])
-            for request, number in self._family_of.items()
+        self.places = {
+            request: (number + 1, shared[number]) for request, number in self._family_of.items()
         }
-
-    def place(self, request: int) -> PromptFamily:
-        """Return the place of a request."""
-        return self._places[request]
+        """Family of each request, and the blocks that the family shares with other families."""
 
     def _add(self, request: RequestModel) -> None:
         for number, family in enumerate(self._families):
             longest = self._longest(family)
             shared = num_shared(longest, request)
-            if shared and shared >= min(num_prompt_hashes(longest), num_prompt_hashes(request)):
+            if shared and shared >= min(_num_hashes(longest), _num_hashes(request)):
                 family.append(request)
                 self._family_of[request.request] = number
                 return
@@ -62,14 +44,12 @@ class Prompts:
 
     @staticmethod
     def _longest(family: Sequence[RequestModel]) -> RequestModel:
-        return max(family, key=num_prompt_hashes)
+        return max(family, key=_num_hashes)
 
 
-def num_prompt_hashes(request: RequestModel) -> int:
+def _num_hashes(request: RequestModel) -> int:
     """Return the number of full blocks of the prompt."""
-    if not request.num_tokens:
-        return 0
-    return request.num_hashes * request.num_prompt_tokens // request.num_tokens
+    return request.positions[-1] + 1 if request.positions else 0
 
 
 def num_shared(one: RequestModel, other: RequestModel) -> int:

@@ -1,201 +1,240 @@
-"""The recorder: a ring of the last calls of a connector's hooks, in bounded memory.
+"""The recorder: a ring of the last calls of a connector's scheduler side, in bounded memory.
 
-1. A recorder never raises into the server: an exception is counted, and the first one is logged.
-2. A record holds numbers only. Requests and hashes are represented by :func:`hash` in memory, and
-   by numbers in the order of their appearance in an incident.
-3. A recorder has no lock, because a signal may interrupt it: each side of a connector, and each
-   rank, has its own recorder, which is called by one thread.
+A record holds numbers only: requests and block hashes are represented by :func:`hash` in memory,
+and by numbers in the order of their appearance in a file. There is no lock, because a signal may
+interrupt the recorder, and because one thread calls it.
+
+Source: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.11.0 to 0.33.0.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import marshal
-import os
 import signal
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Mapping
-from pathlib import Path
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
-from kvview import ConfigError
-from kvview_vllm.recorder import facts
-from kvview_vllm.recorder.export import export
+from kvview_vllm.releases.compat import outputs
 
-LEAST_BYTES = 1 << 16
-"""Smallest limit of a recorder."""
+LIMIT_BYTES = 8 << 20
+"""Memory of a recorder."""
 
 _SHARE_OF_RECORDS = 0.75  # of the limit; the rest is for descriptions of requests
 _BYTES_PER_RECORD = 24  # a place in the ring and its share of the ring's blocks
 _BYTES_PER_REQUEST = 400  # an entry of the table, with the key
 _MARSHAL = 2  # the last version without references, which cost more time than they save bytes
+_EVERY_BLOCK = 32  # the first blocks of a request, each of whose hashes is kept
 
-_logger = logging.getLogger(__name__)
+_PROMISE = "get_num_new_matched_tokens"
+_FIELDS = {
+    _PROMISE: ("request", "num_computed_tokens", "num_promised_tokens", "is_async"),
+    "update_state_after_alloc": ("request", "num_external_tokens"),
+    "build_connector_meta": ("num_scheduled_tokens", "new", "preempted", "resumed", "finished"),
+    "request_finished": ("request", "status", "num_tokens", "is_delayed"),
+    "update_connector_output": ("sent", "received", "failed", "num_invalid_blocks"),
+    "reset_cache": (),
+}
+_REQUESTS = frozenset({"new", "preempted", "resumed", "finished", "sent", "received", "failed"})
 
 
 class Recorder:
-    """Records the hooks of one side of a connector, and writes incidents.
+    """Records the hooks of the scheduler's side of one connector.
 
     Args:
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0.
         limit_bytes: Memory of the ring and of the descriptions of requests.
-        folder: Folder of the incidents, which is created with the first incident.
-        max_files: Number of incidents that the folder keeps: the first one and the newest ones.
-
-    Raises:
-        ConfigError: The limit is too small for a record, or ``max_files`` is less than 2.
     """
 
-    def __init__(self, limit_bytes: int, folder: str | Path, max_files: int = 16) -> None:
-        if limit_bytes < LEAST_BYTES:
-            raise ConfigError(f"limit_bytes must be at least {LEAST_BYTES}, got {limit_bytes}")
-        if max_files < 2:
-            raise ConfigError(f"max_files must be at least 2, got {max_files}")
-        self.limit_bytes = limit_bytes
-        self.num_hooks = 0
-        """Hooks that were recorded or counted so far."""
-        self.num_errors = 0
-        """Exceptions of the recorder itself, which are not raised."""
-        self._folder = Path(folder)
-        self._max_files = max_files
-        self._num_written = 0
-        self._setup: dict[str, Any] = {}
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self._engine = _engine(vllm_config, kv_cache_config)
         self._records: deque[bytes] = deque()
         self._record_bytes = 0
         self._most_record_bytes = int(limit_bytes * _SHARE_OF_RECORDS)
-        self._num_records = 0
+        self._num_dropped = 0
         self._requests: OrderedDict[int, bytes] = OrderedDict()
         self._request_bytes = 0
-        self._has_dropped_requests = False
-        self._num_layers_saved = 0
+        self._most_request_bytes = limit_bytes - self._most_record_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the records and descriptions, at most ``limit_bytes``."""
+        """Memory of the records and descriptions."""
         return self._record_bytes + self._request_bytes
 
-    # --- recording ---
+    # --- hooks ---
 
-    def note(
-        self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
-    ) -> None:
-        """Record a call that has returned.
+    def on_promise(self, request: Any, num_computed: int, answer: Any) -> None:
+        """Record a promise, and describe the request at its first one."""
+        key = hash(request.request_id)
+        if key not in self._requests:
+            self._describe(key, request)
+        num_tokens, is_async = answer if isinstance(answer, tuple) else (None, False)
+        self._add(_PROMISE, key, num_computed, num_tokens, bool(is_async))
 
-        Args:
-            hook: Name of the method; ``"__init__"`` for the constructor, whose arguments describe
-                the engine.
-            args: Positional arguments, without ``self``.
-            kwargs: Keyword arguments.
-            result: The returned value.
-        """
-        try:
-            self.num_hooks += 1
-            if read := facts.reader_of(hook):
-                found = read(args, kwargs, result)
-                if found is not None:
-                    self._note(hook, args, kwargs, found)
-            elif hook == "save_kv_layer":
-                self._num_layers_saved += 1
-        except Exception as error:
-            self._on_error(f"hook {hook}", error)
+    def on_allocated(self, request: Any, blocks: Any, num_tokens: int) -> None:
+        """Record an allocation."""
+        self._add("update_state_after_alloc", hash(request.request_id), num_tokens)
 
-    def _note(
-        self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: facts.Facts
-    ) -> None:
-        if hook == "__init__":
-            self._setup = facts.read_setup(args, kwargs)
-            return
-        if hook == "wait_for_save":
-            found, self._num_layers_saved = (self._num_layers_saved,), 0
-        elif (request := facts.request_of(hook, args, kwargs)) is not None:
-            self._describe(request)
-        self._add(marshal.dumps((time.monotonic_ns(), hook, *found), _MARSHAL))
+    def on_step(self, output: Any) -> None:
+        """Record a step."""
+        self._add(
+            "build_connector_meta",
+            output.total_num_scheduled_tokens,
+            [hash(one.req_id) for one in output.scheduled_new_reqs],
+            _keys(outputs.preempted_requests(output)),
+            _keys(outputs.resumed_requests(output.scheduled_cached_reqs)),
+            _keys(output.finished_req_ids),
+        )
 
-    def _add(self, record: bytes) -> None:
-        self._num_records += 1
-        self._records.append(record)
-        self._record_bytes += sys.getsizeof(record) + _BYTES_PER_RECORD
+    def on_finished(self, request: Any, answer: Any) -> None:
+        """Record the end of a request."""
+        self._add(
+            "request_finished",
+            hash(request.request_id),
+            request.status.name,
+            request.num_tokens,
+            bool(answer[0]),
+        )
+
+    def on_output(self, output: Any) -> None:
+        """Record the reports of the workers."""
+        self._add(
+            "update_connector_output",
+            _keys(output.finished_sending),
+            _keys(output.finished_recving),
+            _keys(outputs.failed_requests(output)),
+            len([*outputs.invalid_blocks(output)]),
+        )
+
+    def on_reset(self) -> None:
+        """Record a reset."""
+        self._add("reset_cache")
+
+    def _add(self, *record: Any) -> None:
+        text = marshal.dumps((time.monotonic_ns(), *record), _MARSHAL)
+        self._records.append(text)
+        self._record_bytes += sys.getsizeof(text) + _BYTES_PER_RECORD
         while self._record_bytes > self._most_record_bytes:
             self._record_bytes -= sys.getsizeof(self._records.popleft()) + _BYTES_PER_RECORD
+            self._num_dropped += 1
 
-    def _describe(self, request: Any) -> None:
-        """Keep the description of a request at its first call."""
-        key = hash(request.request_id)
-        if key in self._requests:
-            return
-        text = marshal.dumps(facts.describe(request), _MARSHAL)
-        self._requests[key] = text
+    def _describe(self, key: int, request: Any) -> None:
+        """Keep the lengths of a request, and some of its hashes, which show shared prefixes."""
+        hashes = request.block_hashes
+        at = positions(len(hashes))
+        kept = [hash(hashes[one]) for one in at]
+        facts = request.num_prompt_tokens, request.max_tokens, at, kept
+        self._requests[key] = text = marshal.dumps(facts, _MARSHAL)
         self._request_bytes += sys.getsizeof(text) + _BYTES_PER_REQUEST
-        while self._request_bytes > self.limit_bytes - self._most_record_bytes:
+        while self._request_bytes > self._most_request_bytes:
             _, dropped = self._requests.popitem(last=False)
             self._request_bytes -= sys.getsizeof(dropped) + _BYTES_PER_REQUEST
-            self._has_dropped_requests = True
 
     # --- incidents ---
 
-    def write(self, reason: str, details: Mapping[str, Any] | None = None) -> Path | None:
-        """Write an incident file, whole or not at all.
+    def export(self, law: str) -> dict[str, Any]:
+        """Return the content of an incident file, in which numbers replace requests and hashes.
 
         Args:
-            reason: Why the incident is written.
-            details: Numbers and short texts, such as the broken ``law``. Ids of requests, block
-                hashes and other long words are replaced.
-
-        Returns:
-            The path of the file; None if it could not be written, which is logged.
+            law: The broken law; empty if the file is only requested.
         """
-        try:
-            return self._write(reason, details or {})
-        except Exception as error:
-            self._on_error("an incident", error)
-            return None
-
-    def _write(self, reason: str, details: Mapping[str, Any]) -> Path:
-        records = [marshal.loads(record) for record in self._records.copy()]
-        requests = {key: marshal.loads(text) for key, text in self._requests.copy().items()}
-        window = {
-            "num_hooks": self.num_hooks,
-            "num_records": len(records),
-            "is_whole": len(records) == self._num_records and not self._has_dropped_requests,
-            "limit_bytes": self.limit_bytes,
-            "num_errors": self.num_errors,
-        }
-        incident = export(reason, details, self._setup, window, requests, records)
-        self._num_written += 1
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        name = f"recorded-{stamp}-{os.getpid()}-{id(self):x}-{self._num_written}.json"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / name
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(incident), encoding="utf-8")
-        partial.replace(path)
-        for old in sorted(self._folder.glob("recorded-*.json"))[1 : 1 - self._max_files]:
-            old.unlink(missing_ok=True)
-        return path
-
-    def write_on_signal(self, number: int = signal.SIGUSR2) -> bool:
-        """Write an incident at each signal of this process.
-
-        Returns:
-            Whether the handler was installed; it is not if the process handles the signal already,
-            or outside of the main thread.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        if signal.getsignal(number) is not signal.SIG_DFL:
-            return False
-        signal.signal(number, lambda *_: self.write("signal", {"signal": number}))
-        return True
-
-    def _on_error(self, where: str, error: Exception) -> None:
-        self.num_errors += 1
-        if self.num_errors == 1:
-            _logger.warning(
-                "the recorder could not record %s: %s: %s; further errors are only counted",
-                where,
-                type(error).__name__,
-                error,
+        numbers: defaultdict[int, int] = defaultdict(count(1).__next__)
+        hashes: defaultdict[int, int] = defaultdict(count(1).__next__)
+        records = [_exported(marshal.loads(record), numbers) for record in [*self._records]]
+        requests = []
+        for key, text in [*self._requests.items()]:
+            num_prompt_tokens, max_tokens, at, kept = marshal.loads(text)
+            requests.append(
+                {
+                    "request": numbers[key],
+                    "num_prompt_tokens": num_prompt_tokens,
+                    "max_tokens": max_tokens,
+                    "positions": [*at],
+                    "hashes": [hashes[one] for one in kept],
+                }
             )
+        return {
+            "schema_version": 1,
+            "law": law,
+            "num_dropped": self._num_dropped,
+            "engine": self._engine,
+            "requests": requests,
+            "records": records,
+        }
+
+
+def on_signal(write: Callable[[], None]) -> bool:
+    """Call a function at each ``SIGUSR2`` of this process.
+
+    Returns:
+        Whether the handler was installed; it is not if the process handles the signal already, or
+        outside of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        return False
+    signal.signal(signal.SIGUSR2, lambda *_: write())
+    return True
+
+
+@lru_cache(maxsize=1024)
+def positions(number: int) -> tuple[int, ...]:
+    """Return the positions of the hashes that are kept of this number: fewer far from the start."""
+    kept = list(range(min(number, _EVERY_BLOCK)))
+    start, step = _EVERY_BLOCK, 2
+    while start < number:
+        kept += range(start + step - 1, min(2 * start, number), step)
+        start, step = 2 * start, 2 * step
+    if number and kept[-1] != number - 1:
+        kept.append(number - 1)
+    return tuple(kept)
+
+
+def _keys(request_ids: Iterable[str] | None) -> list[int]:
+    return [*map(hash, request_ids)] if request_ids else []
+
+
+def _exported(record: tuple[Any, ...], numbers: defaultdict[int, int]) -> dict[str, Any]:
+    monotonic_ns, hook, *values = record
+    fields = {"monotonic_ns": monotonic_ns, "hook": hook}
+    for name, value in zip(_FIELDS[hook], values, strict=True):
+        if name == "request":
+            fields[name] = numbers[value]
+        elif name in _REQUESTS and value:
+            fields[name] = [numbers[one] for one in value]
+        elif value:
+            fields[name] = value
+    return fields
+
+
+def _engine(config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Return the sizes of the engine."""
+    cache, scheduler = config.cache_config, config.scheduler_config
+    speculation = config.speculative_config
+    return {
+        "connector": config.kv_transfer_config.kv_connector,
+        "num_blocks": kv_cache_config.num_blocks if kv_cache_config else cache.num_gpu_blocks,
+        "hash_block_size": cache.block_size,
+        "groups": [
+            {
+                "kind": type(group.kv_cache_spec).__name__,
+                "block_size": group.kv_cache_spec.block_size,
+                "window": outputs.window_of(group.kv_cache_spec),
+            }
+            for group in (kv_cache_config.kv_cache_groups if kv_cache_config else ())
+        ],
+        "max_running": scheduler.max_num_seqs,
+        "max_tokens_per_step": scheduler.max_num_batched_tokens,
+        "has_async_scheduling": outputs.has_async_scheduling(scheduler),
+        "num_ranks": config.parallel_config.tensor_parallel_size,
+        "num_draft_tokens": speculation.num_speculative_tokens if speculation else 0,
+    }

@@ -10,11 +10,9 @@
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
 
@@ -42,34 +40,26 @@ class KnownDigests:
     """The digests of one worker.
 
     Args:
+        counts: Counters of the metrics.
         limit: Most blocks; the oldest are dropped first.
-        file: File that keeps the digests; None for memory only.
-        identity: Text that identifies model and layout; digests of another identity are dropped.
     """
 
-    def __init__(self, limit: int, file: Path | None = None, identity: str = "") -> None:
+    def __init__(self, counts: Counter[str], limit: int = 100_000) -> None:
+        self._counts = counts
         self._limit = limit
         self._computed: OrderedDict[_Key, list[Digest]] = OrderedDict()
         self._learnt: OrderedDict[_Key, Digest] = OrderedDict()
         self._before_reset: dict[_Key, list[Digest]] = {}
-        self._file = file
-        self.num_compared = self.num_learnt = self.num_changed = 0
-        if file is not None:
-            self._read(file, identity)
 
     def add(self, place: SampledBlock, digest: Digest) -> None:
         """Note the digest of a block that was computed."""
         key = place.block_hash, place.group
         known = self._computed.setdefault(key, [])
         self._computed.move_to_end(key)
-        if digest in known:
-            return
-        known.append(digest)
+        if digest not in known:
+            known.append(digest)
         if len(self._computed) > self._limit:
             self._computed.popitem(last=False)
-        if self._file is not None:
-            with self._file.open("a", encoding="ascii") as lines:
-                lines.write(_line(key, digest))
 
     def compare(self, place: SampledBlock, digest: Digest) -> WrongLoad | None:
         """Compare the digest of a loaded block; None unless the block is wrong."""
@@ -77,7 +67,7 @@ class KnownDigests:
         known = self._computed.get(key)
         if known is None:
             return self._compare_unknown(key, digest)
-        self.num_compared += 1
+        self._counts["canary_compared"] += 1
         if digest in known or len(known) > _MOST_OF_ONE_HASH:
             return None
         closest = min(known, key=lambda one: len(_differing(one, digest)))
@@ -87,26 +77,22 @@ class KnownDigests:
 
     def _compare_unknown(self, key: _Key, digest: Digest) -> WrongLoad | None:
         if digest in self._before_reset.get(key, ()):
-            self.num_compared += 1
+            self._counts["canary_compared"] += 1
             message = "the block holds the KV of before a reset of the caches"
             return WrongLoad("CONN-11", message, range(len(digest)))
-        if key not in self._learnt:
+        learnt = self._learnt.get(key)
+        if learnt != digest:
+            self._counts["canary_learnt" if learnt is None else "canary_changed"] += 1
             self._learnt[key] = digest
-            self.num_learnt += 1
             if len(self._learnt) > self._limit:
                 self._learnt.popitem(last=False)
-        elif self._learnt[key] != digest:
-            self.num_changed += 1
-            self._learnt[key] = digest
         return None
 
     def _holder_of(self, digest: Digest) -> str:
         """Name the block that has a digest; this search only runs at a difference."""
         for block_hash, group in (key for key, known in self._computed.items() if digest in known):
             return f"the KV of block hash {block_hash.hex()[:16]} of group {group}"
-        if not any(digest):
-            return "zeros"
-        return "bytes of no sampled block"
+        return "bytes of no sampled block" if any(digest) else "zeros"
 
     def reset(self) -> None:
         """Keep the digests apart, because no KV of before a reset may be loaded (CANARY-8)."""
@@ -114,39 +100,7 @@ class KnownDigests:
         self._computed.clear()
         self._learnt.clear()
 
-    # --- the file ---
-
-    def _read(self, file: Path, identity: str) -> None:
-        """Read the newest digests of a file, and write them to a new file."""
-        header = f"kvview canary 1 {identity}\n"
-        rows: OrderedDict[str, None] = OrderedDict()
-        if file.exists():
-            with file.open(encoding="ascii", errors="replace") as lines:
-                if next(lines, "") == header:
-                    rows.update(dict.fromkeys(line for line in lines if line.endswith("\n")))
-        kept = [*rows][-self._limit :]
-        for row in kept:
-            for key, digest in _parse(row):
-                self._computed.setdefault(key, []).append(digest)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(header + "".join(kept), encoding="ascii")
-        new.replace(file)
-
 
 def _differing(first: Digest, second: Digest) -> list[int]:
     pairs = zip(first, second, strict=True)
     return [number for number, (one, other) in enumerate(pairs) if one != other]
-
-
-def _line(key: _Key, digest: Digest) -> str:
-    block_hash, group = key
-    return f"{block_hash.hex()} {group} {' '.join(map(str, digest))}\n"
-
-
-def _parse(row: str) -> Iterator[tuple[_Key, Digest]]:
-    try:
-        block_hash, group, *numbers = row.split()
-        yield (bytes.fromhex(block_hash), int(group)), tuple(map(int, numbers))
-    except ValueError:
-        return  # a line of a server that was killed

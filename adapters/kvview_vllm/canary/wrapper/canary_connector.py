@@ -4,34 +4,37 @@
   metadata, and vLLM **must** receive its results unchanged, except that ``recompute`` adds blocks
   whose KV is wrong to those that were not loaded.
 
+An exception of the canary itself never reaches the server: it is logged, and the part that raised
+it is off.
+
 Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
-from kvview import ConfigError, KVViewError
+from kvview import ConfigError, ConnectorError, KVViewError
+from kvview.errors import line_of
 from kvview_vllm.binding import BlockPoolViewMixin
 from kvview_vllm.canary.blocks.sampling import Sampler
 from kvview_vllm.canary.blocks.worker_side import CanaryWorker
 from kvview_vllm.canary.call_laws import CallLaws
-from kvview_vllm.canary.incidents import HookRecorder, Incidents, NoRecorder
+from kvview_vllm.canary.incidents import IncidentFolder, Incidents
 from kvview_vllm.canary.watched_pool import watched_manager, watched_pool
 from kvview_vllm.canary.wrapper.canary_messages import CanaryMetadata
 from kvview_vllm.canary.wrapper.canary_metrics import CanaryPromMetrics, CanaryStats, stats_from
 from kvview_vllm.canary.wrapper.canary_options import (
-    CanaryOptions,
     canary_options,
     wrapped_class,
     wrapped_config,
 )
 from kvview_vllm.canary.wrapper.delegation import DelegatingConnector
 from kvview_vllm.geometry import read_geometry
-from kvview_vllm.recorder import Recorder
+from kvview_vllm.recorder import Recorder, on_signal
 from kvview_vllm.releases import installed, reading, require_concrete
 from kvview_vllm.releases.compat import calls
 
@@ -58,125 +61,140 @@ class CanaryOneGroupConnector(DelegatingConnector):
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        self._release = release = installed().connector
+        release = installed().connector
         config = [kv_cache_config] if release.cache_config_argument else []
         super().__init__(vllm_config, role, *config)
-        options = canary_options(vllm_config.kv_transfer_config)
-        self._options = options
-        self._recorder = _recorder(options)
+        self._options = options = canary_options(vllm_config.kv_transfer_config)
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
-        self._check(options)
         own = wrapped_config(vllm_config)
         kind = wrapped_class(own.kv_transfer_config)
-        takes_config = calls.takes_cache_config(kind)
-        self._child = kind(own, role, *(config if takes_config else []))
+        self._check(kind)
+        self._child = kind(own, role, *(config if calls.takes_cache_config(kind) else []))
         self._connectors = [self._child]  # by which a scheduler of kvview finds it
         self._pool: Any = None
+        self._counts: Counter[str] = Counter()
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        half = "scheduler" if is_scheduler else f"rank{vllm_config.parallel_config.rank}"
+        self._folder = IncidentFolder(options.incidents, half)
+        self._incidents = Incidents(options.connector, half, self._folder, self._counts)
+        self._laws = CallLaws(self._incidents.report, calls.aborted_loads_keep_blocks())
+        self._recorder: Recorder | None = None
         self._sampler: Sampler | None = None
         self._worker: CanaryWorker | None = None
-        is_scheduler = role is KVConnectorRole.SCHEDULER
-        rank = vllm_config.parallel_config.rank
-        half = "scheduler" if is_scheduler else f"rank {rank}"
-        self._incidents = Incidents(options.connector, half, options.incidents, self._recorder)
-        self._laws = CallLaws(self._incidents.report)
-        self._sent = {"canary_incidents": 0}
-        self._recorder.note("__init__", (vllm_config, role, kv_cache_config), {}, None)
+        self._watchers: list[Any] = []
+        if is_scheduler:
+            if options.incidents is not None:
+                self._recorder = Recorder(own, kv_cache_config)
+                on_signal(lambda: self._write_calls(""))
+            # The recorder comes first, so that the file of an incident has the call.
+            self._watchers = [one for one in (self._recorder, self._laws) if one is not None]
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
         except KVViewError as error:
             _logger.warning("canary: no digests, because %s", error)
             return
         if is_scheduler:
-            speculative = vllm_config.speculative_config
-            num_drafts = speculative.num_speculative_tokens if speculative is not None else 0
-            self._sampler = Sampler(geometry, options.sample, num_drafts or 0)
+            self._sampler = Sampler(geometry, options.sample)
+            self._watchers.append(self._sampler)
         else:
-            identity = _identity(vllm_config, geometry)
-            self._worker = CanaryWorker(options, kv_cache_config, rank, identity, self._incidents)
+            self._worker = CanaryWorker(
+                options.on_difference, kv_cache_config, self._incidents, self._counts
+            )
+            self._watchers.append(self._worker)
 
-    def _check(self, options: CanaryOptions) -> None:
-        """Refuse a reaction that the release does not have."""
-        release = self._release
+    def _check(self, kind: type) -> None:
+        """Refuse a reaction that the release does not have, and groups that the class refuses."""
+        release = installed().connector
         has_reports = release.failed_requests if self._num_groups > 1 else release.failed_blocks
-        if options.on_difference == "recompute" and not has_reports:
+        if self._options.on_difference == "recompute" and not has_reports:
             raise ConfigError(
                 f"canary: this vLLM does not accept reports of failed loads with "
                 f'{self._num_groups} KV-cache groups, which "recompute" needs; use "log" or "stop"'
             )
+        if self._num_groups > 1 and not issubclass(kind, SupportsHMA):
+            raise ConfigError(
+                f"canary: {self._options.connector} takes one KV-cache group and this model has "
+                f"{self._num_groups}; use kv_connector CanaryOneGroupConnector"
+            )
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        result = super()._call(name, *args, **kwargs)
-        self._recorder.note(name, args, kwargs, result)
-        return result
+    def _notify(self, hook: str, *args: Any) -> None:
+        """Call the parts of the canary that have this hook."""
+        for watcher in self._watchers:
+            if (method := vars(type(watcher)).get(hook)) is None:
+                continue
+            try:
+                method(watcher, *args)
+            except ConnectorError:  # a wrong block with "stop", or a failed self-test
+                raise
+            except Exception as error:
+                self._watchers = [one for one in self._watchers if one is not watcher]
+                name = type(watcher).__name__
+                _logger.warning("canary: %s is off, because %s", name, line_of(error))
+        if self._incidents.laws and self._recorder is not None:
+            self._write_calls(self._incidents.take_laws()[0])
+
+    def _write_calls(self, law: str) -> None:
+        if self._recorder is not None:
+            self._folder.write("recorded", self._recorder.export(law))
 
     # --- scheduler ---
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """Note the promise."""
-        answer = self._call("get_num_new_matched_tokens", request, num_computed_tokens)
-        self._laws.on_promise(request, num_computed_tokens, answer)
-        if self._sampler is not None:
-            self._sampler.on_query(request, num_computed_tokens, answer)
+        answer = self._child.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._notify("on_promise", request, num_computed_tokens, answer)
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks."""
-        self._call("update_state_after_alloc", request, blocks, num_external_tokens)
-        self._laws.on_allocated(request.request_id, num_external_tokens)
-        if self._sampler is not None:
-            self._sampler.on_allocated(request, blocks, num_external_tokens)
+        self._child.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._notify("on_allocated", request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> CanaryMetadata:
         """Wrap the metadata."""
-        wrapped = self._call("build_connector_meta", scheduler_output)
-        self._laws.on_step(self._options.late_seconds)
-        work = None if self._sampler is None else self._sampler.on_step(scheduler_output)
-        return CanaryMetadata(wrapped, work)
+        wrapped = self._child.build_connector_meta(scheduler_output)
+        self._notify("on_step", scheduler_output)
+        return CanaryMetadata(wrapped, self._sampler.take_work() if self._sampler else None)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Note the ends of loads."""
-        received = connector_output.finished_recving or ()
-        self._laws.on_output(received, connector_output.finished_sending or ())
+        """Note the reports and the incidents of the workers."""
+        self._notify("on_output", connector_output)
         stats = connector_output.kv_connector_stats
-        if isinstance(stats, CanaryStats):
-            connector_output.kv_connector_stats = stats.wrapped
+        # Those of a MultiConnector have an entry for each child.
+        own = stats.data.get(type(self).__name__, stats) if stats is not None else None
+        if isinstance(own, CanaryStats) and own.laws:
+            self._write_calls(own.laws[0])
+        if not isinstance(stats, CanaryStats):
+            self._child.update_connector_output(connector_output)
+            return
+        connector_output.kv_connector_stats = stats.wrapped
         try:
-            self._call("update_connector_output", connector_output)
+            self._child.update_connector_output(connector_output)
         finally:
-            if isinstance(stats, CanaryStats):
-                stats.wrapped = connector_output.kv_connector_stats
-                connector_output.kv_connector_stats = stats
-        if self._sampler is not None:
-            self._sampler.on_received(received)
+            stats.wrapped = connector_output.kv_connector_stats
+            connector_output.kv_connector_stats = stats
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Forget the request."""
-        return self._finish("request_finished", request, block_ids)
-
-    def _finish(self, name: str, request: Any, block_ids: Any) -> Any:
-        answer = self._call(name, request, block_ids)
-        self._laws.on_finished(
-            request.request_id, keeps_blocks=bool(answer[0]), keeps_load=aborted_loads_keep_blocks()
-        )
-        if self._sampler is not None:
-            self._sampler.on_finished(request.request_id)
+        answer = self._child.request_finished(request, block_ids)
+        self._notify("on_finished", request, answer)
         return answer
 
     def reset_cache(self) -> Any:
         """Note a reset (0.13.0)."""
-        answer = self._call("reset_cache")
-        pool = self._pool
+        answer = self._child.reset_cache()
+        self._notify("on_reset")
         # vLLM resets connectors even if it refuses to reset the pool, because blocks are in use.
         # Requests may then hit old blocks on the GPU, and a connector may store these again.
-        is_empty = pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() <= 1
-        if is_empty and self._sampler is not None:
-            self._sampler.on_reset()
+        pool = self._pool
+        if pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() <= 1:
+            self._notify("on_empty_reset")
         return answer
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Note the pool (0.19.0)."""
         self._pool = gpu_block_pool
-        self._call("bind_gpu_block_pool", self._watched(gpu_block_pool))
+        self._child.bind_gpu_block_pool(self._watched(gpu_block_pool))
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Note the pool (0.30.0)."""
@@ -184,7 +202,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         pool = self._watched(self._pool)
         is_same = pool is self._pool
         manager = kv_cache_manager if is_same else watched_manager(kv_cache_manager, pool)
-        self._call("bind_kv_cache_manager", manager)
+        self._child.bind_kv_cache_manager(manager)
 
     def _watched(self, pool: Any) -> Any:
         is_guarded = isinstance(self._child, BlockPoolViewMixin)
@@ -194,69 +212,58 @@ class CanaryOneGroupConnector(DelegatingConnector):
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Note the tensors."""
-        self._register(kv_caches)
-        self._call("register_kv_caches", kv_caches)
+        self._notify("on_registered", kv_caches)
+        self._child.register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, *args: Any, **kwargs: Any) -> None:
         """Note the one tensor of all layers (0.12 to 0.28)."""
-        self._register({"all layers": kv_cache})
-        self._call("register_cross_layers_kv_cache", kv_cache, *args, **kwargs)
-
-    def _register(self, kv_caches: Any) -> None:
-        if self._worker is not None:
-            self._worker.register(kv_caches)
-            if self._worker.is_off:
-                _logger.warning("canary: no digests, because %s", self._worker.is_off)
+        self._notify("on_registered", {"all layers": kv_cache})
+        self._child.register_cross_layers_kv_cache(kv_cache, *args, **kwargs)
 
     def bind_connector_metadata(self, connector_metadata: CanaryMetadata) -> None:
         """Receive the work of the step."""
-        if self._worker is not None:
-            self._worker.begin(connector_metadata.work)
-        self._call("bind_connector_metadata", connector_metadata)
+        self._notify("on_bound", connector_metadata.work)
+        self._child.bind_connector_metadata(connector_metadata.wrapped)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         """Digest the blocks of the step."""
-        if self._worker is None:
-            return self._call("get_finished", finished_req_ids)
-        self._worker.on_computed()
-        sent, received = self._call("get_finished", finished_req_ids)
-        self._worker.on_loaded(received or ())
+        self._notify("on_computed")
+        sent, received = self._child.get_finished(finished_req_ids)
+        self._notify("on_loaded", received or ())
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Digest the blocks of the step (0.30.0)."""
-        if self._worker is None:
-            return self._call("get_transfer_results", finished_req_ids)
-        self._worker.on_computed()
-        results = self._call("get_transfer_results", finished_req_ids)
-        self._worker.on_loaded(results.finished_recving, results.failed_recving)
-        if self._num_groups > 1:
-            results.failed_recving |= self._worker.take_wrong_requests()
+        self._notify("on_computed")
+        results = self._child.get_transfer_results(finished_req_ids)
+        self._notify("on_loaded", results.finished_recving, results.failed_recving)
+        if self._worker is not None and self._num_groups > 1:
+            self._notify("on_step_end")
+            results.failed_recving |= self._worker.wrong_requests
+            self._worker.wrong_requests.clear()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Add the blocks of wrong loads (0.11.1)."""
-        failed: set[int] = self._call("get_block_ids_with_load_errors")
+        failed: set[int] = self._child.get_block_ids_with_load_errors()
         if self._worker is None:
             return failed
-        self._worker.on_failed_blocks(failed)
-        wrong = self._worker.take_wrong_blocks()
+        self._notify("on_failed_blocks", failed)
+        self._notify("on_step_end")
+        wrong, self._worker.wrong_blocks = self._worker.wrong_blocks, set()
         return failed | wrong if self._num_groups == 1 else failed
 
     # --- metrics ---
 
     def get_kv_connector_stats(self) -> CanaryStats | None:
         """Add the canary's counters to the stats of the wrapped connector."""
-        counts = {"canary_incidents": self._incidents.num_reported}
-        if self._worker is not None:
-            self._worker.settle()
-            counts |= self._worker.counts()
-        wrapped = self._call("get_kv_connector_stats")
-        if wrapped is None and counts == self._sent:
+        wrapped = self._child.get_kv_connector_stats()
+        if wrapped is None and not self._counts:
             return None
-        before, self._sent = self._sent, counts
-        new = {name: number - before.get(name, 0) for name, number in counts.items()}
-        return CanaryStats((self._options.connector, self._options.module_path), new, wrapped)
+        counts = dict(self._counts)
+        self._counts.clear()
+        name = self._options.connector, self._options.module_path
+        return CanaryStats(name, counts, wrapped, self._incidents.take_laws())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CanaryStats:
@@ -280,55 +287,19 @@ class CanaryOneGroupConnector(DelegatingConnector):
         """Compare the last digests."""
         if self._worker is not None:
             self._worker.settle(wait=True)
-        self._call("shutdown")
+        self._child.shutdown()
 
 
 class CanaryConnector(CanaryOneGroupConnector, SupportsHMA):  # type: ignore[misc]
     """The canary around a connector of any number of KV-cache groups."""
 
-    def _check(self, options: CanaryOptions) -> None:
-        super()._check(options)
-        kind = wrapped_class(wrapped_config(self._vllm_config).kv_transfer_config)
-        if self._num_groups > 1 and not issubclass(kind, SupportsHMA):
-            raise ConfigError(
-                f"canary: {options.connector} takes one KV-cache group and this model has "
-                f"{self._num_groups}; use kv_connector CanaryOneGroupConnector"
-            )
-
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         """Forget the request."""
         if not isinstance(self._child, SupportsHMA):
             return self.request_finished(request, block_ids[0])
-        return self._finish("request_finished_all_groups", request, block_ids)
-
-
-@cache
-def aborted_loads_keep_blocks() -> bool:
-    """Whether vLLM waits for the load of an aborted request (0.16.0)."""
-    return calls.aborted_loads_keep_blocks()
-
-
-def _recorder(options: CanaryOptions) -> HookRecorder:
-    """Return a recorder of calls, or one that records nothing."""
-    if options.recorder_bytes is None:
-        return NoRecorder()
-    if options.incidents is None:
-        raise ConfigError("canary: recorder_bytes needs a folder; add incidents")
-    return Recorder(options.recorder_bytes, options.incidents)
-
-
-def _identity(vllm_config: Any, geometry: Any) -> str:
-    """Return a text that identifies the model and the layout of its KV."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    parts = (
-        model.model,
-        model.dtype,
-        vllm_config.cache_config.cache_dtype,
-        parallel.tensor_parallel_size,
-        parallel.pipeline_parallel_size,
-        [(type(group).__name__, group.block_size) for group in geometry.groups],
-    )
-    return " ".join(str(part).replace("\n", " ") for part in parts)
+        answer = self._child.request_finished_all_groups(request, block_ids)
+        self._notify("on_finished", request, answer)
+        return answer
 
 
 require_concrete("connector", CanaryConnector)

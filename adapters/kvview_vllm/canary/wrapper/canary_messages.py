@@ -1,8 +1,8 @@
-"""The message of the canary's scheduler half to its workers, around the wrapped connector's own."""
+"""Messages of the canary from the scheduler to the workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class SampledBlock(NamedTuple):
     block_id: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """The sampled blocks of one step.
 
@@ -28,15 +28,19 @@ class Work:
         computed: Blocks that are full when the step has been computed.
         loads: Blocks that a load fills, by request.
         within_step: The requests whose loads end within the step.
-        ended: Requests that ended, or were preempted, before their load was reported.
+        ended: Requests that ended before their load was reported.
         reset: Whether the caches were reset since the last step.
     """
 
-    computed: Sequence[SampledBlock] = ()
-    loads: Mapping[str, Sequence[SampledBlock]] = field(default_factory=dict)
-    within_step: frozenset[str] = frozenset()
-    ended: Sequence[str] = ()
+    computed: list[SampledBlock] = field(default_factory=list)
+    loads: dict[str, Sequence[SampledBlock]] = field(default_factory=dict)
+    within_step: set[str] = field(default_factory=set)
+    ended: list[str] = field(default_factory=list)
     reset: bool = False
+
+    def is_empty(self) -> bool:
+        """Whether the workers have nothing to do."""
+        return not (self.computed or self.loads or self.ended or self.reset)
 
 
 @dataclass

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvview_vllm.canary.wrapper.canary_options import wrapped_class_named
+from kvview_vllm.canary.wrapper.canary_options import wrapped_class
 from kvview_vllm.metrics.connector_metrics import PREFIX
 from kvview_vllm.releases import reading
 from kvview_vllm.releases.compat.calls import stats_data
 
 with reading("connector", "the stats of a connector"):
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 COUNTERS = {
@@ -38,21 +39,25 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
         connector: Name and module path of the wrapped connector, by which the front end finds it.
         counts: Increases of :data:`COUNTERS` since the last stats.
         wrapped: Stats of the wrapped connector, or None.
+        laws: The laws of the incidents since then, which the scheduler's side receives.
     """
 
     def __init__(
-        self, connector: Sequence[str | None], counts: Mapping[str, int], wrapped: Any = None
+        self,
+        connector: Sequence[str | None],
+        counts: Mapping[str, int],
+        wrapped: Any = None,
+        laws: Sequence[str] = (),
     ) -> None:
         self.connector = list(connector)
         self.counts = Counter(counts)
         self.wrapped = wrapped
+        self.laws = [*laws]
 
     @property
     def data(self) -> dict[str, Any]:
         """Values that vLLM sends to the front end."""
-        own = None
-        if self.wrapped is not None:
-            own = stats_data(self.wrapped)
+        own = None if self.wrapped is None else stats_data(self.wrapped)
         return {"connector": self.connector, "counts": dict(self.counts), "wrapped": own}
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,6 +72,7 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
     def aggregate(self, other: CanaryStats) -> CanaryStats:
         """Add the stats of another worker, of the scheduler's side, or of a later time."""
         self.counts.update(other.counts)
+        self.laws += other.laws
         if self.wrapped is None:
             self.wrapped = other.wrapped
         elif other.wrapped is not None:
@@ -89,7 +95,11 @@ def stats_from(data: Mapping[str, Any] | None) -> CanaryStats:
         return CanaryStats((), {})
     wrapped = None
     if data["wrapped"] is not None:
-        kind: Any = wrapped_class_named(*data["connector"])
+        name, path = data["connector"]
+        config = KVTransferConfig(
+            kv_connector=name, kv_connector_module_path=path, kv_role="kv_both"
+        )
+        kind: Any = wrapped_class(config)
         wrapped = kind.build_kv_connector_stats(data["wrapped"])
     return CanaryStats(data["connector"], data["counts"], wrapped)
 

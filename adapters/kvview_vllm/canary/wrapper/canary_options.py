@@ -25,28 +25,18 @@ class CanaryOptions(BaseModel):
     Args:
         connector: Name of the wrapped connector, as in ``kv_connector``.
         module_path: Its module, as in ``kv_connector_module_path``; None for connectors of vLLM.
-        sample: One block in this many is digested, chosen by its hash.
+        sample: One block in this many is digested, chosen by the first byte of its hash.
         on_difference: Reaction to wrong KV: only log it, let vLLM compute the blocks, or stop.
-        incidents: Folder for one JSON file per incident; None for log lines only.
-        digests: Folder that keeps the digests, for a store that outlives the server or that several
-            servers share; None keeps them in memory.
-        max_digests: Most blocks whose digests a worker keeps; the oldest are dropped first.
-        late_seconds: Age at which a load, a kept request or a hold is reported as late.
-        recorder_bytes: Memory of each half for its last calls, which are written at an incident;
-            None for no recorder.
+        incidents: Folder for the files of incidents; None for log lines only, without a recorder.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     connector: str
     module_path: str | None = None
-    sample: int = Field(default=64, ge=1)
+    sample: int = Field(default=64, ge=1, le=256)
     on_difference: Literal["log", "recompute", "stop"] = "log"
     incidents: str | None = None
-    digests: str | None = None
-    max_digests: int = Field(default=100_000, ge=1)
-    late_seconds: float = Field(default=60.0, gt=0)
-    recorder_bytes: int | None = None
 
 
 def canary_options(transfer_config: Any) -> CanaryOptions:
@@ -95,14 +85,6 @@ def wrapped_class(transfer_config: Any) -> type:
     return kind
 
 
-def wrapped_class_named(connector: str, module_path: str | None) -> type:
-    """Return the class of the wrapped connector, by its name and module."""
-    config = KVTransferConfig(
-        kv_connector=connector, kv_connector_module_path=module_path, kv_role="kv_both"
-    )
-    return wrapped_class(config)
-
-
 def unwrap(argument: Any) -> tuple[type, Any] | None:
     """Return the wrapped class and its configuration for an argument of a class method.
 
@@ -117,11 +99,7 @@ def unwrap(argument: Any) -> tuple[type, Any] | None:
         config = wrapped_transfer_config(argument)
         return wrapped_class(config), config
     if isinstance(argument, Mapping) and _KEY in argument:
-        outer = KVTransferConfig(
-            kv_connector="CanaryConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config=dict(argument),
-        )
+        outer = KVTransferConfig(kv_role="kv_both", kv_connector_extra_config=dict(argument))
         config = wrapped_transfer_config(outer)
         return wrapped_class(config), config.kv_connector_extra_config
     return None

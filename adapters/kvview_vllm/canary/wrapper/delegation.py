@@ -23,7 +23,9 @@ with reading("connector", "the interface of connectors"):
 def _method(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(KVConnectorBase_V1, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._call(name, *args, **kwargs)
+        if args and isinstance(args[0], CanaryMetadata):
+            args = args[0].wrapped, *args[1:]
+        return getattr(self._child, name)(*args, **kwargs)
 
     call.__isabstractmethod__ = False  # type: ignore[attr-defined] # copied from the base class
     return call
@@ -64,22 +66,17 @@ def _hooks() -> dict[str, Any]:
     return hooks
 
 
-_Hooks: Any = type(KVConnectorBase_V1)("_Hooks", (KVConnectorBase_V1,), _hooks())
+PassedOn: Any = type(KVConnectorBase_V1)("PassedOn", (KVConnectorBase_V1,), _hooks())
+"""The base class of a connector whose attribute ``_child`` receives all hooks."""
 
 
-class DelegatingConnector(_Hooks):  # type: ignore[misc]
+class DelegatingConnector(PassedOn):  # type: ignore[misc]
     """Passes all hooks, properties and other attributes on to :attr:`_child`.
 
     Derived classes set :attr:`_child` when they are constructed.
     """
 
     _child: Any
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a hook of the wrapped connector, with its own metadata."""
-        if args and isinstance(args[0], CanaryMetadata):
-            args = args[0].wrapped, *args[1:]
-        return getattr(self._child, name)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the wrapped connector has."""

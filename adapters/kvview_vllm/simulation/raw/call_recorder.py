@@ -79,7 +79,7 @@ class CallRecorder:
             self.events.note_reset()
         if name == "update_state_after_alloc":
             num_tokens = args[2] if len(args) > 2 else kwargs["num_external_tokens"]
-            self._note_load(args[0].request_id, num_tokens)
+            self._note_load(args[0], num_tokens)
         return answer
 
     def _promise(self, request: Any, num_computed: int, answer: Any) -> Any:
@@ -93,11 +93,11 @@ class CallRecorder:
             self.coverage["tokens promised"] += num_tokens
         return answer
 
-    def _note_load(self, request_id: str, num_tokens: int) -> None:
+    def _note_load(self, request: Any, num_tokens: int) -> None:
         if not num_tokens:
             return
-        start, is_async = self.laws.on_allocated(request_id, num_tokens)
-        self.to_load[request_id] = start, start + num_tokens
+        start, is_async = self.laws.on_allocated(request, None, num_tokens)
+        self.to_load[request.request_id] = start, start + num_tokens
         self.coverage["tokens to load"] += num_tokens
         self.coverage["loads between steps" if is_async else "loads within a step"] += 1
         self.coverage["loads next to a GPU hit"] += start > 0
