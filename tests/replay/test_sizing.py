@@ -239,7 +239,7 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     ]
     assert run_size(trace).unlimited_hit_rate == 5 / 12
     for command in ("size", "replay"):
-        result = CliRunner().invoke(cli, [command, str(path), "--json", "-", "-q"])
+        result = CliRunner().invoke(cli, [command, str(path), "--json", "-"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["requests"] == 4
     record(7)
