@@ -202,7 +202,8 @@ def _without_shortage(scenario: Scenario) -> Scenario:
 def _with_full_tier(draw: Draw, scenario: Scenario, longest: int) -> Scenario:
     """Return a scenario of the same sizes, in which one prompt fills the tier again and again.
 
-    Other prompts end and are stored while that prompt waits for blocks, or while it loads.
+    Another prompt ends and is stored while that prompt waits for blocks, or while it loads, in
+    turn.
     """
     size = scenario.geometry.scheduler_block_size
     full = max(1, (longest - 1) // size) * size
@@ -215,7 +216,7 @@ def _with_full_tier(draw: Draw, scenario: Scenario, longest: int) -> Scenario:
         events += [HoldBlocks(num_blocks), HoldBlocks(0)]
         events += [Add(other, 2 + number, size * draw.number(1, 2), 4 * size), Step(2)]
         again = Add(f"again {number}", 1, full + 1)
-        if draw.chance(0.75):  # promised, but waits for blocks; a store of the others evicts pages
+        if number % 2:  # promised, but waits for blocks; a store of the other evicts pages
             num_left = draw.one_of([0, draw.number(num_needed // 2, 2 * num_needed)])
             events.append(HoldBlocks(max(0, num_blocks - num_left)))
         events += [again, Step(1), Abort(other), Step(draw.number(1, 3))]
@@ -352,7 +353,7 @@ def _generate_pages(
 
 def _generate_geometry(draw: Draw, shape: str, kind: str) -> CacheGeometry:
     """Draw a geometry of a shape that has a group of this kind."""
-    if shape == "one" and kind == "full" and draw.chance(0.75):
+    if shape == "one" and kind == "full" and draw.chance(0.7):
         return CacheGeometry.single(4)
     size = draw.one_of([4, 8, 12])
     sizes = [number for number in (2, 4, 6) if size % number == 0]
@@ -446,7 +447,7 @@ def steady_scenario(number: int) -> Scenario:
         events += [*adds, Step(2), HoldBlocks(num_gpu_blocks), Step(2)]
         events += [*(Abort(add.request_id) for add in adds), HoldBlocks(0), Step(2)]
     for place in range(30):
-        family = draw.number(1, 3) if draw.chance(0.75) else 10 + place
+        family = draw.number(1, 3) if draw.chance(0.7) else 10 + place
         num_shared = 2 * (family % 2)
         name = f"s{place}"
         length = size * (8 if draw.chance(0.6) else draw.number(7, 9)) + 1
@@ -468,7 +469,7 @@ def steady_scenario(number: int) -> Scenario:
         events.append(Step(draw.number(3, 6)))
         if place in (4, 19):
             events += reset  # with stores in flight
-        if draw.chance(0.75):
+        if draw.chance(0.7):
             events += [HoldBlocks(num_gpu_blocks // draw.one_of([1, 2])), HoldBlocks(0)]
     events += [Step(12), *reset]
     return Scenario(
