@@ -83,7 +83,11 @@ def program(source: str) -> str | None:
 
 def draw(room: str, seed: int) -> Iterator[Mutant]:
     """Yield mutants of a room in random order, at most one for each line."""
-    paths = [path for pattern in PLAN["room"][room]["modules"] for path in ROOT.glob(pattern)]
+    found_by = {pattern: [*ROOT.glob(pattern)] for pattern in PLAN["room"][room]["modules"]}
+    for pattern, found in found_by.items():
+        if not found:
+            raise click.ClickException(f"no module has the name {pattern} of the room {room}")
+    paths = [path for found in found_by.values() for path in found]
     places = {
         (path, at)
         for path in paths
