@@ -115,11 +115,12 @@ def page() -> str:
 
 
 def _grid(found: Sequence[Row]) -> Iterator[str]:
-    heads = ["implementation", "vLLM", *CLASSES.values()]
+    names = [name for name in CLASSES if any(name in row.verdicts for row in found)]
+    heads = ["implementation", "vLLM", *(CLASSES[name] for name in names)]
     yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * len(heads)
     for row in found:
-        cells = [_cell(row.verdicts[name]) if name in row.verdicts else "" for name in CLASSES]
+        cells = [_cell(row.verdicts[name]) if name in row.verdicts else "" for name in names]
         star = r"\*" if row.replaced else ""
         yield f"| {_link(row)}{star} | {row.release} | {' | '.join(cells)} |"
 
