@@ -6,9 +6,9 @@ The scheduler is vLLM's, without a model: a step is ``schedule``, the calls of b
 ``update_from_output``. New requests of some hundred tokens keep arriving, so that prefills and
 decodes are mixed: about 750 tokens a step, two and a half requests that start and as many that
 end. The table has medians of interleaved runs, in microseconds: the scheduler's step, the part of
-it in the calls of the connector, and the part of that in the adapter, which is all but the
-connector's own code. Next to both are their shares of the scheduler's step without a connector. The
-calls of the worker run in another process.
+it in the calls of the connector, and its share of the scheduler's step without a connector. The
+connector that does nothing shows the cost of the adapter. In a server, the calls of the worker run
+in another process.
 
 Calls are timed by the wall clock, because reading the CPU time of a thread costs 5 us per call in a
 sandbox. A call that another process interrupted takes several times its median, and counts as the
@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from harness import Table  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
+from typing_extensions import override  # noqa: E402
 
-from kvview import FullAttention  # noqa: E402
+from kvview import Connector, FullAttention, SchedulerConnector  # noqa: E402
 from kvview_vllm.geometry import read_geometry  # noqa: E402
 from kvview_vllm.releases.build import samples  # noqa: E402
 from kvview_vllm.releases.compat.versions import vllm  # noqa: E402
@@ -77,66 +77,38 @@ NUM_BLOCKS = 16_384
 TOKENS_PER_STEP = 2048
 PAGE = 64  # bytes of a layer: moving them is not what is timed
 INTERRUPTED = 4  # times the median of such calls
+SHARES = {"10 ms": 10_000, "25 ms": 25_000}  # steps of an engine, in microseconds
+
+
+TARGETS = {
+    "HostCacheConnector": f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector",
+    "StoreConnector": "kvview_reference.store_connector:StoreConnector",
+}
+
+
+class IdleConnector(Connector):
+    """A connector that overrides no hook, so that only the adapter takes time."""
+
+    contract_version = "1.0"
+
+    @override
+    def make_scheduler(self) -> SchedulerConnector:
+        return SchedulerConnector()
 
 
 def configurations() -> dict[str, dict[str, Any] | None]:
     """Name the connectors to compare."""
-    here = f"{__file__}:"
-    names = ("HostCacheConnector", "StoreConnector")
+    targets = TARGETS.items()
     return {
         "no connector": None,
-        "does nothing": connector_config(here + "IdleConnector"),
-        **{name: connector_config(here + name, cpu_blocks=4096) for name in names},
+        "does nothing": connector_config(f"{__file__}:IdleConnector"),
+        **{name: connector_config(target, cpu_blocks=4096) for name, target in targets},
         "vLLM's OffloadingConnector": {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 4096 * 2 * BLOCK_SIZE * PAGE * 4},
         },
     }
-
-
-TARGETS = {
-    "IdleConnector": None,
-    "HostCacheConnector": f"{ROOT / 'examples' / 'host_cache.py'}:HostCacheConnector",
-    "StoreConnector": "kvview_reference.store_connector:StoreConnector",
-}
-# Seconds in the connector's own hooks; a target's module is this file, loaded again.
-own: defaultdict[str, list[float]] = vars(sys.modules["__main__"]).get("own", defaultdict(list))
-
-
-def __getattr__(name: str) -> Any:
-    """Make the connector of a target, with timed hooks of the scheduler half."""
-    if name not in TARGETS:
-        raise AttributeError(name)
-    from kvview import Connector, SchedulerConnector
-    from kvview.connector.hooks import hooks_of
-    from kvview.targets import load_connector
-
-    target = TARGETS[name]
-    kind: Any = load_connector(target) if target else Connector
-
-    class TimedConnector(kind):  # type: ignore[misc]
-        contract_version = "1.0"
-
-        def make_scheduler(self) -> SchedulerConnector:
-            half: SchedulerConnector = super().make_scheduler() if target else SchedulerConnector()
-            for hook in hooks_of(type(half)):
-                if getattr(type(half), hook) is not getattr(SchedulerConnector, hook):
-                    object.__setattr__(half, hook, _timed(getattr(half, hook), own[hook]))
-            return half
-
-    return TimedConnector
-
-
-def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        began = clock()
-        try:
-            return method(*args)
-        finally:
-            seconds.append(clock() - began)
-
-    return timed
 
 
 class Load:
@@ -250,7 +222,7 @@ def total(seconds: list[float]) -> float:
 
 def measure(load: Load, steps: int) -> dict[str, float]:
     """Mean microseconds of a step: of the scheduler, of the worker, and in each call."""
-    for seconds in (*load.spent.values(), *own.values()):
+    for seconds in load.spent.values():
         seconds.clear()
     gc.collect()
     gc.disable()
@@ -258,7 +230,6 @@ def measure(load: Load, steps: int) -> dict[str, float]:
     gc.enable()
     spent = {name: total(seconds) for name, seconds in load.spent.items()}
     spent["connector"] = sum(spent.get(name, 0.0) for name in CALLS)
-    spent["adapter"] = spent["connector"] - sum(map(total, own.values()))
     spent["worker"] = sum(spent.get(f"worker {name}", 0.0) for name in WORKER_CALLS)
     spent["step"] = sum(step)
     return {name: value / steps * 1e6 for name, value in spent.items()}
@@ -282,25 +253,15 @@ def main() -> None:
         for _ in range(arguments.runs):
             for name, load in loads.items():
                 seen[name].append(measure(load, arguments.steps))
-    shares = ("of it", "10 ms", "25 ms")
-    table = Table(
-        *("microseconds a step", "scheduler", "connector", *shares, "adapter", *shares, "worker"),
-        "most expensive call",
-    )
+    table = Table("microseconds a step", "scheduler", "connector", "of it", *SHARES, "worker")
     alone = 0.0
     for name, runs in seen.items():
         row = {key: statistics.median(run.get(key, 0.0) for run in runs) for key in runs[0]}
         alone = alone or row["step"]
-        cells = [name, f"{row['step']:.0f}"]
-        for part in ("connector", "adapter"):
-            if part == "adapter" and name.startswith("vLLM"):
-                cells += [""] * 4  # its hooks are not kvview's
-                continue
-            us = row[part]
-            cells += [f"{us:.1f}", f"{us / alone:.1%}", f"{us / 1e4:.2%}", f"{us / 2.5e4:.2%}"]
-        calls = {key: value for key, value in row.items() if key in CALLS}
-        slowest = max(calls, key=lambda key: calls[key], default="")
-        table.add(*cells, f"{row['worker']:.1f}", f"{slowest} {calls.get(slowest, 0):.1f}")
+        us = row["connector"]
+        shares = [f"{us / step:.2%}" for step in SHARES.values()]
+        cells = f"{row['step']:.0f}", f"{us:.1f}", f"{us / alone:.1%}", *shares
+        table.add(name, *cells, f"{row['worker']:.1f}")
     table.show()
 
 

@@ -5,8 +5,9 @@ depends on the scheme and layout on the width.
 
     python docs/check_site.py [FOLDER] [PAGE ...]    (default: all pages of site/)
 
-Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a word, a number or a
-line of a code block is broken inside, a text shows Markdown, or the text of a diagram is too small.
+Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a wide page clips a table,
+a word, a number or a line of a code block is broken inside, a text shows Markdown, or the text of a
+diagram is too small.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ _BROKEN_BLOCKS = r"""() => {
     return range.getBoundingClientRect().height > (lines + 0.8) * height;
   }).map(code => code.textContent.trim().split("\n")[0]);
 }"""
+_CLIPPED = r"""() => [...document.querySelectorAll("article .scrolling")]
+  .filter(part => part.querySelector("table") && part.scrollWidth > part.clientWidth + 1)
+  .map(part => part.textContent.trim().split("\n")[0])"""
 _MARKDOWN = r"""() => [...document.querySelectorAll("article td, article li, article p")]
   .map(node => node.cloneNode(true)).map(copy => {
     copy.querySelectorAll("code, li, p, td").forEach(part => part.remove());
@@ -110,6 +114,8 @@ def layout_problems(page: Page) -> Iterator[str]:
         yield f"broken words: {', '.join(words[:8])}"
     if blocks := page.evaluate(_BROKEN_BLOCKS):
         yield f"lines of code blocks break: {', '.join(blocks[:4])}"
+    if tables := page.evaluate("innerWidth > 1000") and page.evaluate(_CLIPPED):
+        yield f"tables are clipped on a wide screen: {', '.join(tables[:4])}"
     if texts := page.evaluate(_MARKDOWN):
         yield f"text shows Markdown: {', '.join(texts[:4])}"
     for name, source, width in page.evaluate(_DIAGRAMS):
