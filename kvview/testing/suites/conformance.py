@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 from unittest import SkipTest
 
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.control import current_build_context
 from hypothesis.errors import Flaky, FlakyFailure
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider

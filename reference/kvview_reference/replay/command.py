@@ -66,8 +66,7 @@ def replay(
     """
     from kvview.options import read_options
     from kvview_reference.replay.figures import explain, figures_of
-    from kvview_reference.replay.run import ReplayConfig
-    from kvview_reference.replay.run import replay as run
+    from kvview_reference.replay.run import ReplayConfig, replay as run
 
     connector_class = load_connector(connector)
     source = open_source(_NUM_GENERATED, **source_options)
