@@ -60,7 +60,6 @@ from kvview.events import (
     BlockStored as BlockStored,
     GPUEvent as GPUEvent,
     OffloadingEvent as OffloadingEvent,
-    SupportsSilentTiers as SupportsSilentTiers,
     fold_events as fold_events,
 )
 from kvview.geometry import (

@@ -19,5 +19,4 @@ from kvview.events.tier import (
     MEDIUM_GPU as MEDIUM_GPU,
     MEDIUM_STORAGE as MEDIUM_STORAGE,
     OffloadingEvent as OffloadingEvent,
-    SupportsSilentTiers as SupportsSilentTiers,
 )
