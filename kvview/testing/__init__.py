@@ -2,8 +2,7 @@
 
 An implementer of a pool, a manager, a worker or a store derives one small class from the suite of
 the contract, such as :class:`PoolConformance`; pytest and ``kvview check`` run this class. A class
-of connectors is checked as it is, by ``kvview check``, :func:`run_checks` or
-:func:`parametrize_with_checks`.
+of connectors is checked as it is, by ``kvview check`` or :func:`run_checks`.
 """
 
 from importlib import import_module
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
     from kvview.testing.effort import Effort as Effort
     from kvview.testing.handoff.suite import HandoffConformance as HandoffConformance
     from kvview.testing.offloading.suite import OffloadingConformance as OffloadingConformance
-    from kvview.testing.parametrize import (
-        BoundCheck as BoundCheck,
-        parametrize_with_checks as parametrize_with_checks,
-    )
     from kvview.testing.pool.suite import PoolConformance as PoolConformance
     from kvview.testing.results.expected import (
         ExpectedFailure as ExpectedFailure,
@@ -48,7 +43,6 @@ _MODULES = {
     "kvview.testing.effort": ("Effort",),
     "kvview.testing.handoff.suite": ("HandoffConformance",),
     "kvview.testing.offloading.suite": ("OffloadingConformance",),
-    "kvview.testing.parametrize": ("BoundCheck", "parametrize_with_checks"),
     "kvview.testing.pool.suite": ("PoolConformance",),
     "kvview.testing.results.expected": ("ExpectedFailure", "read_expected"),
     "kvview.testing.results.law_broken": ("LawBroken", "NotExercised"),

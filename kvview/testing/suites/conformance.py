@@ -327,7 +327,7 @@ class Conformance:
 
         Yields:
             The objects that must have the methods of :attr:`protocols` and of the capabilities, by
-            the names that :class:`~kvview.testing.harness.Need` uses; the suite itself is one.
+            the names that :attr:`protocols` and the capabilities use; the suite itself is one.
         """
         yield {"suite": self}
 
