@@ -25,7 +25,6 @@ TABLES = ROOT / "benchmarks" / "tables.md"
 PAGE = ROOT / "docs" / "performance.md"
 """The page with the cost of a step; all other tables are in ``TABLES``."""
 BENCHMARKS = {
-    "guard": True,
     "offloading": True,
     "transfer": False,
     "step_cost": False,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import ndiff
 from importlib import import_module
+from inspect import ismodule
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ _MODULES = {
     "sleep": "time",
     "suppress": "contextlib",
     "zeros": "torch",
-    **dict.fromkeys(kvview.__all__, "kvview"),
+    **dict.fromkeys(
+        (name for name, value in vars(kvview).items() if not ismodule(value)), "kvview"
+    ),
 }
 """The module of each name that a script may use."""
 

@@ -1,5 +1,6 @@
 """Any tier store as an L2 adapter of LMCache, behind kvview's guard."""
 
-from kvview_lmcache.tier import KVViewL2Adapter, LMCacheTierOptions
-
-__all__ = ["KVViewL2Adapter", "LMCacheTierOptions"]
+from kvview_lmcache.tier import (
+    KVViewL2Adapter as KVViewL2Adapter,
+    LMCacheTierOptions as LMCacheTierOptions,
+)

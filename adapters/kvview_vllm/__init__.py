@@ -6,15 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvview_vllm.pool import VLLMBlockPoolView as VLLMBlockPoolView
-    from kvview_vllm.pool import view as view
+    from kvview_vllm.pool import VLLMBlockPoolView as VLLMBlockPoolView, view as view
 
 _MODULE_OF = {
     "VLLMBlockPoolView": "kvview_vllm.pool",
     "view": "kvview_vllm.pool",
 }
-
-__all__ = ["VLLMBlockPoolView", "view"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,26 +7,16 @@ reads and writes bytes, and :mod:`kvview.events.channel` receives them. ``wire``
 need the extra ``events``, so this package does not import them.
 """
 
-from kvview.events.fold import FoldedEvents, fold_events
-from kvview.events.gpu import AllBlocksCleared, BlockRemoved, BlockStored, GPUEvent
-from kvview.events.tier import (
-    MEDIUM_CPU,
-    MEDIUM_GPU,
-    MEDIUM_STORAGE,
-    OffloadingEvent,
-    SupportsSilentTiers,
+from kvview.events.fold import FoldedEvents as FoldedEvents, fold_events as fold_events
+from kvview.events.gpu import (
+    AllBlocksCleared as AllBlocksCleared,
+    BlockRemoved as BlockRemoved,
+    BlockStored as BlockStored,
+    GPUEvent as GPUEvent,
 )
-
-__all__ = [
-    "MEDIUM_CPU",
-    "MEDIUM_GPU",
-    "MEDIUM_STORAGE",
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "FoldedEvents",
-    "GPUEvent",
-    "OffloadingEvent",
-    "SupportsSilentTiers",
-    "fold_events",
-]
+from kvview.events.tier import (
+    MEDIUM_CPU as MEDIUM_CPU,
+    MEDIUM_GPU as MEDIUM_GPU,
+    MEDIUM_STORAGE as MEDIUM_STORAGE,
+    OffloadingEvent as OffloadingEvent,
+)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from kvview.keys import OffloadKey
 
@@ -35,27 +34,3 @@ class OffloadingEvent:
     keys: Sequence[OffloadKey]
     medium: str
     removed: bool
-
-
-@runtime_checkable
-class SupportsSilentTiers(Protocol):
-    """A scheduler half over several tiers, some of which emit no events.
-
-    Examples:
-        Name the tier of a promise, so that a check does not expect an event for its keys:
-
-        >>> class TwoTiers(SchedulerConnector):
-        ...     tiers = {"r1": "shared folder"}  # filled by match_prefix
-        ...     def comes_from_silent_tier(self, request_id):
-        ...         return self.tiers[request_id] == "shared folder"
-        >>> TwoTiers().comes_from_silent_tier("r1")
-        True
-    """
-
-    def comes_from_silent_tier(self, request_id: str) -> bool:
-        """Return whether the last promise to a request came from a tier without events (EVENT-2).
-
-        Args:
-            request_id: A request that has just received a promise from ``match_prefix``.
-        """
-        ...

@@ -184,7 +184,7 @@ class LedgerView(NotCopyable):
         self._children: list[LedgerView] = []
         # By block id: the number of references, and the stamp of the first one. Lists if the pool's
         # size is known, because dicts cost a third more. The count of the null block is -1, which
-        # the loops test last, because most blocks are not null (benchmarks/guard.py).
+        # the loops test last, because most blocks are not null.
         size, null = self.ledger.num_blocks, self.ledger.null_block_id
         self._held: list[int] | dict[int, int]
         self._since: list[Stamp | None] | dict[int, Stamp | None]
@@ -225,7 +225,7 @@ class LedgerView(NotCopyable):
             ViewClosedError: The view was closed.
         """
         # One loop checks, counts and looks up, because sets, Counter and itemgetter cost more
-        # for small batches and the same for large ones (benchmarks/guard.py).
+        # for small batches and the same for large ones.
         ledger, held, since, stats = self.ledger, self._held, self._since, self.stats
         blocks, num_holders = ledger.blocks, ledger.num_holders
         stamp: Stamp | None = None

@@ -1,16 +1,10 @@
 """Handoffs of KV from an engine that prefills to an engine that decodes."""
 
-from kvview.handoff.offers import Offers
-from kvview.handoff.params import Handoff, Peer, layout_of
-from kvview.handoff.roles import Frame, HandoffScheduler, HandoffWorker, Wire
-
-__all__ = [
-    "Frame",
-    "Handoff",
-    "HandoffScheduler",
-    "HandoffWorker",
-    "Offers",
-    "Peer",
-    "Wire",
-    "layout_of",
-]
+from kvview.handoff.offers import Offers as Offers
+from kvview.handoff.params import Handoff as Handoff, Peer as Peer, layout_of as layout_of
+from kvview.handoff.roles import (
+    Frame as Frame,
+    HandoffScheduler as HandoffScheduler,
+    HandoffWorker as HandoffWorker,
+    Wire as Wire,
+)

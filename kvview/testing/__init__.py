@@ -2,55 +2,39 @@
 
 An implementer of a pool, a manager, a worker or a store derives one small class from the suite of
 the contract, such as :class:`PoolConformance`; pytest and ``kvview check`` run this class. A class
-of connectors is checked as it is, by ``kvview check``, :func:`run_checks` or
-:func:`parametrize_with_checks`.
+of connectors is checked as it is, by ``kvview check`` or :func:`run_checks`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvview.targets import load_target
-    from kvview.testing.checks import Check, all_checks
-    from kvview.testing.effort import Effort
-    from kvview.testing.handoff.suite import HandoffConformance
-    from kvview.testing.offloading.suite import OffloadingConformance
-    from kvview.testing.parametrize import BoundCheck, parametrize_with_checks
-    from kvview.testing.pool.suite import PoolConformance
-    from kvview.testing.results.expected import ExpectedFailure, read_expected
-    from kvview.testing.results.law_broken import LawBroken, NotExercised
-    from kvview.testing.results.report import CheckResult, Outcome, Report
-    from kvview.testing.runner import run_checks
-    from kvview.testing.suites.capability import Capability
-    from kvview.testing.suites.inspect_target import inspect_target
-    from kvview.testing.tier.suite import TierConformance
-    from kvview.testing.transfer.compute import GatedComputeStream
-    from kvview.testing.transfer.suite import TransferConformance
+    from kvview.targets import load_target as load_target
+    from kvview.testing.checks import Check as Check, all_checks as all_checks
+    from kvview.testing.effort import Effort as Effort
+    from kvview.testing.handoff.suite import HandoffConformance as HandoffConformance
+    from kvview.testing.offloading.suite import OffloadingConformance as OffloadingConformance
+    from kvview.testing.pool.suite import PoolConformance as PoolConformance
+    from kvview.testing.results.expected import (
+        ExpectedFailure as ExpectedFailure,
+        read_expected as read_expected,
+    )
+    from kvview.testing.results.law_broken import (
+        LawBroken as LawBroken,
+        NotExercised as NotExercised,
+    )
+    from kvview.testing.results.report import (
+        CheckResult as CheckResult,
+        Outcome as Outcome,
+        Report as Report,
+    )
+    from kvview.testing.runner import run_checks as run_checks
+    from kvview.testing.suites.capability import Capability as Capability
+    from kvview.testing.suites.inspect_target import inspect_target as inspect_target
+    from kvview.testing.tier.suite import TierConformance as TierConformance
+    from kvview.testing.transfer.compute import GatedComputeStream as GatedComputeStream
+    from kvview.testing.transfer.suite import TransferConformance as TransferConformance
 
-__all__ = [
-    "BoundCheck",
-    "Capability",
-    "Check",
-    "CheckResult",
-    "Effort",
-    "ExpectedFailure",
-    "GatedComputeStream",
-    "HandoffConformance",
-    "LawBroken",
-    "NotExercised",
-    "OffloadingConformance",
-    "Outcome",
-    "PoolConformance",
-    "Report",
-    "TierConformance",
-    "TransferConformance",
-    "all_checks",
-    "inspect_target",
-    "load_target",
-    "parametrize_with_checks",
-    "read_expected",
-    "run_checks",
-]
 
 # Loaded on first use, because an engine imports rooms of this package, but no Hypothesis.
 _MODULES = {
@@ -59,7 +43,6 @@ _MODULES = {
     "kvview.testing.effort": ("Effort",),
     "kvview.testing.handoff.suite": ("HandoffConformance",),
     "kvview.testing.offloading.suite": ("OffloadingConformance",),
-    "kvview.testing.parametrize": ("BoundCheck", "parametrize_with_checks"),
     "kvview.testing.pool.suite": ("PoolConformance",),
     "kvview.testing.results.expected": ("ExpectedFailure", "read_expected"),
     "kvview.testing.results.law_broken": ("LawBroken", "NotExercised"),

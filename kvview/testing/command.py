@@ -6,8 +6,7 @@ import faulthandler
 import logging
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -238,9 +237,7 @@ def check(
             expected=() if expected_path is None else read_expected(expected_path),
             options=given,
             target=name,
-            on_result=lambda result: on_progress(result.check.name),
-            on_seed=_seeds_in_words(on_progress),
-            on_step=on_progress,
+            on_progress=on_progress,
             **settings,
         )
     show_report(console, report)
@@ -282,17 +279,6 @@ def _read_shard(text: str) -> tuple[int, int]:
     if not (slash and number.isdecimal() and of.isdecimal()):
         raise ConfigError(f"--shard takes a shard and the number of shards, as 3/8, got {text!r}")
     return int(number), int(of)
-
-
-def _seeds_in_words(on_progress: Callable[[str], None]) -> Callable[[int, int, int], None]:
-    """Make a callback that prints the number of completed seeds and the remaining time."""
-    start = time.monotonic()
-
-    def on_seed(done: int, number: int, failed: int) -> None:
-        left = (time.monotonic() - start) / done * (number - done)
-        on_progress(f"{done} of {number} seeds, {failed} failed, about {left:.0f} s left")
-
-    return on_seed
 
 
 def _profile(report: Report, name: str) -> Profile:

@@ -69,12 +69,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     if factory not in effort.shared:
         number = effort.seeds or NUM_SEEDS
         goes_on: GoesOn | None = effort.shared.get("goes_on")
-        on_seed: Callable[[int, int, int], None] | None = effort.shared.get("on_progress")
-
-        def on_progress(num_seeds: int, num_failed: int) -> None:
-            if on_seed is not None:
-                on_seed(num_seeds, number, num_failed)
-
+        on_progress = effort.shared.get("on_progress", _ignore)
         effort.shared[factory] = check_connector(
             factory,  # type: ignore[arg-type]
             seeds=number,
@@ -83,7 +78,9 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             engines=load_engines("reference" if effort.engine is None else effort.engine),
             steps=effort.steps,
             hook_seconds=effort.hook_seconds,
-            on_progress=on_progress,
+            on_progress=lambda done, failed: on_progress(
+                f"{done} of {number} seeds, {failed} failed"
+            ),
             keep_going=goes_on or effort.keep_going,
             shard=effort.shard,
         )
@@ -94,15 +91,18 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
 def _token_runs(factory: Factory, effort: Effort) -> ConnectorRuns:
     from kvview.testing.token_runs import ENGINE, load_token_check
 
-    on_step: Callable[[str], None] | None = effort.shared.get("on_step")
     return load_token_check(ENGINE if effort.engine is None else effort.engine)(
         factory,
         seeds=effort.seeds or 1,
         first_seed=effort.seed,
         options=effort.options,
         hook_seconds=effort.hook_seconds,
-        on_progress=on_step or (lambda text: None),
+        on_progress=effort.shared.get("on_progress", _ignore),
     )
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 def checks_in(runs: str, laws: Sequence[str], coverage: str) -> list[Check]:

@@ -212,9 +212,7 @@ def run_checks(
     expected: Sequence[ExpectedFailure] = (),
     select: Sequence[str] = (),
     target: str | None = None,
-    on_result: Callable[[CheckResult], None] | None = None,
-    on_seed: Callable[[int, int, int], None] | None = None,
-    on_step: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> Report:
     """Run every check of the contract of a target.
@@ -232,9 +230,8 @@ def run_checks(
         expected: Checks that may fail; such a check is reported if it passes.
         select: Names of checks or laws, ``*`` allowed; empty for all.
         target: Name of the target in the report.
-        on_result: Called with each result.
-        on_seed: Called with three numbers: seeds so far, all seeds, and failures so far.
-        on_step: Called with the progress of real inference.
+        on_progress: Called with the name of each check that has ended, and with the progress of
+            the runs of a connector.
         **settings: Fields of :class:`~kvview.testing.effort.Effort`.
 
     Raises:
@@ -243,17 +240,13 @@ def run_checks(
     effort = Effort(**settings)
     factory = as_target(factory, effort)
     contract, planned = plan_checks(factory, effort, expected=expected, select=select)
-    effort.shared.update(
-        on_progress=on_seed, on_step=on_step, goes_on=goes_on_after(planned, effort.keep_going)
-    )
+    effort.shared.update(on_progress=on_progress, goes_on=goes_on_after(planned, effort.keep_going))
     results: list[CheckResult] = []
     is_interrupted = False
     for item in planned:
         try:
-            result = run_planned(item, effort)
-            results.append(result)
-            if on_result is not None:
-                on_result(result)
+            results.append(run_planned(item, effort))
+            on_progress(item.check.name)
         except NotJudged:
             continue
         except KeyboardInterrupt:

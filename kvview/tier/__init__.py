@@ -6,41 +6,21 @@ writes, and ``Polled`` the base of stores that poll for ended jobs. ``GuardedTie
 between any store and any engine.
 """
 
-from kvview.tier.bases.async_store import AsyncStore
-from kvview.tier.bases.polled import Polled
-from kvview.tier.bases.threaded import Threaded
-from kvview.tier.guard.guarded import GuardedTier, TierStats
-from kvview.tier.namespace import Namespace
+from kvview.tier.bases.async_store import AsyncStore as AsyncStore
+from kvview.tier.bases.polled import Polled as Polled
+from kvview.tier.bases.threaded import Threaded as Threaded
+from kvview.tier.guard.guarded import GuardedTier as GuardedTier, TierStats as TierStats
+from kvview.tier.namespace import Namespace as Namespace
 from kvview.tier.store import (
-    SupportsDamageReports,
-    SupportsDelete,
-    SupportsEvictions,
-    SupportsTouch,
-    SupportsUsage,
-    SupportsWakeUp,
-    TierStore,
-    TierUsage,
-    is_tier_store,
-    require_tier_job,
+    SupportsDamageReports as SupportsDamageReports,
+    SupportsDelete as SupportsDelete,
+    SupportsEvictions as SupportsEvictions,
+    SupportsTouch as SupportsTouch,
+    SupportsUsage as SupportsUsage,
+    SupportsWakeUp as SupportsWakeUp,
+    TierStore as TierStore,
+    TierUsage as TierUsage,
+    is_tier_store as is_tier_store,
+    require_tier_job as require_tier_job,
 )
-from kvview.tier.tier_events import TierEvents
-
-__all__ = [
-    "AsyncStore",
-    "GuardedTier",
-    "Namespace",
-    "Polled",
-    "SupportsDamageReports",
-    "SupportsDelete",
-    "SupportsEvictions",
-    "SupportsTouch",
-    "SupportsUsage",
-    "SupportsWakeUp",
-    "Threaded",
-    "TierEvents",
-    "TierStats",
-    "TierStore",
-    "TierUsage",
-    "is_tier_store",
-    "require_tier_job",
-]
+from kvview.tier.tier_events import TierEvents as TierEvents

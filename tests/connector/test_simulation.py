@@ -266,7 +266,7 @@ def promised(keys: TierKeys, request: RequestInfo, num_tokens: int) -> None:
     found = tuple(make_offload_key(h, 0) for h in request.block_hashes[: num_tokens // 4])
     keys.stored.update(found)
     keys.on_events([OffloadingEvent(found, "CPU", removed=False)])
-    keys.on_promise(request, 0, num_tokens, is_silent=False)
+    keys.on_promise(request, 0, num_tokens)
 
 
 def test_a_promise_ends_with_a_reset_and_when_the_blocks_come() -> None:

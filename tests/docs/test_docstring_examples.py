@@ -14,6 +14,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import ismodule
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def prepared_names(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _public(package: Any) -> list[tuple[str, Any]]:
-    return [(name, getattr(package, name)) for name in package.__all__]
+    names = {name for name in vars(package) if not name.startswith("_")}
+    return [(name, vars(package)[name]) for name in names if not ismodule(vars(package)[name])]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -6,8 +6,7 @@ import pickle
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvview import BlockIds, RequestInfo, StepInfo, StepPlan
 from kvview.testing.connector import check_connector

@@ -8,8 +8,7 @@ from dataclasses import FrozenInstanceError
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvview import (
     BlockHash,

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvview.cli.commands import cli
 from kvview.errors import ConfigError
@@ -21,8 +20,7 @@ from kvview.events.formats import WIRE_FORMATS
 from kvview.events.recording import Message, Recording
 from kvview.events.wire import Batch, codec, encode
 from kvview_reference.sizing.curves import knee_of, lru_curve, lru_reaches, optimum_hits
-from kvview_reference.sizing.hit_curve import SizeReport, parse_sizes
-from kvview_reference.sizing.hit_curve import size as run_size
+from kvview_reference.sizing.hit_curve import SizeReport, parse_sizes, size as run_size
 from kvview_reference.sizing.references import References, read_references
 from kvview_reference.traces.reader import read_trace
 from kvview_reference.traces.recordings import SAME_REQUEST_S

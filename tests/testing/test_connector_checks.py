@@ -21,10 +21,8 @@ from kvview import Connector, RequestInfo, SchedulerConnector, StepInfo, StepPla
 from kvview.cli.commands import cli
 from kvview.cli.exit_codes import ExitCode
 from kvview.testing import (
-    BoundCheck,
     ExpectedFailure,
     Outcome,
-    parametrize_with_checks,
     run_checks,
 )
 
@@ -112,9 +110,8 @@ def run(*args: str | Path) -> Result:
 # --- one registry, three runners ---
 
 
-@parametrize_with_checks(StoreConnector, seeds=2, select=["exceptions", "CONN-4"])
-def test_under_pytest(check: BoundCheck) -> None:
-    check()
+def test_under_pytest() -> None:
+    run_checks(StoreConnector, seeds=2, select=["exceptions", "CONN-4"]).require_clean()
 
 
 @pytest.mark.slow
@@ -134,9 +131,12 @@ def test_failures_are_grouped_by_law_with_a_script_each() -> None:
 
 
 def test_the_runs_are_shared() -> None:
-    seen: list[tuple[int, ...]] = []
-    report = run_checks(StoreConnector, seeds=2, on_seed=lambda *numbers: seen.append(numbers))
-    assert seen == [(1, 2, 0), (2, 2, 0)]
+    seen: list[str] = []
+    report = run_checks(StoreConnector, seeds=2, on_progress=seen.append)
+    assert [text for text in seen if " of 2 seeds" in text] == [
+        "1 of 2 seeds, 0 failed",
+        "2 of 2 seeds, 0 failed",
+    ]
     assert len(report.results) > 20
 
 

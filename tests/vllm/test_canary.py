@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvview.testing.connector import generate_scenario, simulate
 from kvview.testing.connector.scenario.scenario import Scenario

@@ -37,9 +37,9 @@ def pool_view(pool: Any) -> VLLMBlockPoolView:
     "name",
     [
         name
-        for name in kvview.__all__
+        for name, value in vars(kvview).items()
         if name.startswith("Supports")
-        and getattr(kvview, name).__module__ == "kvview.pool.queries"
+        and value.__module__ == "kvview.pool.queries"
         and name != "SupportsPinBudget"  # only a guard has a budget
     ],
 )

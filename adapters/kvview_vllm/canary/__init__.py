@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvview_vllm.canary.wrapper.canary_connector import CanaryConnector as CanaryConnector
     from kvview_vllm.canary.wrapper.canary_connector import (
+        CanaryConnector as CanaryConnector,
         CanaryOneGroupConnector as CanaryOneGroupConnector,
     )
 

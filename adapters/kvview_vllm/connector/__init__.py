@@ -1,5 +1,3 @@
 """``KVViewConnector``: runs an engine-neutral kvview connector inside vLLM."""
 
-from kvview_vllm.connector.connector import KVViewConnector
-
-__all__ = ["KVViewConnector"]
+from kvview_vllm.connector.connector import KVViewConnector as KVViewConnector

@@ -1,5 +1,8 @@
 """``kvview doctor``, which reports whether kvview fits the installed vLLM."""
 
-from kvview_vllm.doctor.diagnosis import Diagnosis, SeamReport, diagnose, diagnose_tier
-
-__all__ = ["Diagnosis", "SeamReport", "diagnose", "diagnose_tier"]
+from kvview_vllm.doctor.diagnosis import (
+    Diagnosis as Diagnosis,
+    SeamReport as SeamReport,
+    diagnose as diagnose,
+    diagnose_tier as diagnose_tier,
+)

@@ -7,6 +7,4 @@ connector, and the tokens must be the same. To prove that the loads affect the t
 injects a fault into the loads, which must change tokens.
 """
 
-from kvview_vllm.inference.check import check_tokens
-
-__all__ = ["check_tokens"]
+from kvview_vllm.inference.check import check_tokens as check_tokens

@@ -4,6 +4,4 @@ The canary records the calls of the scheduler's side, and writes them to a file 
 ``kvview check my.py:MyConnector --engine vllm --from recorded-scheduler-4711-1.json`` plays a file.
 """
 
-from kvview_vllm.recorder.ring import Recorder, on_signal
-
-__all__ = ["Recorder", "on_signal"]
+from kvview_vllm.recorder.ring import Recorder as Recorder, on_signal as on_signal

@@ -10,47 +10,29 @@ the release into the list of tested ones, and runs the matrix. Three places must
 """
 
 from kvview_vllm.releases.compat.probes import (
-    Release,
-    check_scheduler,
-    installed,
-    probe_pool,
+    Release as Release,
+    check_scheduler as check_scheduler,
+    installed as installed,
+    probe_pool as probe_pool,
 )
 from kvview_vllm.releases.compat.seams import (
-    ConnectorSeam,
-    Difference,
-    GeometrySeam,
-    PoolSeam,
-    differences,
+    ConnectorSeam as ConnectorSeam,
+    Difference as Difference,
+    GeometrySeam as GeometrySeam,
+    PoolSeam as PoolSeam,
+    differences as differences,
 )
-from kvview_vllm.releases.compat.shapes import expect, reading, require_concrete
+from kvview_vllm.releases.compat.shapes import (
+    expect as expect,
+    reading as reading,
+    require_concrete as require_concrete,
+)
 from kvview_vllm.releases.compat.versions import (
-    NEWEST_TESTED,
-    TESTED,
-    VLLMNotInstalledError,
-    engine_version,
-    is_newer,
-    is_tested,
-    refusal,
+    NEWEST_TESTED as NEWEST_TESTED,
+    TESTED as TESTED,
+    VLLMNotInstalledError as VLLMNotInstalledError,
+    engine_version as engine_version,
+    is_newer as is_newer,
+    is_tested as is_tested,
+    refusal as refusal,
 )
-
-__all__ = [
-    "NEWEST_TESTED",
-    "TESTED",
-    "ConnectorSeam",
-    "Difference",
-    "GeometrySeam",
-    "PoolSeam",
-    "Release",
-    "VLLMNotInstalledError",
-    "check_scheduler",
-    "differences",
-    "engine_version",
-    "expect",
-    "installed",
-    "is_newer",
-    "is_tested",
-    "probe_pool",
-    "reading",
-    "refusal",
-    "require_concrete",
-]

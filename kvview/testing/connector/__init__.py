@@ -16,48 +16,26 @@ one seed, and :mod:`~kvview.testing.connector.check` runs all seeds.
 
 from __future__ import annotations
 
-from kvview.testing.connector.check import check_connector
+from kvview.testing.connector.check import check_connector as check_connector
 from kvview.testing.connector.result import (
-    ConnectorFailure,
-    ConnectorRuns,
-    Failure,
-    SimulationResult,
-    Snapshot,
+    ConnectorFailure as ConnectorFailure,
+    ConnectorRuns as ConnectorRuns,
+    Failure as Failure,
+    SimulationResult as SimulationResult,
+    Snapshot as Snapshot,
 )
-from kvview.testing.connector.run.engine import load_engines
-from kvview.testing.connector.run.simulate import simulate
-from kvview.testing.connector.scenario.generate import generate_scenario
+from kvview.testing.connector.run.engine import load_engines as load_engines
+from kvview.testing.connector.run.simulate import simulate as simulate
+from kvview.testing.connector.scenario.generate import generate_scenario as generate_scenario
 from kvview.testing.connector.scenario.scenario import (
-    Abort,
-    AbortLoading,
-    Add,
-    Event,
-    Fate,
-    HoldBlocks,
-    Reset,
-    Scenario,
-    SecondHash,
-    Step,
+    Abort as Abort,
+    AbortLoading as AbortLoading,
+    Add as Add,
+    Event as Event,
+    Fate as Fate,
+    HoldBlocks as HoldBlocks,
+    Reset as Reset,
+    Scenario as Scenario,
+    SecondHash as SecondHash,
+    Step as Step,
 )
-
-__all__ = [
-    "Abort",
-    "AbortLoading",
-    "Add",
-    "ConnectorFailure",
-    "ConnectorRuns",
-    "Event",
-    "Failure",
-    "Fate",
-    "HoldBlocks",
-    "Reset",
-    "Scenario",
-    "SecondHash",
-    "SimulationResult",
-    "Snapshot",
-    "Step",
-    "check_connector",
-    "generate_scenario",
-    "load_engines",
-    "simulate",
-]

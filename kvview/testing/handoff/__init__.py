@@ -1,5 +1,6 @@
 """The suite of connectors for handoffs; an import of this package registers its checks."""
 
-from kvview.testing.handoff.suite import HandoffConformance, pd_factory
-
-__all__ = ["HandoffConformance", "pd_factory"]
+from kvview.testing.handoff.suite import (
+    HandoffConformance as HandoffConformance,
+    pd_factory as pd_factory,
+)

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from kvview.pool import GPUBlockPoolView
 from kvview.testing.pool.machine import PoolMachine
-from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.capability import Contract
+from kvview.testing.suites.capability import Capability as C, Contract
 from kvview.testing.suites.conformance import Conformance, example
 from kvview.testing.suites.cost import Cost, cost_of_first, growth_of
 

@@ -162,6 +162,22 @@ class Report:
             return "green: every law that was checked holds"
         return "not checked: no check has a result"
 
+    def require_clean(self) -> None:
+        """Raise the first failure, or else the first missing part, in a test of pytest.
+
+        Examples:
+            >>> def test_connector():
+            ...     run_checks(MyConnector, seeds=50).require_clean()
+
+        Raises:
+            LawBroken: A law is broken, or a part of the check is missing.
+            AssertionError: The run is not clean for another reason.
+        """
+        for result in (*self.failures, *self.not_checked):
+            if result.failure is not None:
+                raise result.failure
+        assert self.is_clean, self.verdict()
+
     def summary(self) -> str:
         """Return one line with the counts, the seeds, and the progress of an unfinished run."""
         return f"{self.target}: {self.outcome()} ({self.effort()})"

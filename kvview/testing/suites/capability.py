@@ -5,9 +5,7 @@ A suite checks all capabilities of its contract, except those that its ``lacks``
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -18,51 +16,25 @@ Factory = Callable[..., Any]
 """A target that is checked: a class of connectors, or a suite."""
 
 
-@dataclass(frozen=True)
-class Need:
-    """One method or attribute that a contract or a capability requires.
-
-    Args:
-        on: Name of the object that must have the method, among the ``parts`` of the suite.
-        name: Name of the method or attribute.
-        num_args: Positional arguments that the method must take; None for an attribute.
-        keywords: Optional arguments that the method must accept by name.
-    """
-
-    on: str
-    name: str
-    num_args: int | None
-    keywords: tuple[str, ...] = ()
-
-
-def needs_of(*texts: str) -> tuple[Need, ...]:
-    """Parse needs such as ``"view.is_free(1)"``: owner, name, and number of arguments."""
-    needs = []
-    for text in texts:
-        on, _, method = text.partition(".")
-        name, _, num_args = method.rstrip(")").partition("(")
-        needs.append(Need(on, name, int(num_args) if num_args else None))
-    return tuple(needs)
-
-
 class Capability(StrEnum):
     """A feature of an implementation beyond the core, which a suite checks unless it lacks it.
 
     Attributes:
         value: Name of the capability, for ``lacks``.
         contracts: The contracts that have the capability.
-        needs: The methods and attributes that the capability requires.
+        needs: The methods and attributes that the capability requires, each after the name of its
+            object among the ``parts`` of the suite.
     """
 
     contracts: frozenset[str]
-    needs: tuple[Need, ...]
+    needs: tuple[str, ...]
 
     def __new__(cls, value: str, contracts: str, *needs: str) -> Capability:
-        """Make a member from its needs, given as text."""
+        """Make a member from the names of its contracts and of its needs."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.contracts = frozenset(contracts.split())
-        member.needs = needs_of(*needs)
+        member.needs = needs
         return member
 
     # handoff
@@ -70,35 +42,35 @@ class Capability(StrEnum):
     """The parameters of a handoff name its KV completely (:class:`kvview.handoff.Handoff`)."""
 
     # pool
-    CACHE = "cache", "pool", "pool.cache(3)"
+    CACHE = "cache", "pool", "pool.cache"
     """``cache(block_ids, block_hashes, group_idx)`` caches blocks; the prefix cache is on."""
-    MANY_HASHES = "many_hashes", "pool", "pool.cache(3)"
+    MANY_HASHES = "many_hashes", "pool", "pool.cache"
     """A block that is cached twice under different hashes keeps both."""
-    EVICT = "evict", "pool", "pool.evict(1)"
+    EVICT = "evict", "pool", "pool.evict"
     """``evict(block_ids)``: the engine drops blocks from its prefix cache."""
-    RESET = "reset", "pool", "pool.reset(0)"
+    RESET = "reset", "pool", "pool.reset"
     """``reset() -> bool`` resets the cache, and returns False if the engine refused."""
-    CLOSE = "close", "pool", "pool.close(0)"
+    CLOSE = "close", "pool", "pool.close"
     """``close() -> {block_id: count}``: the engine shuts down and closes the view."""
     POOL_SIZE = "pool_size", "pool", "view.num_blocks", "view.null_block_id"
     """The view has ``num_blocks`` and ``null_block_id``."""
-    FREE_COUNT = "free_count", "pool", "view.num_free_blocks(0)"
+    FREE_COUNT = "free_count", "pool", "view.num_free_blocks"
     """The view has ``num_free_blocks()``."""
-    IS_FREE = "is_free", "pool", "view.is_free(1)"
+    IS_FREE = "is_free", "pool", "view.is_free"
     """The view has ``is_free(block_id)``."""
-    BLOCK_KEYS = "block_keys", "pool", "view.block_keys(1)", "view.primary_keys(1)"
+    BLOCK_KEYS = "block_keys", "pool", "view.block_keys", "view.primary_keys"
     """The view has ``block_keys(block_ids)`` and ``primary_keys(block_ids)``."""
-    FIND_CACHED = "find_cached", "pool", "view.find_cached_block(1)"
+    FIND_CACHED = "find_cached", "pool", "view.find_cached_block"
     """The view has ``find_cached_block(key)``."""
-    FREE_ORDER = "free_order", "pool", "view.iter_free_block_ids(0)"
+    FREE_ORDER = "free_order", "pool", "view.iter_free_block_ids"
     """The view has ``iter_free_block_ids()``."""
-    GIVE_BACK = "give_back", "pool", "view.give_back_blocks(1)"
+    GIVE_BACK = "give_back", "pool", "view.give_back_blocks"
     """The view has ``give_back_blocks(block_ids)``."""
-    HOLDS = "holds", "pool", "view.held_blocks(0)"
+    HOLDS = "holds", "pool", "view.held_blocks"
     """The view has ``held_blocks()``."""
-    VIEWS = "views", "pool", "pool.another_view(0)"
+    VIEWS = "views", "pool", "pool.another_view"
     """``another_view()`` makes another view of the same pool."""
-    SHARE = "share", "pool", "pool.share(1)"
+    SHARE = "share", "pool", "pool.share"
     """``share(block_ids)``: the engine takes one more reference on each block, free or in use."""
     # offloading
     RESETS = "resets", "offloading"
@@ -107,28 +79,28 @@ class Capability(StrEnum):
     """``take_events`` reports stored and removed keys."""
     PAGES = "pages", "offloading"
     """Specs name their pages with ``block_ids``."""
-    POLICIES = "policies", "offloading", "suite.with_policy(1)", "suite.policies"
+    POLICIES = "policies", "offloading", "suite.with_policy", "suite.policies"
     """``with_policy(name)`` makes a manager with a policy; ``policies`` lists the known names."""
     LRU = "lru", "offloading"
     """The manager evicts the key that was used longest ago (OFF-10)."""
     ARC = "arc", "offloading"
     """The manager evicts keys by ARC (OFF-11)."""
-    STORE_THRESHOLD = "store_threshold", "offloading", "suite.with_threshold(2)"
+    STORE_THRESHOLD = "store_threshold", "offloading", "suite.with_threshold"
     """``with_threshold(capacity, num_offers)`` makes a manager that stores a key at this offer; at
     the first, as ``make`` does, if the number is 1."""
 
     # transfer
-    FAIL = "fail", "transfer", "suite.fail_next(0)"
+    FAIL = "fail", "transfer", "suite.fail_next"
     """``fail_next()``: the copy of the job that is submitted next fails."""
-    PAUSE = "pause", "transfer", "suite.pause(0)", "suite.resume(0)"
+    PAUSE = "pause", "transfer", "suite.pause", "suite.resume"
     """``pause()`` and ``resume()``: copies that are submitted between them start at ``resume``."""
-    FAIL_BLOCK = "fail_block", "transfer", "suite.fail_block(1)"
+    FAIL_BLOCK = "fail_block", "transfer", "suite.fail_block"
     """``fail_block(number)``: in the store that is submitted next, the copy of one GPU block fails.
     Blocks are counted in the order of the job; copies of other blocks may succeed."""
     COMPUTE = "compute", "transfer"
     """The worker waits for the compute stream of its KV caches, which is then a
     :class:`~kvview.testing.GatedComputeStream`."""
-    TIER_SPEC = "tier_spec", "transfer", "suite.tier_spec(1)"
+    TIER_SPEC = "tier_spec", "transfer", "suite.tier_spec"
     """``tier_spec(pages)`` makes a spec that names pages of the tier, by keys, offsets, files or in
     any other way. Without this capability the checks use :class:`~kvview.CPULoadStoreSpec`, and the
     worker must refuse a page that does not exist."""
@@ -151,27 +123,14 @@ class Capability(StrEnum):
     """Another process can import the class of the store."""
     THREADED = "threaded", "tier"
     """The class is derived from :class:`~kvview.tier.Threaded`, so the kit can block its calls."""
-    DELETE = "delete", "tier", "store.delete(1)"
+    DELETE = "delete", "tier", "store.delete"
     """The store has ``delete(keys)``."""
-    USAGE = "usage", "tier", "store.usage(0)"
+    USAGE = "usage", "tier", "store.usage"
     """The store has ``usage()``."""
-    TOUCH = "touch", "tier", "store.touch(1)"
+    TOUCH = "touch", "tier", "store.touch"
     """The store has ``touch(keys)``."""
 
 
 def capabilities_of(contract: Contract) -> list[Capability]:
     """Return the capabilities that a harness of a contract may declare."""
     return [one for one in Capability if contract in one.contracts]
-
-
-def members(on: str, protocol: type) -> Iterator[Need]:
-    """Yield the methods and attributes of a protocol, as needs of one object."""
-    for name, member in vars(protocol).items():
-        if name.startswith("_") or name == "capabilities":
-            continue
-        if isinstance(member, property):
-            yield Need(on, name, None)
-        elif inspect.isfunction(member):
-            _, *parameters = inspect.signature(member).parameters.values()
-            keywords = tuple(one.name for one in parameters if one.default is not one.empty)
-            yield Need(on, name, len(parameters) - len(keywords), keywords)

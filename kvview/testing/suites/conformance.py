@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 from unittest import SkipTest
 
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.control import current_build_context
 from hypothesis.errors import Flaky, FlakyFailure
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
@@ -328,7 +327,7 @@ class Conformance:
 
         Yields:
             The objects that must have the methods of :attr:`protocols` and of the capabilities, by
-            the names that :class:`~kvview.testing.harness.Need` uses; the suite itself is one.
+            the names that :attr:`protocols` and the capabilities use; the suite itself is one.
         """
         yield {"suite": self}
 

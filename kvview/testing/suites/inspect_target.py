@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvview.errors import ConfigError, line_of
 from kvview.targets import is_connector, is_engine_connector, require_connector
-from kvview.testing.suites.capability import (
-    Capability,
-    Contract,
-    Need,
-    capabilities_of,
-    members,
-)
+from kvview.testing.suites.capability import Capability, Contract, capabilities_of
 from kvview.testing.suites.conformance import Conformance
 
 
@@ -65,12 +57,12 @@ def inspect_suite(suite: type[Conformance]) -> tuple[Contract, frozenset[Capabil
     try:
         with suite().parts() as parts:
             for on, protocol in suite.protocols.items():
-                for need in members(on, protocol):
-                    problems += _problems_with(need, parts[on])
+                names = [name for name in vars(protocol) if not name.startswith("_")]
+                problems += _lacking([f"{on}.{name}" for name in names], parts)
             for capability in suite.capabilities():
-                found = [_problems_with(need, parts[need.on]) for need in capability.needs]
-                problems += chain(*found)
-                absent += [repr(capability.value)] * any(found)
+                lacking = _lacking(capability.needs, parts)
+                problems += lacking
+                absent += [repr(capability.value)] * bool(lacking)
     except Exception as error:
         raise ConfigError(f"{name} cannot make its object: {line_of(error)}") from error
     if absent:
@@ -80,30 +72,11 @@ def inspect_suite(suite: type[Conformance]) -> tuple[Contract, frozenset[Capabil
     return suite.contract, frozenset(suite.capabilities())
 
 
-def _problems_with(need: Need, owner: object) -> list[str]:
-    shown = type(owner).__name__
-    shown = shown if need.on == "suite" else f"{need.on} {shown}"
-    if not hasattr(owner, need.name):
-        what = need.name if need.num_args is None else f"{need.name}()"
-        return [f"{shown} lacks {what}"]
-    if need.num_args is None:
-        return []
-    method = getattr(owner, need.name)
-    if not callable(method):
-        return [f"{shown}.{need.name} cannot be called"]
-    return _signature_problems(method, need, shown)
-
-
-def _signature_problems(method: Callable[..., object], need: Need, shown: str) -> list[str]:
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return []
-    try:
-        signature.bind(*[None] * (need.num_args or 0), **dict.fromkeys(need.keywords))
-    except TypeError:
-        wanted = f"{need.num_args} positional arguments"
-        if need.keywords:
-            wanted += f" and {'=, '.join(need.keywords)}="
-        return [f"{shown}.{need.name}{signature} must take {wanted}"]
-    return []
+def _lacking(needs: Iterable[str], parts: Mapping[str, object]) -> list[str]:
+    """Name the methods and attributes that objects lack."""
+    found = []
+    for need in needs:
+        on, _, name = need.partition(".")
+        if not hasattr(parts[on], name):
+            found.append(f"{type(parts[on]).__name__} lacks {name}")
+    return found

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 import kvview.testing.tier.suite  # noqa: F401 - so that its checks have the short names
 from kvview.targets import load_target
-from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.capability import Contract
+from kvview.testing.suites.capability import Capability as C, Contract
 from kvview.testing.suites.conformance import (
     Conformance,
     ContractMachine,

@@ -11,8 +11,7 @@ from weakref import ref
 from typing_extensions import override
 
 from kvview.errors import ConfigError
-from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.capability import Contract
+from kvview.testing.suites.capability import Capability as C, Contract
 from kvview.testing.suites.conformance import Conformance, example
 from kvview.testing.supervision.yield_points import new_threads_yield_often
 from kvview.testing.transfer.drawn_caches import Layout, make_caches, wrong_caches

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from kvview.cli.console import Console, progress
 from kvview.cli.exit_codes import ExitCode
-from kvview.cli.interrupt import UntilInterrupted
 from kvview.cli.output import Whole, json_option, naming, target_options, write_json
 from kvview.targets import load_connector
 from kvview_reference.traces.command import open_source, trace_options
@@ -66,16 +65,14 @@ def replay(
     """
     from kvview.options import read_options
     from kvview_reference.replay.figures import explain, figures_of
-    from kvview_reference.replay.run import ReplayConfig
-    from kvview_reference.replay.run import replay as run
+    from kvview_reference.replay.run import ReplayConfig, replay as run
 
     connector_class = load_connector(connector)
     source = open_source(_NUM_GENERATED, **source_options)
     config = ReplayConfig(gpu_blocks, block_bytes, closed_loop, read_options(options))
-    until = UntilInterrupted(source.requests)
     with progress(source.title) as show, naming(connector):
         result = run(
-            until,
+            source.requests,
             source.block_size,
             connector_class,
             config,
@@ -96,4 +93,3 @@ def replay(
     write_json(json_file, asdict(result))
     if not result.is_clean:
         sys.exit(ExitCode.WRONG)
-    sys.exit(ExitCode.INTERRUPTED if until.is_interrupted else ExitCode.CLEAN)

@@ -61,8 +61,7 @@ def size(
     sessions (JSONL or JSONL.gz), a folder of such files, or a recording of KV
     events (kvview events --record). Without TRACE, a seeded workload is generated.
     """
-    from kvview_reference.sizing.hit_curve import parse_sizes
-    from kvview_reference.sizing.hit_curve import size as run
+    from kvview_reference.sizing.hit_curve import parse_sizes, size as run
 
     if chart is not None:
         from kvview_reference.sizing.chart import write_chart  # fails before the trace is read

@@ -6,7 +6,8 @@ replace the ``transform``. Without a store, this is the offloading connector: a 
 transfer worker.
 """
 
-from kvview_reference.store_connector.connector import StoreConnector, StoreOptions
-from kvview_reference.store_connector.transform import Transform
-
-__all__ = ["StoreConnector", "StoreOptions", "Transform"]
+from kvview_reference.store_connector.connector import (
+    StoreConnector as StoreConnector,
+    StoreOptions as StoreOptions,
+)
+from kvview_reference.store_connector.transform import Transform as Transform

@@ -1,5 +1,3 @@
 """The transfer worker between the GPU and host memory, in torch."""
 
-from kvview_reference.transfer.worker import CPUGPUTransferWorker
-
-__all__ = ["CPUGPUTransferWorker"]
+from kvview_reference.transfer.worker import CPUGPUTransferWorker as CPUGPUTransferWorker

@@ -19,9 +19,9 @@ from kvview_vllm.releases.compat.calls import (
     blocks_per_chunk,
     make_known,
     make_medium,
+    publishes_events as config_publishes_events,
     tokens_per_chunk,
 )
-from kvview_vllm.releases.compat.calls import publishes_events as config_publishes_events
 from kvview_vllm.releases.compat.probes import check_keys
 from kvview_vllm.releases.compat.seams import Seam
 from kvview_vllm.releases.compat.shapes import check_shapes, find_class

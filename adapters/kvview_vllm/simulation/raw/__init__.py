@@ -10,6 +10,4 @@ counts and links of the pool, and that no method raises.
 Source: :mod:`kvview_vllm.simulation.raw.raw_engine`.
 """
 
-from kvview_vllm.simulation.raw.run import RawRun, judge
-
-__all__ = ["RawRun", "judge"]
+from kvview_vllm.simulation.raw.run import RawRun as RawRun, judge as judge

@@ -20,7 +20,6 @@ from kvview import (
     StepInfo,
     StepPlan,
     SupportsPinBudget,
-    SupportsSilentTiers,
     SupportsSkippedBlocks,
     TransferResult,
 )
@@ -204,7 +203,6 @@ class SchedulerHarness(SchedulerConnector):
         self._half = half
         self._record = record
         self._log = log
-        self._has_silent_tiers = isinstance(half, SupportsSilentTiers)
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
         self._job_ids: set[int] = set()  # of all jobs
         self.engine_calls = EngineCalls(record.geometry, free_block_ids)
@@ -285,15 +283,8 @@ class SchedulerHarness(SchedulerConnector):
         self.engine_calls.on_match(request, num_computed_tokens, is_repeated=is_repeated)
         self.fold_events()
         self._record.counts.on_promise(request, num_computed_tokens, answer)
-        is_silent = self._is_silent(request.request_id)
-        self._record.keys.on_promise(request, num_computed_tokens, answer, is_silent=is_silent)
+        self._record.keys.on_promise(request, num_computed_tokens, answer)
         return answer
-
-    def _is_silent(self, request_id: str) -> bool:
-        if not self._has_silent_tiers:
-            return False
-        with hook("comes_from_silent_tier", "EVENT-2"):
-            return cast("SupportsSilentTiers", self._half).comes_from_silent_tier(request_id)
 
     @override
     def on_blocks_allocated(

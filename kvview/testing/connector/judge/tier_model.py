@@ -355,16 +355,13 @@ class TierKeys:
                 f"key {short(key)} is advertised, but {self._why_not_stored(key)[0]}",
             )
 
-    def on_promise(
-        self, request: RequestInfo, num_computed: int, num_promised: int, *, is_silent: bool
-    ) -> None:
+    def on_promise(self, request: RequestInfo, num_computed: int, num_promised: int) -> None:
         """Check a promise of ``match_prefix``, and remember it until its blocks are allocated.
 
         Args:
             request: The request.
             num_computed: Number of tokens that hit on the GPU.
             num_promised: Number of tokens that were promised beyond the GPU hit.
-            is_silent: Whether the tokens are loaded from a tier without events.
 
         Raises:
             InvariantBroken: CONN-2.
@@ -374,7 +371,7 @@ class TierKeys:
             return  # the engine refuses such a promise
         keys = self._keys_to_load(request, num_computed, num_tokens)
         self._check_promise(request.request_id, keys, None)
-        self._promises[request.request_id] = keys, None if is_silent else self.advertised
+        self._promises[request.request_id] = keys, self.advertised
 
     def has_promise(self, request_id: str) -> bool:
         """Whether keys were promised to a request since its last allocation."""
