@@ -28,4 +28,10 @@ def main() -> None:
             raise
         print(f"kvview: {_NEEDS}", file=sys.stderr)
         sys.exit(2)
-    cli(prog_name="kvview")
+    from kvview.cli.ending import end_soon
+
+    try:
+        cli(prog_name="kvview")
+    except SystemExit as ended:
+        end_soon(ended.code if isinstance(ended.code, int) else 1)
+        raise

@@ -26,3 +26,24 @@ def test_a_crash_shows_the_line_of_the_author(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--select", "TIER-7"], cwd=ROOT, capture_output=True)
     assert done.returncode < 0
     assert b'crashes.py", line 9 in write' in done.stderr
+
+
+THREAD = """
+import threading
+
+from examples.folder_store import FolderStore
+
+threading.Thread(target=threading.Event().wait, name="keeps the process").start()
+"""
+
+
+def test_a_thread_that_never_ends_is_named_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "keeps.py").write_text(THREAD)
+    script = "from kvview.cli import ending, main; ending._SECONDS = 0.1; main()"
+    target = f"{tmp_path / 'keeps.py'}:FolderStore"
+    command = [sys.executable, "-c", script, "check", target, "--option", "root={tmp}"]
+    done = subprocess.run(
+        [*command, "--select", "TIER-7"], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"'keeps the process' at " in done.stderr

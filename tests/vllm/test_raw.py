@@ -594,10 +594,29 @@ def test_vsim_3_preemptions_are_passed_as_the_release_passes_them(engines: VLLME
         assert seen == {"Meta"}
 
 
+def _refuses_old_constructors() -> bool:
+    factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+    text = Path(str(factory.__file__)).read_text(encoding="utf-8")
+    return "2-argument" in text and "raise ValueError" in text
+
+
 def test_the_reference_engine_refuses_a_raw_connector_in_one_line() -> None:
     scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
     with pytest.raises(ConfigError, match="pass --engine vllm"):
         simulate(HostConnector, scenario, engines=load_engines())
+
+
+@pytest.mark.skipif(not _refuses_old_constructors(), reason="the release accepts two arguments")
+def test_a_connector_that_vllm_does_not_accept_could_not_run(engines: VLLMEngines) -> None:
+    """Not ENGINE, although the run without the connector needs its class too (kachedb 0.3.0)."""
+
+    class Old(HostConnector):
+        def __init__(self, vllm_config: Any, role: Any) -> None:
+            super().__init__(vllm_config, role)
+
+    scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
+    with pytest.raises(ConfigError, match="does not accept this connector: .*2-argument"):
+        simulate(Old, scenario, engines=engines)
 
 
 def test_a_wrong_transfer_config_is_refused(engines: VLLMEngines) -> None:

@@ -19,14 +19,17 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from typing_extensions import override
 
-from kvview import BlockIds, CacheGeometry, Mamba, OffloadKey
+from kvview import BlockIds, CacheGeometry, ConfigError, Mamba, OffloadKey
+from kvview.errors import line_of
 from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.geometry import read_geometry
@@ -243,7 +246,7 @@ class RawHarness(VLLMHarness):
         geometry: CacheGeometry,
         transfer_config: dict[str, Any] | None,
     ) -> Any:
-        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+        with tempfile.TemporaryDirectory(prefix="kvview-") as folder, _refusal_named():
             config = cpu_scheduler.make_vllm_config(
                 Path(folder),
                 transfer_config,
@@ -526,6 +529,16 @@ class RawHarness(VLLMHarness):
             f"{self._words.name(wrong.word)} "
             f"({source})",
         )
+
+
+@contextmanager
+def _refusal_named() -> Iterator[None]:
+    """Report that vLLM refuses the configuration, in which only the connector is the user's."""
+    try:
+        yield
+    except ValidationError as error:
+        reason = line_of(error.errors()[0]["msg"])
+        raise ConfigError(f"vLLM does not accept this connector: {reason}") from error
 
 
 if TYPE_CHECKING:
