@@ -5,9 +5,9 @@ depends on the scheme and layout on the width.
 
     python docs/check_site.py [FOLDER] [PAGE ...]    (default: all pages of site/)
 
-Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a wide page clips a table,
-a word, a number or a line of a code block is broken inside, a text shows Markdown, or the text of a
-diagram is too small.
+Exit code 1 if axe-core finds a violation, a narrow page scrolls sideways, a wide page clips a
+table, a word, a number or a line of a code block is broken inside, a text shows Markdown, or the
+text of a diagram is too small.
 """
 
 from __future__ import annotations
