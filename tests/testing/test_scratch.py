@@ -1,8 +1,10 @@
-"""The temporary files of a check, which are removed at its end."""
+"""The temporary files of a check, which the next check removes if the check was killed."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,14 +12,42 @@ import pytest
 
 from kvview.testing.supervision.scratch import scratch_folder
 
+_WAITS = """
+import tempfile
+from kvview.testing.supervision.scratch import scratch_folder
+with scratch_folder() as folder:
+    tempfile.mkdtemp()
+    print(folder, flush=True)
+    input()
+"""
 
-def test_a_check_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_a_killed_check_leaves_nothing_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    path = os.pathsep.join(sys.path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WAITS],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.stdout for process in processes]
+    living, dead = (Path(output.readline().strip()) for output in outputs if output)
+    processes[1].kill()
+    processes[1].communicate()
+    for folder in (living, dead):
+        assert folder.parent == tmp_path
+        os.utime(folder, (0, 0))
     with scratch_folder() as own:
         assert Path(tempfile.gettempdir()) == own
-        assert Path(os.environ["TMPDIR"]) == own
-        tempfile.mkdtemp()
-        assert [*tmp_path.iterdir()] == [own]
+        assert {*tmp_path.iterdir()} == {living, own}
+    processes[0].communicate("\n")
     assert not [*tmp_path.iterdir()]
-    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(tmp_path)
+    assert tempfile.gettempdir() == str(tmp_path)
