@@ -10,12 +10,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import ndiff
-from importlib import import_module
 from inspect import ismodule
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 import kvview
 from tests.mutants.edits import Base, Variant, read_variants
@@ -88,29 +84,6 @@ class Example:
             return f"kvview check {self.module}:{self.fault}{option}\n"
         wrong = f"from {self.module} import {self.fault} as Subject  # not {self.right}"
         return f"{self.imports}{wrong}\n\n{self.body}"
-
-    def run(self, subject: object) -> None:
-        """Make the calls of the body; an exception shows the fault.
-
-        Args:
-            subject: The wrong class, or the right one.
-        """
-        names: dict[str, Any] = {"Subject": subject}
-        try:
-            exec(self.imports + self.body, names)
-        finally:
-            if worker := names.get("worker"):
-                worker.shutdown()
-            if store := names.get("store"):
-                store.drain(10)
-
-    def fails_with_its_fault(self) -> bool:
-        """Return whether the body fails with the wrong class."""
-        try:
-            self.run(getattr(import_module(self.module), self.fault))
-        except (Exception, pytest.fail.Exception):
-            return True
-        return False
 
 
 def examples() -> Mapping[str, Example]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -116,22 +115,6 @@ def test_a_process_that_dies_is_a_result_and_is_replaced() -> None:
         Died("by SIGSEGV"),
     ]
     assert results.count(0) == 4
-
-
-def test_a_process_whose_result_is_not_needed_is_ended() -> None:
-    both = multiprocessing.Barrier(2)
-
-    def wait(name: str) -> str:
-        if name == "forever":
-            threading.Event().wait()
-        if name == "for another process":
-            both.wait(60)
-        return name
-
-    with Processes(wait, 2) as made:
-        with closing(made.map(calls(["a", "forever"]))) as results:
-            assert next(results) == "a"
-        assert len(list(made.map(calls(["for another process"] * 2)))) == 2
 
 
 def test_no_fork_beside_other_threads() -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvview.events.formats import find_format
 from kvview.events.recording import Message, Recording, read_recording
 from kvview.events.wire import Batch, codec, encode
 from kvview.testing.events.stream_fold import StreamFold
-from tests.events.publisher import ANY_PORT, Publisher
+from tests.events.publisher import Publisher
 
 HERE = Path(__file__).parent
 pack = msgspec.msgpack.encode
@@ -133,72 +132,24 @@ def test_a_publisher_that_restarted_before_the_listener_connected() -> None:
 # --- the channel ---
 
 
-@pytest.mark.parametrize("replay_topic", [True, False])
-def test_missed_messages_are_replayed(replay_topic: bool) -> None:
-    with Publisher(topic="kv", replay_topic=replay_topic) as publisher:
-        for number in range(5):
-            assert publisher.publish(b"%d" % number) == number
-        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
-            missed = [*listener.replay(2)]
-            assert [(message.sequence, message.payload) for message in missed] == [
-                *((2, b"2"), (3, b"3"), (4, b"4"))
-            ]
-            assert {message.topic for message in missed} == {"kv" if replay_topic else ""}
-            heard = None
-            while heard is None:  # until the subscription has arrived
-                publisher.publish(b"live")
-                heard = listener.receive(0.05)
-            assert (heard.payload, heard.topic) == (b"live", "kv")
-
-
-def test_a_caller_may_stop_between_messages_and_continue_later() -> None:
-    with (
-        Publisher() as publisher,
-        Listener(publisher.endpoint, publisher.replay_endpoint) as listener,
-    ):
-        heard = None
-        while heard is None:  # until the subscription has arrived
+def test_messages_come_in_order() -> None:
+    with Publisher(topic="kv") as publisher, Listener(publisher.endpoint) as listener:
+        first = None
+        while first is None:  # until the subscription has arrived
             publisher.publish(b"first")
-            heard = next(listener.follow(0.05, print), None)
-        numbers = [heard.sequence]
+            first = listener.receive(0.05)
         last = publisher.publish(b"last")
-        for _ in range(last):
-            numbers += [message.sequence for message in islice(listener.follow(1, print), 1)]
-        assert numbers == [*range(last + 1)]
+        heard = [first, *(listener.receive(5) for _ in range(first.sequence, last))]
+        assert [one and one.sequence for one in heard] == [*range(first.sequence, last + 1)]
+        assert {one and (one.payload, one.topic) for one in heard[:-1]} == {(b"first", "kv")}
+        assert listener.receive(0.01) is None
+    with pytest.raises(ConfigError, match="the listener was closed"):
+        listener.receive(0)
 
 
-def test_a_closed_listener_ends_its_iterators() -> None:
-    with Publisher() as publisher:
-        for number in range(4):
-            publisher.publish(b"%d" % number)
-        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
-            replay = listener.replay(0)
-            assert next(replay).payload == b"0"
-            listener._next = Message(9, b"live")
-            missed = listener.follow(0.05, print)
-            assert next(missed).payload == b"0"
-        calls: list[Callable[[], object]] = [
-            *(lambda: next(replay), lambda: next(missed), lambda: next(listener.replay(0))),
-            lambda: listener.receive(0),
-        ]
-        for call in calls:
-            with pytest.raises(ConfigError, match="the listener was closed"):
-                call()
-
-
-def test_wrong_endpoints() -> None:
+def test_a_wrong_endpoint() -> None:
     with pytest.raises(ConfigError, match=r"endpoint 'nonsense': .*expected tcp://HOST:PORT"):
         Listener("nonsense")
-    with Publisher() as publisher:
-        with Listener(publisher.endpoint) as listener:
-            assert listener.receive(0.01) is None
-            with pytest.raises(ConfigError, match="the listener has no replay endpoint"):
-                next(listener.replay(0))
-        with (
-            Listener(publisher.endpoint, "tcp://127.0.0.1:9", replay_seconds=0.05) as listener,
-            pytest.raises(ConfigError, match=r"did not respond within 0.05 s"),
-        ):
-            next(listener.replay(0))
 
 
 @contextmanager
@@ -216,33 +167,6 @@ def publishing(publish: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         done.set()
-        thread.join()
-
-
-def answering(*answers: tuple[int, bytes]) -> tuple[str, threading.Thread]:
-    """A replay endpoint that answers one question with these messages."""
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    router.bind(ANY_PORT)
-    endpoint = router.get_string(zmq.LAST_ENDPOINT)
-
-    def answer() -> None:
-        client = router.recv_multipart()[0]
-        for number, payload in answers:
-            router.send_multipart((client, b"", b"", number.to_bytes(8, "big"), payload))
-        router.close(linger=1000)
-        context.term()
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    return endpoint, thread
-
-
-def test_a_replay_that_repeats_itself_ends() -> None:
-    endpoint, thread = answering((0, b"a"), (1, b"b"), (1, b"b"), (1, b"b"))
-    with Listener("tcp://127.0.0.1:9", endpoint) as listener:
-        with pytest.raises(WireFormatError, match="sent message 1, expected 2 or later"):
-            list(listener.replay(0))
         thread.join()
 
 
@@ -310,27 +234,21 @@ def test_a_recording_is_validated(recorded: Any) -> None:
     assert "message 1: FORMAT: not a batch of vllm-0.33: " in done.output
 
 
-def test_gaps_are_found_and_replayed(tmp_path: Path) -> None:
+def test_gaps_are_found_and_a_recording_repeats_them(tmp_path: Path) -> None:
     path = tmp_path / "stream.jsonl.gz"
     with Publisher() as publisher:
-        for number in range(4):  # before the listener connects
-            publisher.publish(payload_of(stored(number)))
         live, lost = publisher.socket, publisher.context.socket(zmq.PUB)
 
         def publish() -> None:
             for publisher.socket in (lost, live):  # every second message is lost
                 publisher.publish(EMPTY)
 
-        args = (publisher.endpoint, "--messages", 12)
         with publishing(publish):
-            replayed = run(*args, "--replay-from", publisher.replay_endpoint, "--record", path)
-            missed = run(*args)
+            missed = run(publisher.endpoint, "--messages", 12, "--record", path)
         silent = run(publisher.endpoint, "--seconds", "0.05")
         lost.close(linger=0)
-    assert replayed.exit_code == 0, replayed.output
-    assert replayed.output == "12 messages, 4 events, vllm-0.30\nGPU: 4 blocks\n"
     assert missed.exit_code == 1
     assert "EVENT-3: 1 messages from" in missed.output
     assert missed.output.endswith("so the list of blocks is incomplete\n")
-    assert run(path).output == replayed.output
+    assert run(path).output == missed.output
     assert (silent.exit_code, silent.output) == (4, "0 messages, 0 events, no format\n")

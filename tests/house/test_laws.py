@@ -6,11 +6,20 @@ import ast
 import re
 from collections import defaultdict
 
-from docs.make_laws import laws, pages
+from docs.make_laws import pages
 from kvview import errors
+from kvview.laws import laws
+from kvview.testing import all_checks
 from tests.house.source_tree import ROOT, files_of_tests, modules
 
-LAWS = laws()
+RULES = {
+    number
+    for module in modules()
+    for number in re.findall(
+        r"^- ([A-Z]+-\d+) ", ast.get_docstring(module.tree) or "", re.MULTILINE
+    )
+}
+"""The rules of reference and adapter, which are in the docstrings of their modules."""
 
 LAWS_WITHOUT_A_CHECK = {
     "KEY-1": "of functions, in tests/pool/test_keys.py",
@@ -70,20 +79,21 @@ def messages_without_a_law() -> dict[str, list[str]]:
 
 
 def test_the_pages_are_up_to_date() -> None:
-    for path, text in pages(LAWS.values()).items():
+    for path, text in pages().items():
         assert path.read_text(encoding="utf-8") == text, "python docs/make_laws.py"
 
 
 def test_the_numbers_of_a_family_have_no_gap() -> None:
     families = defaultdict(set)
-    for law in LAWS.values():
-        families[law.family].add(int(law.number.rpartition("-")[2]))
+    for law in (*laws(), *RULES):
+        family, _, number = law.partition("-")
+        families[family].add(int(number))
     for family, numbers in families.items():
         assert numbers == set(range(1, len(numbers) + 1)), family
 
 
 def test_every_law_that_is_named_exists() -> None:
-    known = {*LAWS, *NOT_LAWS}
+    known = {*laws(), *RULES, *NOT_LAWS}
     paths = [module.path for module in modules()] + files_of_tests()
     paths += ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml"]
     for folder in ("docs", "examples", "benchmarks"):
@@ -100,13 +110,19 @@ def test_every_law_that_is_named_exists() -> None:
 
 
 def test_every_law_has_a_check() -> None:
-    without = {law.number for law in LAWS.values() if law.title and not law.checks}
-    assert without == {*LAWS_WITHOUT_A_CHECK}
-    assert all(LAWS[number].tests for number in LAWS_WITHOUT_A_CHECK)
+    assert laws().keys() - {check.law for check in all_checks()} == {*LAWS_WITHOUT_A_CHECK}
 
 
-def test_every_rule_of_reference_and_adapter_has_a_test() -> None:
-    assert not [law.number for law in LAWS.values() if not law.title and not law.tests]
+def test_every_rule_and_every_law_without_a_check_has_a_test() -> None:
+    named: set[str] = set()
+    for path in files_of_tests():
+        if path != "tests/house/test_laws.py" and not path.startswith("tests/mutants/"):
+            text = (ROOT / path).read_text(encoding="utf-8")
+            named.update(re.findall(r"(?<![A-Za-z0-9_-])[A-Z]{2,}-\d+(?![\d-])", text))
+            found = re.findall(r"\bdef test_([a-z]+)_(\d+)(?=[_(])", text)
+            named.update(f"{family.upper()}-{number}" for family, number in found)
+    assert not {*RULES, *LAWS_WITHOUT_A_CHECK} - named
+    assert not RULES & laws().keys()
 
 
 def test_every_error_of_a_law_starts_with_its_number() -> None:

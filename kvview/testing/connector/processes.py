@@ -28,7 +28,6 @@ from kvview.testing.connector.half.process import END_SIGNALS, can_fork, signals
 
 _SECONDS_PER_POLL = 1.0  # seconds, because a child of a dead process may keep its pipe open
 _SECONDS_TO_END = 1.0  # seconds after SIGTERM until a process is killed
-_SECONDS_TO_FINISH = 1.0  # seconds that a process has for a result that is not needed
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class Processes:
 
     1. Results are returned in the order of the tasks, for any number of processes.
     2. A process that dies is replaced; the result of its task is :class:`Died`.
-    3. If the caller closes ``map`` early, a process that still runs a task is ended a second later,
-       because its result is not needed.
+    3. If the caller closes ``map`` early, the results of the tasks that still run are dropped.
     4. Temporary files of a process are removed at its end.
 
     Args:
@@ -91,7 +89,6 @@ class Processes:
     def __init__(self, subject: object, number: int) -> None:
         self._subject = subject
         self._all: list[_Process] = []
-        self._ended: list[_Process] = []  # received SIGTERM
         self._number = number
         self._folder = tempfile.TemporaryDirectory(prefix="kvview-", ignore_cleanup_errors=True)
 
@@ -134,9 +131,7 @@ class Processes:
                     results.update(self._ended_tasks())
         finally:
             for one in self._all:
-                if one.number is not None:
-                    one.number = None  # a late result is dropped
-                    one.late_from = time.monotonic()
+                one.number = None  # a late result is dropped
 
     def _ended_tasks(self) -> Iterator[tuple[int, tuple[bool, Any]]]:
         """Yield results as they arrive, with the numbers of their tasks."""
@@ -144,10 +139,6 @@ class Processes:
         ready = set(wait(list(busy), _SECONDS_PER_POLL))
         for pipe, one in busy.items():
             if pipe not in ready and one.process.exitcode is None:
-                if one.is_too_late:
-                    one.process.terminate()
-                    self._ended.append(one)
-                    self._all[self._all.index(one)] = self._start()
                 continue
             number, result = one.number, one.take()
             if isinstance(result[1], Died):
@@ -160,14 +151,12 @@ class Processes:
         """End the processes and their children; may be called twice."""
         for one in self._all:
             one.process.terminate()
-        ending = [*self._all, *self._ended]
         deadline = time.monotonic() + _SECONDS_TO_END
-        for one in ending:
+        for one in self._all:
             one.process.join(max(0.0, deadline - time.monotonic()))
-        for one in ending:
+        for one in self._all:
             one.end()
         self._all.clear()
-        self._ended.clear()
         self._folder.cleanup()
 
     def _start(self) -> _Process:
@@ -182,7 +171,6 @@ class _Process:
         self.pipe, child_end = context.Pipe()
         self.is_free = True
         self.number: int | None = None
-        self.late_from = 0.0  # s, when its result was no longer needed
         not_its_own = [self.pipe, *of_others]
         self.process = context.Process(
             target=_serve, args=(child_end, not_its_own, subject, folder)
@@ -196,11 +184,6 @@ class _Process:
         with suppress(OSError):  # the process has set its group itself, or has ended
             os.setpgid(self._pid, self._pid)
         child_end.close()
-
-    @property
-    def is_too_late(self) -> bool:
-        """Whether the process has worked too long for a result that is not needed."""
-        return self.number is None and time.monotonic() - self.late_from > _SECONDS_TO_FINISH
 
     def start(self, number: int, task: Task) -> None:
         """Send a task; the process must be free."""

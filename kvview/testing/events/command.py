@@ -14,7 +14,7 @@ import click
 from kvview.cli.echo import echo
 from kvview.cli.exit_codes import EXIT_CODES, ExitCode
 from kvview.cli.output import OutputFile, Seconds, Whole
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, WireFormatError
 
 if TYPE_CHECKING:
     from kvview.events.channel import Listener
@@ -29,9 +29,6 @@ _SHOWN = 20  # maximum of findings, and of problems of the connection, that are 
 @click.option("--messages", type=Whole(1), help="Stop after this number of messages.")
 @click.option("--seconds", type=Seconds(), help="Stop after this number of seconds.")
 @click.option(
-    "--replay-from", metavar="ENDPOINT", help="Endpoint from which to request missed messages."
-)
-@click.option(
     "--record",
     "recording_file",
     type=OutputFile(may_be_stdout=False),
@@ -42,7 +39,6 @@ def events(
     source: str,
     messages: int | None,
     seconds: float | None,
-    replay_from: str | None,
     recording_file: str | None,
 ) -> None:
     """Validate KV events of vLLM against their format and the laws EVENT-1, -2, -3 and -5.
@@ -63,10 +59,10 @@ def events(
 
     with ExitStack() as opened:
         if "://" in source:
-            listener = opened.enter_context(Listener(source, replay_from))
+            listener = opened.enter_context(Listener(source))
             stream = _live(listener, seconds, report)
-        elif (replay_from, seconds, recording_file) != (None, None, None):
-            raise ConfigError("--replay-from, --seconds and --record need an endpoint as SOURCE")
+        elif (seconds, recording_file) != (None, None):
+            raise ConfigError("--seconds and --record need an endpoint as SOURCE")
         else:
             stream = read_recording(source)
         if recording_file is not None:
@@ -90,11 +86,17 @@ def events(
 def _live(
     listener: Listener, seconds: float | None, report: Callable[[str], None]
 ) -> Iterator[Message]:
-    """Yield messages in order, with missed messages in their places."""
+    """Yield the messages that arrive, and report each wrong one."""
     end = None if seconds is None else time.monotonic() + seconds
     while end is None or time.monotonic() < end:
         left = 0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
-        yield from listener.follow(left, report)
+        try:
+            message = listener.receive(left)
+        except WireFormatError as error:
+            report(str(error))
+            continue
+        if message is not None:
+            yield message
 
 
 def _recorded(stream: Iterator[Message], write: Callable[[Message], object]) -> Iterator[Message]:

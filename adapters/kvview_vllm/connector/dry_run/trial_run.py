@@ -31,7 +31,6 @@ from kvview import KVViewError, UnsupportedEngineError
 from kvview.errors import one_line
 from kvview_vllm.connector.dry_run.trial_half import (
     LENGTHS,
-    LORA,
     NUM_BLOCKS,
     PROMPTS,
     SALT,
@@ -187,8 +186,7 @@ class _Trial:
         self._scheduler.shutdown()
 
     def _add(self, name: str) -> None:
-        lora = LORA if name == "c" else None
-        request = make_request(name, PROMPTS[name], LENGTHS[name], cache_salt=SALT, lora=lora)
+        request = make_request(name, PROMPTS[name], LENGTHS[name], cache_salt=SALT)
         self._scheduler.add_request(request)
 
     def _step_until(self, name: str) -> None:
