@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -11,11 +12,12 @@ import pytest
 from examples.compressed_memory import CompressedConnector
 from examples.folder_store import FolderStore
 from examples.host_memory import HostMemoryConnector
-from kvview.testing import ExpectedFailure, NotExercised, Outcome, Report, run_checks
+from kvview.testing import ExpectedFailure, LawBroken, NotExercised, Outcome, Report, run_checks
 from kvview.testing.checks import coverage_check
 from kvview.testing.effort import Effort
 from kvview.testing.results.law_broken import Gap
 from kvview.testing.runner import PlannedCheck, plan_checks, run_planned
+from kvview.testing.tier.suite import suite_of
 from kvview.tier import Namespace, Threaded
 from kvview_reference.store_connector import StoreConnector, Transform
 from kvview_reference.tier import FileStore
@@ -54,6 +56,14 @@ class IsDown(FolderStore):
         raise ConnectionError("the server is down")
 
 
+class IsUnreachable(IsDown):
+    """Its client tries again and again before it raises."""
+
+    def has(self, key: bytes, /) -> bool:
+        time.sleep(0.2)
+        raise ConnectionError("the server is down")
+
+
 class RefusesSome(FolderStore):
     """Right: it stores seven of ten keys."""
 
@@ -89,6 +99,20 @@ def test_a_store_that_stores_nothing_is_not_checked_and_names_the_exception() ->
     report = run_checks(IsDown, options={"root": "{tmp}"}, seeds=3, steps=6, select=["coverage"])
     assert report.verdict().startswith("not checked: no page was ever stored; the first exception")
     assert 'raise ConnectionError("the server is down")' in report.verdict()
+
+
+def test_a_store_that_waits_for_its_server_is_red_with_the_exception() -> None:
+    suite = suite_of(IsUnreachable, {"root": "{tmp}"})
+    suite.patience = 0.5
+    machine = suite.Machine()
+    machine.start()
+    for _ in range(2):  # the first lookup ends with an exception
+        machine.ask("lookup", [b"key"])
+        time.sleep(0.3)
+    suite.patience = 0.05
+    with pytest.raises(LawBroken, match="the first exception: ConnectionError: the server is down"):
+        machine.results([b"another"])
+    machine.teardown()
 
 
 @pytest.mark.slow

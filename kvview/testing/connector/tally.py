@@ -131,15 +131,15 @@ class Tally:
         return failed_by_themselves(self.coverage, self.first_error, may_evict=may_evict)
 
     def _more_notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
+        for failed in self._failed():
+            if self.failures or not is_headline(failed, self.coverage):
+                yield failed.what
         others = len(self.of_chance) - 1
         more = f" ({others} more seeds are not deterministic)" if others > 0 else ""
         yield from (note + more for note in self.of_chance[:1])
         if not self.failures:
             yield from self.code.notes(gaps)
         yield from notes_on(self.coverage)
-        for failed in self._failed():
-            if self.failures or not is_headline(failed, self.coverage):
-                yield failed.what
 
 
 def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> ConnectorRuns:

@@ -220,7 +220,8 @@ class TierCalls(ContractMachine):
             if is_woken and not self.model.is_closed and not self.woken.wait(self.suite.patience):
                 self.fail(f"the store wakes up the caller: {what}", "no call", "a call", "TIER-5")
             self.woken.clear()
-            self.true(time.monotonic() < end, what, got, "it comes", law)
+            is_late = time.monotonic() >= end
+            self.true(not is_late, what + self.opened.first_error, got, "it comes", law)
             time.sleep(0.0005)
 
         yield wait
@@ -238,7 +239,8 @@ class TierCalls(ContractMachine):
     def drain(self) -> dict[int, list[bool]]:
         """Drain, and poll once."""
         is_drained = self.call(self.store, "drain", self.suite.patience)
-        self.equal(is_drained, True, "drain waits until all jobs have ended", "TIER-11")
+        what = f"drain waits until all jobs have ended{self.opened.first_error}"
+        self.equal(is_drained, True, what, "TIER-11")
         reports = self.poll()
         left = sorted(self.model.jobs)
         self.equal(left, [], "the next poll reports all that was drained", "TIER-11")
