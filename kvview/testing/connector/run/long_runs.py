@@ -23,6 +23,7 @@ from kvview.testing.connector.scenario.scenario import (
     Abort,
     AbortLoading,
     Add,
+    HoldBlocks,
     Reset,
     Scenario,
     Step,
@@ -38,8 +39,7 @@ _BYTES_OF_A_HELD_PAGE = 2_000  # bytes that a connector may keep for a page that
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
 _WINDOWS = 6  # of a long run; tiers and pools of connections fill in the first two
 _LEAST_SHARE = 1 / 32  # of the growth, that each of the other windows has
-_MANY_BLOCKS = 2_500  # of the prompt in each round of many keys: 120,000 keys in all
-_ROUNDS_TO_FILL = 5  # of many keys: two fill the GPU, one fills the tier, and one replaces its keys
+_MANY_BLOCKS = 1_250  # of both prompts in each round of many keys: 120,000 keys in all
 _BYTES_PER_KEY = 16
 _A_DAY = 24 * 3600.0
 _OF_KVVIEW = (
@@ -180,24 +180,31 @@ def longer(scenario: Scenario) -> Scenario:
     return replace(scenario, rounds=_ROUNDS_TO_CONFIRM, rounds_until_reuse=again, clock_jump=_A_DAY)
 
 
-def with_many_keys(scenario: Scenario, rounds: int = _ROUNDS_TO_CONFIRM) -> Scenario:
+def with_many_keys(scenario: Scenario) -> Scenario:
     """Make a run with so many new keys that a bounded history of keys is full in its last third.
 
-    Each round is one long prompt, whose blocks are computed in one step, and replace in the tier
-    the blocks of the previous round. The last round has the same prompt as the first round.
+    Each round has two long prompts, whose blocks are computed in one step. The first prompt is
+    loaded again, and dropped by a reset, so that also a tier without a limit drops its keys. The
+    next round replaces the blocks of the second prompt.
     """
     size = scenario.geometry.scheduler_block_size
     length = size * _MANY_BLOCKS + 1
     blocks = sum(-(-length // group.block_size) + 1 for group in scenario.geometry.groups)
+    num_gpu_blocks = 2 * blocks  # so that blocks are free and can be held
+    first, again, second = (
+        (Add(name, family, length, num_shared_blocks=0), Step(8))
+        for name, family in (("first", 0), ("again", 0), ("second", 1))
+    )
+    evicted = HoldBlocks(num_gpu_blocks), HoldBlocks(0)
     return replace(
         scenario,
-        num_gpu_blocks=2 * blocks,  # so that blocks are free and can be held
+        num_gpu_blocks=num_gpu_blocks,
         cpu_blocks=blocks,
-        events=(Add("long", 0, length, num_shared_blocks=0), Step(8)),
+        events=(*first, *evicted, *again, Reset(), *evicted, *second),
         fates=(),
         max_tokens_per_step=length,
-        rounds=rounds,
-        rounds_until_reuse=rounds - 1,
+        rounds=_ROUNDS_TO_CONFIRM,
+        rounds_until_reuse=_ROUNDS_TO_CONFIRM - 1,
         pin_budget=None,
     )
 
@@ -295,9 +302,7 @@ def _compare_rounds(
         confirmed = play(longer(scenario))
         if grows(confirmed.kept_bytes, scenario.cpu_blocks):
             raise _growth(confirmed, "equal rounds")
-        short = play(with_many_keys(scenario, _ROUNDS_TO_FILL))
-        if sum(short.loads_of_rounds[-1:]) < _MANY_BLOCKS:  # otherwise the tier may hold all keys
-            confirmed = play(with_many_keys(scenario))
-            if grows_with_keys(confirmed.kept_bytes):
-                raise _growth(confirmed, f"rounds of {_MANY_BLOCKS} new keys each")
+        confirmed = play(with_many_keys(scenario))
+        if grows_with_keys(confirmed.kept_bytes):
+            raise _growth(confirmed, f"rounds of {2 * _MANY_BLOCKS} new keys each")
     return {"steady runs to compare": int(is_comparable(loads))}
