@@ -104,7 +104,7 @@ def test_a_store_that_stores_nothing_is_not_checked_and_names_the_exception() ->
 def test_a_store_that_waits_for_its_server_is_red_with_the_exception() -> None:
     suite = suite_of(IsUnreachable, {"root": "{tmp}"})
     suite.patience = 0.5
-    machine = suite.Machine()
+    machine: Any = suite.Machine()
     machine.start()
     for _ in range(2):  # the first lookup ends with an exception
         machine.ask("lookup", [b"key"])
