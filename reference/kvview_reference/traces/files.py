@@ -79,9 +79,10 @@ def rows_of(
     """
     try:
         with open_rows(path) as (file, rows):
+            num_bytes = max(1, os.path.getsize(path))
             for line, row in _rows(path, rows):
                 yield line, row
-                on_progress(f"{os.path.basename(path)}, {file.tell() / file.num_bytes:.0%}")
+                on_progress(f"{os.path.basename(path)}, {file.tell() / num_bytes:.0%}")
     except OSError as error:
         raise ConfigError(f"cannot read trace {path!r}: {error.strerror}") from error
 
