@@ -615,7 +615,7 @@ def test_a_connector_that_vllm_does_not_accept_could_not_run(engines: VLLMEngine
             super().__init__(vllm_config, role)
 
     scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
-    with pytest.raises(ConfigError, match="does not accept this connector: .*2-argument"):
+    with pytest.raises(ConfigError, match=r"does not accept this connector: .*2-argument"):
         simulate(Old, scenario, engines=engines)
 
 
