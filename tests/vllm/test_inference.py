@@ -52,7 +52,7 @@ for target, options, seconds in json.loads(sys.argv[1]):
                       (a.is_plain or (is_v2 and a.is_v2))],
     )
     broken = [(failure.law, failure.message) for failure in runs.failures]
-    gaps = [gap.name for gap in runs.not_exercised]
+    gaps = {gap.name: gap.what for gap in runs.not_exercised}
     row = {"target": target, "broken": broken, "gaps": gaps, "coverage": runs.coverage}
     print("row " + json.dumps(row), flush=True)
 """
@@ -62,6 +62,7 @@ TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("tests.vllm.wrong_tokens:NeverReturns", {}, 1),
     ("tests.vllm.raw_connectors:DoesNothing", {}, 30),
     ("tests.mutants.connector:NeverFrees", {}, 30),
+    ("examples.remote_store:RemoteConnector", {"port": 1}, 30),  # where no server listens
     (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": 10_000_000}, 30),
 )
 WRONG_ON_V2 = ("TakesOneArgument", "MisreadsTheBatch")
@@ -162,12 +163,22 @@ def test_blocks_that_are_never_released_are_found(found: dict[str, Any]) -> None
 
 def test_a_connector_that_does_nothing_is_not_checked(found: dict[str, Any]) -> None:
     assert found["DoesNothing"]["broken"] == []
-    assert found["DoesNothing"]["gaps"] == ["hits", "loads"]
+    assert [*found["DoesNothing"]["gaps"]] == ["hits", "loads"]
+
+
+def test_a_store_without_its_server_is_not_checked_and_names_the_exception(
+    found: dict[str, Any],
+) -> None:
+    row = found["RemoteConnector"]
+    assert row["broken"] == []
+    first, *_ = row["gaps"].values()
+    assert "loads failed without an injected failure; the first: RemoteStore." in first
+    assert "ConnectionRefusedError" in first
 
 
 def test_vllms_own_copies_run_without_a_stand_in(found: dict[str, Any]) -> None:
     row = found["OffloadingConnector"]
-    assert (row["broken"], row["gaps"]) == ([], [])
+    assert (row["broken"], row["gaps"]) == ([], {})
     for name in ("one group", f"one group{V2}"):
         assert row["coverage"][f"loads in {name}"] > 20
     assert not any(name.startswith("replaced") for name in row["coverage"])

@@ -23,6 +23,7 @@ from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 HOST_BLOCKS = 56
 """Blocks for a connector with the option ``cpu_blocks``, too few for all KV."""
+_HOST_BLOCKS_ABOVE_A_STORE = 8  # most pages must go to the store, and come from there
 
 _NGRAM = {
     "method": "ngram",
@@ -145,7 +146,9 @@ class Configured:
         from kvview.testing.connector.run.configure import configure
         from kvview.testing.connector.scenario.scenario import Scenario
 
-        scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=HOST_BLOCKS)
+        has_store = getattr(connector_class, "store", None) is not None
+        number = _HOST_BLOCKS_ABOVE_A_STORE if has_store else HOST_BLOCKS
+        scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=number)
         taken = pickle.loads(configure(connector_class, scenario, self._options)).options
         config = cpu_scheduler.connector_config(name_target(connector_class), **taken)
         config["kv_load_failure_policy"] = "recompute"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvview import ConfigError
 from kvview.targets import name_target
-from kvview.testing.connector.exercised.coverage import notes_on
+from kvview.testing.connector.exercised.coverage import (
+    failed_by_themselves,
+    is_headline,
+    notes_on,
+)
 from kvview.testing.connector.result import ConnectorFailure
 from kvview.testing.results.law_broken import Gap
 from kvview.testing.supervision import watchdog
@@ -96,7 +100,7 @@ def check_tokens(
         time.perf_counter() - start,
         dict(check.coverage),
         is_interrupted,
-        notes=[*notes_on(check.coverage)],
+        notes=[*check.notes()],
         gaps=check.gaps,
     )
 
@@ -121,6 +125,7 @@ class _Check:
         self._truth: dict[str, Served] = {}
         self._broken: list[_Broken] = []
         self._models: dict[str, Path] = {}
+        self._first_error = ""
         has_v2 = any(each.is_v2 for each in self.arrangements)
         self._why_no_v2 = why_no_runner_v2() if has_v2 else ""
         self.runners = "V1 and V2" if has_v2 and not self._why_no_v2 else "V1"
@@ -170,6 +175,7 @@ class _Check:
         if served.is_refused:
             self._leave_out(f"{arrangement.name}: {served.message}")
             return
+        self._first_error = self._first_error or served.first_error
         broken = self._broken_in(arrangement, served)
         if broken is not None and all(broken.law != other.law for other in self._broken):
             broken = self._with_controls(broken, arrangement)
@@ -193,6 +199,13 @@ class _Check:
                 script = self._script(seed, message)
                 found.append(ConnectorFailure(seed, law, message, script, filed_under=law))
         return found
+
+    def notes(self) -> Iterator[str]:
+        """Yield the replaced parts, and the failed jobs that are not in the verdict."""
+        yield from notes_on(self.coverage)
+        for failed in failed_by_themselves(self.coverage, self._first_error):
+            if self._broken or not is_headline(failed, self.coverage):
+                yield failed.what
 
     def _is_v2(self, broken: _Broken) -> bool:
         return any(each.is_v2 and each.name == broken.arrangement for each in self.arrangements)
@@ -307,6 +320,8 @@ class _Check:
             self.gaps.append(Gap(f"control in {name}", why))
 
     def _add_gaps(self) -> None:
+        failed = failed_by_themselves(self.coverage, self._first_error)
+        self.gaps[:0] = [one for one in failed if is_headline(one, self.coverage)]
         names = [arrangement.name for arrangement in self.arrangements]
         compared = [name for name in names if self.coverage[f"answers compared in {name}"]]
         if compared and not self.coverage["loads"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,17 +10,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from kvview import ConfigError
+from kvview.connector.job_tracker import EndedJob
 from kvview.errors import line_of, split_law
+from kvview.testing.connector.exercised.coverage import (
+    FAILED_BY_THEMSELVES,
+    LOADS_LEFT_ALONE,
+    STORES_FAILED_BY_THEMSELVES,
+    STORES_LEFT_ALONE,
+)
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.supervision import watchdog
 from kvview_vllm.inference.planted import make_corrupting
 from kvview_vllm.inference.runner_v2 import use_runner
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD, SeededTraffic, Served
+from kvview_vllm.metrics.connector_metrics import Meter
 from kvview_vllm.simulation.raw.call_recorder import CallRecorder, make_recorded
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import registered
+from kvview_vllm.simulation.scheduler.model_runner import invalid_blocks
 
 NUM_BLOCKS = {"llama": 18, "gemma": 36}
 """Number of blocks, which is too small for four requests, so that there are preemptions.
@@ -109,6 +121,11 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
     except BaseException as error:  # any exception is the result
         _record_broken(error, served)
     served.coverage.update(recorder.coverage)
+    if not job.is_own:
+        found = recorder.coverage
+        served.coverage[LOADS_LEFT_ALONE] = sum(
+            found[kind] for kind in ("loads between steps", "loads within a step")
+        )
     served.coverage.update(dict.fromkeys(stand_ins.used, 1))
     return served
 
@@ -123,6 +140,10 @@ def _play(
 ) -> None:
     traffic = None
     _count_calls(server, served)
+    if job.is_own:
+        _count_jobs(served)
+    else:
+        _count_failed_loads(server, served)
     for seed in job.seeds:
         traffic = SeededTraffic(
             server, served, seed, job.truth, job.resets, job.is_own, on_progress
@@ -164,6 +185,50 @@ def _count_calls(server: Server, served: Served) -> None:
 
     scheduler._preempt_request, scheduler.schedule = counted_preempt, counted_schedule
     scheduler.update_from_output = counted_update
+
+
+def _count_jobs(served: Served) -> None:
+    """Count the jobs of a kvview connector and those that failed, and note the first error."""
+    log = logging.getLogger("kvview.tier")
+    log.addHandler(_FirstError(served))
+    log.setLevel(logging.DEBUG)
+    end = Meter.end
+
+    def counted_end(meter: Meter, ended: EndedJob) -> None:
+        all_jobs, failed = (STORES_LEFT_ALONE, STORES_FAILED_BY_THEMSELVES)
+        if ended.is_load:
+            all_jobs, failed = LOADS_LEFT_ALONE, FAILED_BY_THEMSELVES
+        served.coverage[all_jobs] += 1
+        if not ended.result.success:
+            served.coverage[failed] += 1
+            served.first_error = served.first_error or line_of(ended.result.error or "")
+        end(meter, ended)
+
+    Meter.end = counted_end  # type: ignore[assignment, method-assign]
+
+
+class _FirstError(logging.Handler):
+    """Notes the first exception of a store, which the results of jobs do not contain."""
+
+    def __init__(self, served: Served) -> None:
+        super().__init__()
+        self._served = served
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._served.first_error = self._served.first_error or line_of(record.getMessage())
+
+
+def _count_failed_loads(server: Server, served: Served) -> None:
+    """Count the loads of which the connector reports invalid blocks."""
+    update = server.scheduler.update_from_output
+
+    def counted_update(output: Any, answer: Any) -> Any:
+        transfers = answer.kv_connector_output
+        served.coverage[FAILED_BY_THEMSELVES] += bool(transfers and invalid_blocks(transfers))
+        return update(output, answer)
+
+    server.scheduler.update_from_output = counted_update
 
 
 def _named(connector_class: type) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Served:
         lost: Names of requests that ended without an answer.
         is_up: Whether the engine has started.
         is_refused: Whether the connector refused its configuration.
+        first_error: Error of the first job that failed, as its worker half reported it.
     """
 
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Served:
     lost: list[str] = field(default_factory=list)
     is_up: bool = False
     is_refused: bool = False
+    first_error: str = ""
 
 
 class SeededTraffic:

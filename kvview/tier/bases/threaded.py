@@ -46,7 +46,7 @@ class Threaded(ABC):
     1. The three methods are called from several threads at once, for different keys or for the same
        key.
     2. If a method raises, the key has failed; if ``has`` raises, the key is a miss. An exception
-       that is not an ``OSError`` is logged once.
+       is logged once; an ``OSError`` only at the level DEBUG.
     3. The base implements every call of :class:`~kvview.tier.TierStore`; the keys of a job are
        split over the threads.
 
@@ -276,7 +276,9 @@ class Threaded(ABC):
             return bool(call(*args))
         except Exception as error:
             kind = f"{call.__name__} {type(error).__name__}"
-            if not isinstance(error, OSError) and kind not in self.__logged:
+            if kind not in self.__logged:
                 self.__logged.add(kind)
-                _log.warning("%s.%s: %s", type(self).__name__, call.__name__, one_line(error))
+                level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
+                name = f"{type(self).__name__}.{call.__name__}"
+                _log.log(level, "%s: %s", name, one_line(error))
             return False

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvview import CacheGroup, FullAttention, Mamba, SlidingWindow
+from kvview import CacheGroup, ChunkedLocalAttention, FullAttention, Mamba, SlidingWindow
 from kvview_vllm.releases.build.samples import make_attention_spec
 from kvview_vllm.releases.compat.calls import known_arguments, make_known
 from kvview_vllm.releases.compat.versions import refusal, vllm
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SPECS: dict[type[CacheGroup], str] = {
     FullAttention: "FullAttentionSpec",
     SlidingWindow: "SlidingWindowSpec",
+    ChunkedLocalAttention: "ChunkedLocalAttentionSpec",
 }
 
 BLOCK_SIZE = 16
@@ -158,7 +159,7 @@ def make_layers(
     """Make layers of these groups in turn: FlashAttention in float32, or Mamba states.
 
     Args:
-        groups: Full attention, a window or Mamba.
+        groups: Full attention, windows, chunks or Mamba.
         stage: Number of the pipeline-parallel stage.
         num_draft_layers: Number of further layers, of a draft model.
     """
@@ -175,6 +176,9 @@ def _make_layer(group: CacheGroup) -> tuple[Any, Any]:
         _NUM_HEADS,
         _HEAD_SIZE,
         sliding_window=group.sliding_window if isinstance(group, SlidingWindow) else None,
+        attention_chunk_size=(
+            group.attention_chunk_size if isinstance(group, ChunkedLocalAttention) else None
+        ),
     )
     if not isinstance(group, Mamba):
         return vllm("v1.attention.backends.flash_attn").FlashAttentionBackend, attention

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvview import CacheGeometry, CacheGroup, FullAttention, Mamba, SlidingWindow
+from kvview import (
+    CacheGeometry,
+    CacheGroup,
+    ChunkedLocalAttention,
+    FullAttention,
+    Mamba,
+    SlidingWindow,
+)
 from kvview.testing.connector.scenario.scenario import Add, Event, HoldBlocks, Reset, Scenario
 from kvview_vllm.releases.compat.calls import (
     can_name_groups,
@@ -36,7 +43,7 @@ _NEVER_PLAYED = (
 
 
 class RawEngines:
-    """Fits scenarios to full attention, alone or with a window or Mamba, in GPU-sized blocks.
+    """Fits scenarios to full attention, alone or with other groups, in GPU-sized blocks.
 
     Args:
         name: Name of the engine.
@@ -123,28 +130,33 @@ def can_load_states() -> bool:
 
 
 def _played_groups(scenario: Scenario, left_out: list[str]) -> tuple[CacheGroup, ...]:
-    """Return full attention and, if the scenario has one of several groups, a window or Mamba."""
+    """Return full attention and, if the scenario has several groups, its windows, chunks, Mamba."""
     groups = scenario.geometry.groups
     if len(groups) == 1:
         if not isinstance(groups[0], FullAttention):
             left_out.append(f"a {type(groups[0]).__name__} group: full attention is played")
         return (_FULL,)
-    played = SlidingWindow | Mamba if can_load_states() else SlidingWindow
-    second = next((group for group in groups if isinstance(group, played)), None)
-    left_out += [
-        f"a {type(group).__name__} group among several"
-        for group in groups
-        if type(group) not in (FullAttention, type(second))
-    ]
-    if second is None:
-        return (_FULL,)
     if not can_load_in_groups():
         left_out.append("several KV-cache groups: no load after a hit, or none between steps")
         return (_FULL,)
-    if isinstance(second, Mamba):
-        return _FULL, Mamba(BLOCK_SIZE)
-    window = second.sliding_window * BLOCK_SIZE // second.block_size
-    return _FULL, SlidingWindow(BLOCK_SIZE, min(max(2, window), _LONGEST_WINDOW))
+    played = dict.fromkeys([_FULL, *filter(None, map(_scaled_group, groups))])
+    has_states = any(isinstance(group, Mamba) for group in groups)
+    if has_states and Mamba(BLOCK_SIZE) not in played:
+        left_out.append("a Mamba group among several")
+    return tuple(played)
+
+
+def _scaled_group(group: CacheGroup) -> CacheGroup | None:
+    """Return a group in blocks of the GPU; None for one that the release cannot run."""
+    match group:
+        case SlidingWindow():
+            window = group.sliding_window * BLOCK_SIZE // group.block_size
+            return SlidingWindow(BLOCK_SIZE, min(max(2, window), _LONGEST_WINDOW))
+        case ChunkedLocalAttention():
+            return ChunkedLocalAttention(BLOCK_SIZE, 2 * BLOCK_SIZE)
+        case Mamba():
+            return Mamba(BLOCK_SIZE) if can_load_states() else None
+    return _FULL
 
 
 def _scaled(scenario: Scenario, groups: tuple[CacheGroup, ...]) -> Scenario:
