@@ -187,8 +187,10 @@ def judge(
     def failure_in(scenario: Scenario, without: str = "") -> Any:
         return RawRun(connector_class, scenario, options, without=without).run().failure
 
-    if bare := failure_in(result.scenario, "connector"):
-        message = f"without the connector too: {bare.law}: {bare.message}"
+    alone = RawRun(connector_class, result.scenario, options, without="connector")
+    if bare := alone.run().failure:
+        found = "without the connector too" if alone.stage.built else "the class cannot be run"
+        message = f"{found}: {bare.law}: {bare.message}"
         return replace(result, failure=replace(failure, law="ENGINE", message=message))
     off = failure_in(result.scenario, "loads")
     control = "with its loads off as well" if off is None else f"with its loads off: {off.law}"

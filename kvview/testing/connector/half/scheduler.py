@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from inspect import getattr_static
+from itertools import chain
 from typing import Any, cast
 
 from typing_extensions import override
@@ -16,6 +18,7 @@ from kvview import (
     GPUBlockPoolView,
     OffloadingEvent,
     RequestInfo,
+    RequestStep,
     SchedulerConnector,
     StepInfo,
     StepPlan,
@@ -46,6 +49,7 @@ _LAW_OF_HOOK = {
     "plan_step": "CONN-3",
     "on_transfers_finished": "CONN-3",
 }  # for other hooks: CONN-4
+_NO_BLOCK: Any = "a block of a table that was kept after its call"
 
 
 class JobCounts:
@@ -172,6 +176,31 @@ class Record:
         success = all(one.result and one.result.success for one in first.on_ranks)
         self.keys.on_reported(first, success)
         self.counts.on_reported(first, success)
+
+
+@dataclass(frozen=True)
+class _StepOfOneCall(StepInfo):
+    """A step whose block tables name no block after the call of the hook."""
+
+    of_engine: StepInfo = field(kw_only=True)
+
+    @classmethod
+    def copy(cls, step: StepInfo) -> _StepOfOneCall:
+        """Copy the block tables of a step."""
+        scheduled = [
+            replace(one, block_ids=tuple(map(list, one.block_ids))) for one in step.scheduled
+        ]
+        return cls(scheduled, step.preempted, of_engine=step)
+
+    @override
+    def filling(self) -> Sequence[RequestStep]:
+        names = {one.request.request_id for one in self.of_engine.filling()}
+        return [one for one in self.scheduled if one.request.request_id in names]
+
+    def end(self) -> None:
+        """Overwrite the block tables."""
+        for table in chain.from_iterable(one.block_ids for one in self.scheduled):
+            cast("list[int]", table)[:] = [_NO_BLOCK] * len(table)
 
 
 def _passed_on(name: str) -> Any:
@@ -304,7 +333,9 @@ class SchedulerHarness(SchedulerConnector):
 
     @override
     def plan_step(self, step: StepInfo) -> StepPlan:
-        plan: StepPlan = self._call("plan_step", step)
+        own = _StepOfOneCall.copy(step)
+        plan: StepPlan = self._call("plan_step", own)
+        own.end()
         require_type("plan_step", plan, "CONN-3")
         self.engine_calls.on_step(step, plan)
         for job in (*plan.loads, *plan.stores):
