@@ -59,11 +59,6 @@ BATCHES = [
     for form in WIRE_FORMATS
     for tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 ]
-TIERS: list[dict[str, Any]] = [
-    {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [1]}},
-    {"type": "plugin", "adapter_params": {"store": "kvview.tier.trial:MemoryStore"}},
-    {"tier": {"store": "kvview.tier.trial:MemoryStore", "weights": "x"}},
-]
 REPLAY = ["replay", "--gpu-blocks=40"]
 
 
@@ -165,14 +160,6 @@ def test_recordings(data: st.DataObject) -> None:
             Path("messages.jsonl").write_bytes(wrong_rows(data, rows))
         commands = ([*REPLAY, "--json=-"], ["size", "--json=-"], ["events"])
         require_clean_end([*data.draw(st.sampled_from(commands)), "messages.jsonl"])
-
-
-@fuzzed
-def test_configurations_of_tiers(data: st.DataObject) -> None:
-    content = wrong_json(data, data.draw(st.sampled_from(TIERS)))
-    with new_folder():
-        Path("tier.json").write_bytes(content)
-        require_clean_end(["doctor", "--json=-", "--tier=tier.json"])
 
 
 @fuzzed

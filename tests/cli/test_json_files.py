@@ -62,7 +62,7 @@ COMMANDS: dict[str, list[str | Callable[[], Any]]] = {
     "upgrade": [upgrade],
     "result": [result],
     "incident": [incident],
-    "doctor": ["doctor", 'doctor --tier {"adapter_params":{}}'],
+    "doctor": ["doctor"],
     "replay": ["replay --requests 30", "replay trace.jsonl --skip-bad-rows"],
     "size": ["size --requests=30", "size trace.jsonl --skip-bad-rows --block-bytes=9"],
     "fsck": ["tier fsck pages"],

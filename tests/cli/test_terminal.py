@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,6 @@ def test_events() -> None:
         ["check", "kvview_reference.harness:ReferencePool", "--expected", "file"],
         ["check", f"{HOSTILE}:x"],
         ["check", f"kvview_reference.harness:{HOSTILE}"],
-        ["doctor", "--tier", "file"],
-        ["doctor", "--tier", "tier.json"],
         ["replay", "--model", "file"],
         ["--verbose", "replay", "--connector", "raises.py:Mine"],
         ["size", "--policies", HOSTILE],
@@ -76,7 +73,6 @@ def test_events() -> None:
 )
 def test_errors(args: list[str]) -> None:
     Path("file").write_text(HOSTILE)
-    Path("tier.json").write_text(json.dumps({"tier": {"store": HOSTILE}, HOSTILE: HOSTILE}))
     Path("raises.py").write_text(f"raise ValueError({HOSTILE!r})")
     assert run(*args).exit_code in (1, 2)
 

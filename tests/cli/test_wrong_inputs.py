@@ -77,7 +77,7 @@ def test_a_refused_run_leaves_its_files_unchanged() -> None:
     Path("old.json").write_text("old")
     Path("link.json").symlink_to("nowhere.json")
     for path in ("old.json", "new.json", "link.json"):
-        assert_refused(run("doctor", "--tier=[]", "--json", path))
+        assert_refused(run("check", "no.module:x", "--json", path))
         assert_refused(run("events", "tcp://x", "--record", path, "--seconds=0"))
     assert_refused(run("events", "old.json", "--record", "old.json"))
     assert Path("old.json").read_text() == "old"

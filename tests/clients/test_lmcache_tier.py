@@ -24,7 +24,6 @@ import torch
 
 from kvview import ConfigError
 from kvview.testing import run_checks
-from kvview_vllm.doctor import diagnose_tier
 from tests.clients import FAULTS
 
 # LMCache's logging uses a class that OpenTelemetry has deprecated.
@@ -178,16 +177,11 @@ def test_a_faulty_store_ends_every_task_and_gives_no_wrong_bytes(fault: str) -> 
         ({}, ""),
     ],
 )
-def test_a_wrong_setting_is_an_error_in_lmcache_and_in_doctor(
-    params: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_setting_is_an_error_in_lmcache(params: dict[str, Any], message: str) -> None:
     with pytest.raises(
         ConfigError, match=f"kvview_lmcache, adapter_params: .*{message}" if message else None
     ):
         Driven(**params)
-    found = diagnose_tier(configured(**params))
-    assert not found.is_healthy
-    assert "\n" not in found.seams[0].detail
 
 
 def test_evicted_pages_are_not_counted(tmp_path: Path) -> None:
@@ -201,12 +195,6 @@ def test_evicted_pages_are_not_counted(tmp_path: Path) -> None:
     assert 1 <= num_files < 12
     assert driven.adapter.get_usage().total_bytes_used == num_files * entry
     driven.adapter.close()
-
-
-def test_doctor_stores_and_loads_a_page_through_lmcaches_adapter(tmp_path: Path) -> None:
-    found = diagnose_tier(configured(store=FILES, options={"root": str(tmp_path)}))
-    assert found.is_healthy, found
-    assert found.seams[0].seam == "tier under LMCache"
 
 
 def test_the_kit_finds_the_faults_of_lmcaches_own_file_adapter() -> None:

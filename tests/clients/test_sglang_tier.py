@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import torch
 
 from kvview import ConfigError
 from kvview.testing import run_checks
-from kvview_vllm.doctor import diagnose_tier
 
 from . import FAULTS, sglang_sources
 
@@ -231,11 +229,9 @@ def test_a_faulty_store_ends_every_call_and_gives_no_wrong_bytes(fault: str, fau
         (None, "the extra config needs an object 'tier' with 'store' and 'weights'"),
     ],
 )
-def test_a_wrong_setting_is_an_error_in_sglang_and_in_doctor(extra: Any, message: str) -> None:
+def test_a_wrong_setting_is_an_error_in_sglang(extra: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"kvview_sglang, extra config: .*{message}"):
         backend(HostPool("layer_first"), extra=extra)
-    if extra is not None:
-        assert not diagnose_tier(json.dumps(NAMED | {"tier": extra})).is_healthy
 
 
 def test_jobs_and_counters_are_among_sglangs_own_metrics(
@@ -262,16 +258,6 @@ def test_jobs_and_counters_are_among_sglangs_own_metrics(
         series = f"sglang:kvview_tier_{counter}_total"
         assert prometheus.REGISTRY.get_sample_value(series, labels) == value
     storage.close()
-
-
-def test_doctor_finds_a_right_configuration_healthy_and_an_unknown_class_not(
-    tmp_path: Path,
-) -> None:
-    named = NAMED | {"tier": files(tmp_path)}
-    found = diagnose_tier(json.dumps(named))
-    assert found.is_healthy, found
-    assert found.seams[0].seam == "tier under SGLang"
-    assert not diagnose_tier(json.dumps(named | {"class_name": "X"})).is_healthy
 
 
 def test_the_kit_finds_the_faults_of_sglangs_own_file_backend() -> None:

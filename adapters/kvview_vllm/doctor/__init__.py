@@ -4,5 +4,4 @@ from kvview_vllm.doctor.diagnosis import (
     Diagnosis as Diagnosis,
     SeamReport as SeamReport,
     diagnose as diagnose,
-    diagnose_tier as diagnose_tier,
 )

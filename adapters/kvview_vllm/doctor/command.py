@@ -12,35 +12,26 @@ from rich.text import Text
 from kvview.cli.console import Console
 from kvview.cli.exit_codes import ExitCode
 from kvview.cli.output import json_option, write_json
-from kvview_vllm.doctor import Diagnosis, diagnose, diagnose_tier
+from kvview_vllm.doctor import Diagnosis, diagnose
 
 
 @click.command()
 @json_option({"doctor": "kvview_vllm.doctor.diagnosis:Diagnosis"})
-@click.option(
-    "--tier",
-    metavar="JSON",
-    help=(
-        "Configuration of a tier to try, in the form of vLLM, LMCache or SGLang, or the path of "
-        "a file that contains it."
-    ),
-)
-def doctor(json_file: str | None, tier: str | None) -> None:
+def doctor(json_file: str | None) -> None:
     """Report the version of the installed vLLM, and whether kvview fits it.
 
-    With --tier, report instead whether this tier opens in its engine and returns a stored page. Run
-    the command on the engine's machine, with the engine's environment.
+    Run the command on the engine's machine, with the engine's environment.
     """
-    found = diagnose() if tier is None else diagnose_tier(tier)
+    found = diagnose()
     if json_file != "-":
-        _show_diagnosis(found, "a tier" if tier else "")
+        _show_diagnosis(found)
     write_json(json_file, asdict(found))
     sys.exit(ExitCode.CLEAN if found.is_healthy else ExitCode.WRONG)
 
 
-def _show_diagnosis(found: Diagnosis, title: str) -> None:
+def _show_diagnosis(found: Diagnosis) -> None:
     version = f"vLLM {found.version}" if found.version else "no vLLM"
-    title = title or f"{version} (tested: {found.tested})"
+    title = f"{version} (tested: {found.tested})"
     table = Table(Column("seam", overflow="fold"), "fits", "details", title=title)
     for seam in found.seams:
         table.add_row(seam.seam, "yes" if seam.fits else Text("no", style="red"), seam.detail)

@@ -6,15 +6,12 @@ command runs the same trials that run when a connector is bound.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
-from kvview import ConfigError, UnsupportedEngineError
-from kvview.errors import one_line
-from kvview.input_files import read_file
+from kvview import UnsupportedEngineError
 from kvview_vllm.releases import (
     TESTED,
     Release,
@@ -86,62 +83,6 @@ def diagnose() -> Diagnosis:
     return Diagnosis(version, TESTED, is_tested(version), fits, capabilities, seams)
 
 
-_TIERS = {
-    "vLLM": "kvview_vllm.doctor.tier_trial",
-    "LMCache": "kvview_lmcache.adapter_trial",
-    "SGLang": "kvview_sglang.backend_trial",
-}
-
-
-def diagnose_tier(text: str) -> Diagnosis:
-    """Try a tier that the engine's own factory makes from a user's configuration.
-
-    Args:
-        text: JSON, or the path of a JSON file: vLLM's ``--kv-transfer-config``, LMCache's
-            ``--l2-adapter`` or SGLang's ``--hicache-storage-backend-extra-config``.
-
-    Raises:
-        ConfigError: The text has none of these three forms.
-    """
-    given = _read(text)
-    engine = _engine_of(given)
-    try:
-        problem = str(import_module(_TIERS[engine]).try_tier(given))
-    except Exception as error:
-        problem = one_line(error) or type(error).__name__
-    detail = problem or "the store opened; a page was stored, found and loaded"
-    if not problem and engine == "vLLM":
-        detail += "; block hashes start equally in every process, except xxhash without a seed"
-    report = SeamReport(f"tier under {engine}", not problem, detail)
-    return Diagnosis(None, TESTED, False, not problem, {}, (report,))
-
-
-def _read(text: str) -> Mapping[str, Any]:
-    try:
-        is_text = text.lstrip().startswith("{")
-        given = json.loads(text if is_text else read_file(text))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--tier: expected JSON or the path of a JSON file: {one_line(error)}"
-        ) from None
-    if not isinstance(given, dict):
-        raise ConfigError("--tier: expected a JSON object, got another JSON value")
-    return given
-
-
-def _engine_of(given: Mapping[str, Any]) -> str:
-    if "kv_connector_extra_config" in given or "secondary_tiers" in given:
-        return "vLLM"
-    if "adapter_params" in given:
-        return "LMCache"
-    if "tier" in given:
-        return "SGLang"
-    raise ConfigError(
-        "--tier: unknown configuration; pass vLLM's --kv-transfer-config, LMCache's --l2-adapter "
-        "or SGLang's --hicache-storage-backend-extra-config"
-    )
-
-
 _Check = Callable[[Release], tuple[Seam, str]]
 
 
@@ -198,9 +139,9 @@ def _check_tier(release: Release) -> tuple[Seam, str]:
 
     if not has_tiers():
         return release.geometry, "this release has no tiers below the host (0.22.0)"
-    from kvview_vllm.doctor.tier_trial import try_dry
+    from kvview_vllm.doctor.tier_trial import try_tier
 
-    if problem := try_dry():
+    if problem := try_tier():
         raise UnsupportedEngineError(f"the tier seam: {problem}")
     need = "" if tier_seam().fixed_hash_root else "; a tier needs PYTHONHASHSEED to be set"
     return tier_seam(), f"vLLM's tiering manager took a tier, and a page went through it{need}"

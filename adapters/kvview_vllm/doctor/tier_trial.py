@@ -1,18 +1,15 @@
-"""A trial of a tier that vLLM makes from a user's configuration, with one page.
+"""A trial of a tier below vLLM's host memory, with one page.
 
-vLLM's own spec makes the tiers, and the trial makes the same calls as vLLM's manager. The page
-belongs
-to a model named "kvview doctor".
+vLLM's own spec makes the tier, and the trial makes the same calls as vLLM's manager. The page
+belongs to a model named "kvview doctor".
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from kvview import ConfigError
 from kvview.tier import Namespace
 from kvview_vllm.releases.build.tier_specs import PAGE_BYTES, make_tiering_spec
 from kvview_vllm.releases.compat.calls import make_known
@@ -21,7 +18,8 @@ from kvview_vllm.releases.compat.versions import vllm
 
 _SECONDS = 60.0
 _BETWEEN_POLLS = 0.001
-_DRY = {
+_TIER: dict[str, Any] = {
+    "cpu_bytes_to_use": 4 * PAGE_BYTES,
     "spec_name": "KVViewTieringSpec",
     "spec_module_path": "kvview_vllm.tier",
     "secondary_tiers": [
@@ -31,7 +29,7 @@ _DRY = {
 _SEED = "PYTHONHASHSEED"
 
 
-def try_dry() -> str:
+def try_tier() -> str:
     """Try a tier that keeps its pages in this process; the trial sets a hash seed if none is set.
 
     Returns:
@@ -40,34 +38,14 @@ def try_dry() -> str:
     is_set = _SEED in os.environ
     os.environ.setdefault(_SEED, "0")
     try:
-        return try_tier(_DRY)
+        manager = make_tiering_spec(_TIER, Namespace("kvview doctor", "any")).get_manager()
+        try:
+            return _try_page(manager, manager.secondary_tiers[0])
+        finally:
+            manager.shutdown()
     finally:
         if not is_set:
             del os.environ[_SEED]
-
-
-def try_tier(given: Mapping[str, Any]) -> str:
-    """Try the tiers of a user's ``--kv-transfer-config`` of vLLM, or of its extra config.
-
-    Returns:
-        The problem; empty if the trial succeeded.
-    """
-    extra = given.get("kv_connector_extra_config", given)
-    if "kv_connector" in given and given["kv_connector"] != "OffloadingConnector":
-        raise ConfigError("kv_connector: only vLLM's OffloadingConnector has tiers; use it")
-    if not isinstance(extra, dict) or not extra.get("secondary_tiers"):
-        raise ConfigError("kv_connector_extra_config has no secondary_tiers; add the tier there")
-    extra = {**extra, "cpu_bytes_to_use": 4 * PAGE_BYTES}
-    manager = make_tiering_spec(extra, Namespace("kvview doctor", "any")).get_manager()
-    try:
-        problems = [
-            f"{tier.tier_type}: {problem}"
-            for tier in manager.secondary_tiers
-            if (problem := _try_page(manager, tier))
-        ]
-    finally:
-        manager.shutdown()
-    return "; ".join(problems)
 
 
 def _try_page(manager: Any, tier: Any) -> str:
