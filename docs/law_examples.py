@@ -5,44 +5,18 @@ The scripts are in ``law_examples.toml``, and the faults in ``tests/mutants``.
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import ndiff
-from inspect import ismodule
 from pathlib import Path
 
-import kvview
 from tests.mutants.edits import Base, Variant, read_variants
 
 ROOT = Path(__file__).parents[1]
 _DATA = Path(__file__).with_suffix(".toml")
 _FAULTS = ROOT / "tests/mutants"
 _NO_BASE = Base("", ())  # of texts that are only read
-_MODULES = {
-    "FileStore": "kvview_reference.tier",
-    "GatedComputeStream": "kvview.testing",
-    "Namespace": "kvview.tier",
-    "Path": "pathlib",
-    "ThreadPoolExecutor": "concurrent.futures",
-    "UncheckedView": "tests.guard.pools",
-    "collect": "gc",
-    "copy": "copy",
-    "current_thread": "threading",
-    "getLogger": "logging",
-    "int8": "torch",
-    "mkdtemp": "tempfile",
-    "raises": "pytest",
-    "replace": "dataclasses",
-    "sleep": "time",
-    "suppress": "contextlib",
-    "zeros": "torch",
-    **dict.fromkeys(
-        (name for name, value in vars(kvview).items() if not ismodule(value)), "kvview"
-    ),
-}
-"""The module of each name that a script may use."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +31,7 @@ class Example:
         right: Target of the right class that takes the same calls; empty for a connector.
         body: Calls that fail with the wrong class, and pass with the right one as ``Subject``;
             empty for a connector or one of its halves.
+        imports: The imports of the body.
     """
 
     fault: str
@@ -65,16 +40,7 @@ class Example:
     source: str
     right: str = ""
     body: str = ""
-
-    @property
-    def imports(self) -> str:
-        """The imports of the body."""
-        names = {n.id for n in ast.walk(ast.parse(self.body)) if isinstance(n, ast.Name)}
-        found: dict[str, list[str]] = {}
-        for name in sorted(names & _MODULES.keys()):
-            found.setdefault(_MODULES[name], []).append(name)
-        lines = [f"from {m} import {', '.join(names)}\n" for m, names in sorted(found.items())]
-        return "".join(sorted(lines, key=lambda line: "kvview" in line))
+    imports: str = ""
 
     @property
     def script(self) -> str:
@@ -95,7 +61,9 @@ def examples() -> Mapping[str, Example]:
         if law in data and data[law]["fault"] == example.fault:
             row = families[law.partition("-")[0]] | data[law]
             body = f"{row['start']}\n{row['script']}\n"
-            found[law] = replace(example, right=row["right"], body=body)
+            found[law] = replace(
+                example, right=row["right"], body=body, imports=row.get("imports", "")
+            )
         elif law.startswith(("CONN-", "HAND-")):
             found.setdefault(law, example)
     return found
