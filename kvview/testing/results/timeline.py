@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from string import Template
 
 from kvview.errors import ConfigError
 from kvview.laws import titled
@@ -18,32 +19,7 @@ _LEFT = re.compile(r"on_request_(finished|preempted) (\S+)")
 _PLANNED = re.compile(r"\s*planned job (\d+): (.*)")
 _REPORTED = re.compile(r"job (\d+)( failed)?")
 _HELD = re.compile(r"\s*(touch_blocks|free_blocks) blocks ([\d, ]+?)(?: (\S+))?$")
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font: 15px system-ui, sans-serif; margin: 1.5em; color: light-dark(#1f2328, #e6e8ea) }}
-table {{ border-spacing: 0 4px; display: block; overflow-x: auto }}
-th {{ text-align: left; font-weight: 400; padding-right: 1em; white-space: nowrap }}
-thead th, h2 {{ color: light-dark(#57606a, #a8b1ba); font-size: 15px }}
-td {{ min-width: 2.4em; height: 1.6em; text-align: center }}
-.request {{ background: light-dark(#d0d7de, #444c56) }}
-.job {{ background: light-dark(#b6d4fe, #1f4f8f) }}
-.failed {{ background: light-dark(#ffc9c2, #8f2f26) }}
-.block {{ background: light-dark(#ffdfb8, #7a4a10) }}
-pre {{ overflow-x: auto }}
-</style>
-<h1>{title}</h1>
-<p>{what}</p>
-<table><thead><tr><th>step</th>{steps}</tr></thead>
-{rows}
-</table>
-<h2>The script that repeats the failure</h2>
-<pre>{script}</pre>
-<details><summary>The log of these steps</summary><pre>{log}</pre></details>
-</html>
-"""
+_PAGE = Path(__file__).with_suffix(".html")
 
 
 @dataclass
@@ -63,7 +39,7 @@ def write_timeline(failure: LawBroken, path: str) -> None:
         ConfigError: The file cannot be written.
     """
     bars, steps = read_log(failure.log)
-    page = _PAGE.format(
+    page = Template(_PAGE.read_text(encoding="utf-8")).substitute(
         title=escape(titled(failure.law)),
         what=escape(failure.what),
         steps="".join(f"<th>{step}</th>" for step in steps),
