@@ -73,27 +73,18 @@ def pd_factory(
         connector = require_handoff_connector(target, given)
     names = {"connector": connector, "engine": name, "options": given}
     names["__module__"] = connector.__module__
-    suite: type[_MadeSuite] = type(connector.__name__, (_MadeSuite,), names)
+    names["made_by"] = (
+        "from kvview.testing import load_target\n"
+        "from kvview.testing.handoff import pd_factory\n\n"
+        f"connector = load_target({name_target(connector)!r})\n"
+        f"{connector.__name__} = pd_factory(connector, {name!r}, {given!r})"
+    )
+    suite: type[HandoffConformance] = type(connector.__name__, (HandoffConformance,), names)
     pair = suite().make()
     suite.lacks = [one for one in capabilities_of("handoff") if one not in pair.capabilities]
     suite.replaced = pair.replaced
     suite.engine_name = load_engines(name).name
     return suite
-
-
-class _MadeSuite(HandoffConformance):
-    """A suite that a script makes from the connector."""
-
-    @override
-    @classmethod
-    def source(cls) -> str:
-        args = f"connector, {cls.engine!r}, {dict(cls.options)!r}"
-        return (
-            "from kvview.testing import load_target\n"
-            "from kvview.testing.handoff import pd_factory\n\n"
-            f"connector = load_target({name_target(cls.connector)!r})\n"
-            f"{cls.__name__} = pd_factory({args})"
-        )
 
 
 class _Idle(Connector):

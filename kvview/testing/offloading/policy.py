@@ -27,16 +27,8 @@ def suite_of_policy(found: Any) -> Any:
     engines: Any = load_engines()
     if not hasattr(engines, "suite_of_policy"):
         raise ConfigError(f"engine {engines.name!r} has no manager that takes a cache policy")
-    return _suite_of(found, engines.suite_of_policy(found))
-
-
-def _suite_of(policy: type, suite: type) -> type:
-    """Return the suite, whose scripts make it again."""
-    name = f"{policy.__name__}Suite"
-
-    def lines(cls: type) -> str:
-        imported = f"{import_lines(policy)}\nfrom {__name__} import suite_of_policy"
-        return f"{imported}\n\n{name} = suite_of_policy({policy.__qualname__})"
-
-    members = {"source": classmethod(lines), "__module__": policy.__module__}
-    return type(name, (suite,), members)
+    name = f"{found.__name__}Suite"
+    imports = f"{import_lines(found)}\nfrom {__name__} import suite_of_policy"
+    made_by = f"{imports}\n\n{name} = suite_of_policy({found.__qualname__})"
+    members = {"made_by": made_by, "__module__": found.__module__}
+    return type(name, (engines.suite_of_policy(found),), members)

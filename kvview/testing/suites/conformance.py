@@ -305,6 +305,8 @@ class Conformance:
     """The settings of Hypothesis; None for those of the profile, with ``num_calls`` calls."""
     num_runs: ClassVar[int] = 100
     """The number of runs of the machine in ``kvview check``, by default."""
+    made_by: ClassVar[str] = ""
+    """The lines of a script that make the suite; empty for a suite that a script can import."""
     protocols: ClassVar[Mapping[str, type]] = {}
     """The protocols that the objects of :meth:`parts` fulfil, by the name of the object."""
 
@@ -339,7 +341,7 @@ class Conformance:
     @classmethod
     def source(cls) -> str:
         """Return the lines of a script that import or make the suite."""
-        return import_lines(cls)
+        return cls.made_by or import_lines(cls)
 
     def test_calls(self) -> None:
         """Run the machine: random calls, each compared with the model.

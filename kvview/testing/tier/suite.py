@@ -73,8 +73,6 @@ class TierConformance(Conformance):
     """Options of the class; ``{tmp}`` in a text is replaced by a new folder."""
     patience: ClassVar[float] = 10.0
     """Seconds to wait for a result before it counts as missing."""
-    is_of_target: ClassVar[bool] = False
-    """Whether :func:`suite_of` has made the suite."""
     num_stored: ClassVar[list[int]]
     """Number of pages that were stored without and with a budget."""
     first_error: ClassVar[str]
@@ -147,16 +145,6 @@ class TierConformance(Conformance):
             text = f"damaged pages cannot be tried, because {reason}"
             found.append(Gap("TIER-1", f"TIER-1 is not checked completely: {text}"))
         return found
-
-    @classmethod
-    @override
-    def source(cls) -> str:
-        if not cls.is_of_target:
-            return super().source()
-        lacks = f", lacks={cls.lacks!r}" if cls.lacks else ""
-        made = f"suite_of(load_target({importable(cls.store)!r}), {cls.options!r}{lacks})"
-        place = "from kvview.testing.tier.suite import suite_of"
-        return f"from kvview.testing import load_target\n{place}\n\n{cls.__name__} = {made}"
 
     @classmethod
     def reason_without(cls, missing: Collection[C]) -> str:
@@ -457,13 +445,16 @@ def suite_of(
         raise ConfigError(f"{name} is abstract, because it lacks {lacking}")
     options = in_size(options, _BLOCKS, _BLOCK_BYTES)
     _require_options(store, options)
+    more = f", lacks={tuple(lacks)!r}" if lacks else ""
+    made = f"suite_of(load_target({importable(store)!r}), {dict(options)!r}{more})"
+    imports = f"from kvview.testing import load_target\nfrom {__name__} import suite_of"
     members = {
         "store": store,
         "options": dict(options),
-        "is_of_target": True,
+        "made_by": f"{imports}\n\nTest{store.__name__} = {made}",
         "lacks": tuple(lacks),
+        "__module__": store.__module__,
     }
-    members["__module__"] = store.__module__
     return type(f"Test{store.__name__}", (TierConformance,), members)
 
 

@@ -142,15 +142,6 @@ class TransformConformance(Conformance):
     def parts(self) -> Iterator[Mapping[str, object]]:
         yield {"suite": self, "transform": self.make()}
 
-    @classmethod
-    @override
-    def source(cls) -> str:
-        name = cls.transform.__qualname__
-        made = f"from {__name__} import suite_of_transform"
-        return (
-            f"{import_lines(cls.transform)}\n{made}\n\n{cls.__name__} = suite_of_transform({name})"
-        )
-
 
 def is_transform(target: object) -> bool:
     """Return whether a target is a class of transforms."""
@@ -181,5 +172,8 @@ def suite_of_transform(found: Any, is_shared: bool = True) -> type[TransformConf
         found: The class.
         is_shared: Whether other processes decode the pages.
     """
+    name = f"Test{found.__name__}"
+    imports = f"{import_lines(found)}\nfrom {__name__} import suite_of_transform"
     members = {"transform": found, "__module__": found.__module__, "is_shared": is_shared}
-    return type(f"Test{found.__name__}", (TransformConformance,), members)
+    members["made_by"] = f"{imports}\n\n{name} = suite_of_transform({found.__qualname__})"
+    return type(name, (TransformConformance,), members)
