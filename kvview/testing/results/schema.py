@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvview.testing.results.law_broken import Gap
+
 SCHEMA_VERSION: Literal[1] = 1
 """Version of the schema, increased when a field is removed or changes its meaning."""
 
@@ -56,13 +58,6 @@ class CheckModel(_Model):
     failure: FailureModel | None
     part: str = ""
     link: str = ""
-
-
-class GapModel(_Model):
-    """An item that simulated runs did not exercise."""
-
-    name: str
-    what: str
 
 
 class UnrunModel(_Model):
@@ -144,7 +139,7 @@ class RunsModel(_Model):
     num_asked: int = 0
     seconds: float
     coverage: dict[str, int]
-    not_exercised: list[GapModel]
+    not_exercised: list[Gap]
     replaced: list[str] = Field(default_factory=list)
     left_out: list[str] = Field(default_factory=list)
     notes: list[str]

@@ -33,7 +33,6 @@ class Point:
         lru_hit_rate: Share of the prompt blocks that LRU hits.
         lru_token_rate: Share of the prompt tokens that LRU hits.
         optimum_hit_rate: Share of the prompt blocks that no policy exceeds.
-        optimum_token_rate: Share of the prompt tokens that no policy exceeds.
     """
 
     blocks: int
@@ -41,7 +40,6 @@ class Point:
     lru_hit_rate: float
     lru_token_rate: float
     optimum_hit_rate: float
-    optimum_token_rate: float
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,6 @@ def size(
             block_rate(curve.hits(blocks)),
             token_rate(curve.hits(blocks)),
             block_rate(best),
-            token_rate(best),
         )
         for blocks, best in zip(chosen, optimum_hits(references, chosen, skip), strict=True)
     ]
