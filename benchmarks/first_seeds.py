@@ -1,6 +1,6 @@
 """Counts the wrong connectors that are red, and finds the seeds to play first.
 
-    python benchmarks/first_seeds.py [--seeds 40] [--select TEXT] [--write]
+    python benchmarks/first_seeds.py [--seeds 40] [--write]
 
 Plays the wrong connectors of ``tests/mutants/connector`` in the first seeds, and a connector that
 none of them finds in the following seeds, up to 200. The seed that finds the most connectors not
@@ -48,11 +48,6 @@ class Found:
             self.seconds[seed] = seconds
 
 
-def load_all() -> list[type[Connector]]:
-    """Return all wrong connectors."""
-    return [variant.load() for variant in load_wrong()]
-
-
 class Play:
     """Plays one of the connectors in a seed; whether it failed, and CPU seconds."""
 
@@ -72,10 +67,10 @@ class Play:
         return failed, time.process_time() - start
 
 
-def measure(select: str, seeds: int) -> list[Found]:
+def measure(seeds: int) -> list[Found]:
     """Play them all."""
     with watchdog.limit(2.0):
-        connectors = [c for c in load_all() if select in f"{c.__module__}.{c.__name__}"]
+        connectors = [variant.load() for variant in load_wrong()]
         found = [Found(f"{c.__module__}.{c.__name__}") for c in connectors]
         torch.set_num_threads(1)
         with Processes(Play(connectors), default_processes()) as processes:
@@ -122,10 +117,9 @@ def first_seeds(found: Sequence[Found]) -> list[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, default=40)
-    parser.add_argument("--select", default="", metavar="TEXT", help="part of module or name")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args(argv)
-    found = measure(given.select, given.seeds)
+    found = measure(given.seeds)
     order = first_seeds(found)
     green = [one.name for one in found if not any(one.failed.values())]
     print(f"{len(found) - len(green)} of {len(found)} wrong connectors are red; green: {green}")
