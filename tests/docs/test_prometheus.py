@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.house.source_tree import ROOT
-from tests.house.test_metrics_docs import DASHBOARD, EXPORTED, OF_TIERS
+from tests.house.test_metrics_docs import DASHBOARD, EXPORTED, OF_CANARY, OF_TIERS
 
 if not shutil.which("promtool"):
     pytest.skip("needs the program promtool", allow_module_level=True)
@@ -67,7 +67,7 @@ def series() -> dict[str, str]:
     vLLM exports the series of tiers only after the first event.
     """
     labels = '{model_name="m",engine="0",connector="c"}'
-    found = {name + labels: "0x19 1x40" for name in EXPORTED}
+    found = {name + labels: "0x19 1x40" for name in EXPORTED | OF_CANARY}
     found |= {name + '{model_name="m",store="s"}': "_x19 1x40" for name in OF_TIERS}
     found['vllm:kvview_tier_in_use{model_name="m",store="s"}'] = "_x19 0x40"
     return found

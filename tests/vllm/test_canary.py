@@ -7,6 +7,7 @@ hold; CANARY-5 and CANARY-8 to CANARY-10 have tests of their own.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
@@ -28,7 +29,8 @@ from kvview_vllm.canary.call_laws import CallLaws
 from kvview_vllm.canary.incidents import IncidentFolder
 from kvview_vllm.canary.watched_pool import watched_pool
 from kvview_vllm.canary.wrapper.canary_messages import SampledBlock
-from kvview_vllm.canary.wrapper.canary_metrics import CanaryPromMetrics, CanaryStats
+from kvview_vllm.canary.wrapper.canary_metrics import COUNTERS, CanaryPromMetrics, CanaryStats
+from kvview_vllm.metrics.connector_metrics import PREFIX
 from kvview_vllm.recorder import Recorder
 from kvview_vllm.recorder.incident import read_incident
 from kvview_vllm.releases import installed
@@ -249,6 +251,36 @@ def test_wrong_kv_of_the_example_connector_of_vllm_is_an_incident(
     assert is_wrong == any(one["law"] in ("XFER-1", "CONN-11") for one in canary.incidents())
 
 
+def child(kind: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": kind, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("is_around", [True, False], ids=["around", "inside"])
+def test_canaries_around_and_inside_of_a_multi_connector(is_around: bool, canary: Canary) -> None:
+    """Inside, each canary also receives the reports of the other connector's transfers."""
+    multi = import_module(f"{V1}.multi_connector").MultiConnector
+    for kind in (HostConnector, load_fault("LoadsTheNextBlock")):
+        with registered(kind):
+            name = kind.__name__
+            if is_around:
+                children = [child(name), child(name, delay=5)]
+                result = canary.run(multi, 1, CanaryOneGroupConnector, connectors=children)
+            else:
+                entry = {"connector": name, "sample": 1, "incidents": str(canary.folder)}
+                inner = child("CanaryOneGroupConnector", canary=entry)
+                inner["kv_connector_module_path"] = "kvview_vllm.canary"
+                # vLLM loads from the first child that has the blocks.
+                others = [child(name, delay=5)]
+                children = [*others, inner] if kind is HostConnector else [inner, *others]
+                options = {"connectors": children}
+                result = simulate(multi, generate_scenario(1), options, engines=canary.engines)
+        is_right = kind is HostConnector
+        assert (result.failure is None) == is_right, result.failure
+        assert {one["law"] for one in canary.incidents()} == ({*()} if is_right else {"XFER-1"})
+    recorded = canary.folder.glob("recorded-*.json")
+    assert {json.loads(file.read_text())["law"] for file in recorded} == {"XFER-1"}
+
+
 DAMAGES = ("host memory", "disk", "wire", "wrong page", "wrong block")
 
 
@@ -401,6 +433,8 @@ def test_canary_9_every_series_starts_at_zero() -> None:
         return client.Counter(*args, registry=registry)
 
     metrics = CanaryPromMetrics("Mine", None, {client.Counter: counter}, ["engine"], {0: ["0"]})
+    page = (Path(__file__).parents[2] / "docs/canary.md").read_text("utf-8")
+    assert {f"{PREFIX}{one}_total" for one in COUNTERS} == set(re.findall(r"vllm:\w+_total", page))
     name = "vllm:kvview_canary_incidents_total"
     labels = {"engine": "0", "connector": "Mine"}
     assert registry.get_sample_value(name, labels) == 0

@@ -57,6 +57,7 @@ class CallLaws:
     Args:
         on_broken: Called with the law and a message; it may raise an exception.
         aborts_wait: Whether the blocks of an aborted request wait for its load.
+        has_siblings: Whether a ``MultiConnector`` also passes the reports of other connectors.
         clock: Clock in seconds.
     """
 
@@ -64,6 +65,7 @@ class CallLaws:
         self,
         on_broken: Callable[[str, str], None],
         aborts_wait: bool = True,
+        has_siblings: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # First token, number of tokens, whether between steps.
@@ -74,6 +76,7 @@ class CallLaws:
         """Place in the code of the last touch of each block."""
         self._broken = on_broken
         self._aborts_wait = aborts_wait
+        self._has_siblings = has_siblings
         self._clock = clock
         self._step = 0
         self._unanswered: _Starts = {}
@@ -148,7 +151,7 @@ class CallLaws:
 
     def _check(self, starts: _Starts, names: Iterable[str] | None, law: str, wrong: str) -> None:
         for name in names or ():
-            if starts.pop(name, None) is None:
+            if starts.pop(name, None) is None and not self._has_siblings:
                 self._broken(law, f"get_finished named request {name!r} as {wrong}")
 
     def on_finished(self, request: Any, answer: Any) -> None:

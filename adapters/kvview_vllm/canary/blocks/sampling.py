@@ -8,8 +8,8 @@
   another engine computed them, with other rounding errors.
 
 A request is read in the steps in which it gets blocks, because a block is full before the next
-block of the request is allocated. Its hashes are tested before anything else, because most blocks
-are not sampled.
+block of the request is allocated. Each hash is tested once, before anything else is read, because
+most blocks are not sampled.
 
 Source: ``Scheduler.schedule``, vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -33,12 +33,13 @@ class _Followed:
         request: vLLM's ``Request``.
     """
 
-    __slots__ = ("chunks", "num_seen", "request")
+    __slots__ = ("chunks", "num_tested", "request", "sampled")
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.chunks: list[Tables] = []  # of its block tables
-        self.num_seen = 0  # hashes that were tested
+        self.num_tested = 0  # hashes
+        self.sampled: list[int] = []  # numbers of sampled hashes whose blocks are not full
 
     def tables(self) -> Tables:
         if len(self.chunks) > 1:
@@ -114,17 +115,29 @@ class Sampler:
         for name, added in chain(started, grown):
             if (one := followed.get(name)) is None:
                 continue
-            request = one.request
-            hashes, before = request.block_hashes, request.num_computed_tokens
-            if not one.chunks:  # it starts, or resumes after a preemption
-                one.num_seen = before // size
-            one.chunks.append(added)
-            first = one.num_seen
-            one.num_seen = last = min((before + lengths[name]) // size, len(hashes))
-            if sampled := [n for n in range(first, last) if not hashes[n][0] % sample]:
-                # vLLM has freed the blocks that a window left behind, without a notification.
-                kept = [g.num_skipped_tokens(before) // g.block_size for _, g in self._groups]
-                self._work.computed += self._places(hashes, sampled, one.tables(), kept)
+            request, chunks = one.request, one.chunks
+            hashes, first = request.block_hashes, one.num_tested
+            if not chunks:  # it starts, or resumes after a preemption
+                first = request.num_computed_tokens // size
+            chunks.append(added)
+            one.num_tested = end = len(hashes)
+            for number in range(first, end):
+                if not hashes[number][0] % sample:
+                    one.sampled.append(number)
+            if one.sampled:
+                self._find_full(one, lengths[name])
+
+    def _find_full(self, one: _Followed, length: int) -> None:
+        """Find the sampled blocks of a request that are full after a step."""
+        before = one.request.num_computed_tokens
+        last = (before + length) // self._hash_size
+        full = [number for number in one.sampled if number < last]
+        if full:
+            one.sampled = [number for number in one.sampled if number >= last]
+            # vLLM has freed the blocks that a window left behind, without a notification.
+            kept = [g.num_skipped_tokens(before) // g.block_size for _, g in self._groups]
+            places = self._places(one.request.block_hashes, full, one.tables(), kept)
+            self._work.computed += places
 
     def on_output(self, output: Any) -> None:
         """Note the ends of loads."""

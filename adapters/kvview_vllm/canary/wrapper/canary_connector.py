@@ -13,7 +13,9 @@ Source: ``KVConnectorBase_V1``, vllm/distributed/kv_transfer/kv_connector/v1/bas
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -46,6 +48,12 @@ with reading("connector", "the interface of connectors"):
     SupportsHMA: Any = base.SupportsHMA if installed().connector.several_groups else object
 
 _logger = logging.getLogger(__name__)
+_Listeners = list[tuple[Any, Callable[..., None]]]  # parts of the canary and their methods
+
+
+def _has_siblings() -> bool:
+    """Whether a ``MultiConnector`` constructs the caller; vLLM does not tell its children."""
+    return any(one.filename.endswith("/multi_connector.py") for one in traceback.extract_stack())
 
 
 class CanaryOneGroupConnector(DelegatingConnector):
@@ -77,17 +85,18 @@ class CanaryOneGroupConnector(DelegatingConnector):
         half = "scheduler" if is_scheduler else f"rank{vllm_config.parallel_config.rank}"
         self._folder = IncidentFolder(options.incidents, half)
         self._incidents = Incidents(options.connector, half, self._folder, self._counts)
-        self._laws = CallLaws(self._incidents.report, calls.aborted_loads_keep_blocks())
+        aborts_wait = calls.aborted_loads_keep_blocks()
+        self._laws = CallLaws(self._incidents.report, aborts_wait, _has_siblings())
         self._recorder: Recorder | None = None
         self._sampler: Sampler | None = None
         self._worker: CanaryWorker | None = None
-        self._watchers: list[Any] = []
+        self._listeners: defaultdict[str, _Listeners] = defaultdict(list)
         if is_scheduler:
             if options.incidents is not None:
                 self._recorder = Recorder(own, kv_cache_config)
                 on_signal(lambda: self._write_calls(""))
-            # The recorder comes first, so that the file of an incident has the call.
-            self._watchers = [one for one in (self._recorder, self._laws) if one is not None]
+                self._listen(self._recorder)  # first, so that the file of an incident has the call
+            self._listen(self._laws)
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
         except KVViewError as error:
@@ -95,12 +104,12 @@ class CanaryOneGroupConnector(DelegatingConnector):
             return
         if is_scheduler:
             self._sampler = Sampler(geometry, options.sample)
-            self._watchers.append(self._sampler)
+            self._listen(self._sampler)
         else:
             self._worker = CanaryWorker(
                 options.on_difference, kv_cache_config, self._incidents, self._counts
             )
-            self._watchers.append(self._worker)
+            self._listen(self._worker)
 
     def _check(self, kind: type) -> None:
         """Refuse a reaction that the release does not have, and groups that the class refuses."""
@@ -117,21 +126,28 @@ class CanaryOneGroupConnector(DelegatingConnector):
                 f"{self._num_groups}; use kv_connector CanaryOneGroupConnector"
             )
 
+    def _listen(self, part: Any) -> None:
+        """Let a part of the canary receive the hooks that it has."""
+        for hook in vars(type(part)):
+            if hook.startswith("on_"):
+                self._listeners[hook].append((part, getattr(part, hook)))
+
     def _notify(self, hook: str, *args: Any) -> None:
         """Call the parts of the canary that have this hook."""
-        for watcher in self._watchers:
-            if (method := vars(type(watcher)).get(hook)) is None:
-                continue
+        for part, method in self._listeners[hook]:
             try:
-                method(watcher, *args)
+                method(*args)
             except ConnectorError:  # a wrong block with "stop", or a failed self-test
                 raise
             except Exception as error:
-                self._watchers = [one for one in self._watchers if one is not watcher]
-                name = type(watcher).__name__
-                _logger.warning("canary: %s is off, because %s", name, line_of(error))
+                self._turn_off(part, error)
         if self._incidents.laws and self._recorder is not None:
             self._write_calls(self._incidents.take_laws()[0])
+
+    def _turn_off(self, part: Any, error: Exception) -> None:
+        for hook, listeners in self._listeners.items():
+            self._listeners[hook] = [one for one in listeners if one[0] is not part]
+        _logger.warning("canary: %s is off, because %s", type(part).__name__, line_of(error))
 
     def _write_calls(self, law: str) -> None:
         if self._recorder is not None:
@@ -160,8 +176,9 @@ class CanaryOneGroupConnector(DelegatingConnector):
         """Note the reports and the incidents of the workers."""
         self._notify("on_output", connector_output)
         stats = connector_output.kv_connector_stats
-        # Those of a MultiConnector have an entry for each child.
-        own = stats.data.get(type(self).__name__, stats) if stats is not None else None
+        own = stats
+        if stats is not None and not isinstance(stats, CanaryStats):
+            own = stats.data.get(type(self).__name__)  # of a MultiConnector around the canary
         if isinstance(own, CanaryStats) and own.laws:
             self._write_calls(own.laws[0])
         if not isinstance(stats, CanaryStats):

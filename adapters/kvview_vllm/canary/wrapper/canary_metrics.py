@@ -70,12 +70,16 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
         self.wrapped = None
 
     def aggregate(self, other: CanaryStats) -> CanaryStats:
-        """Add the stats of another worker, of the scheduler's side, or of a later time."""
+        """Add the stats of another worker, of the scheduler's side, or of a later time.
+
+        A ``MultiConnector`` adds those of several canaries, which may wrap different connectors;
+        the stats of the first of these connectors are kept.
+        """
         self.counts.update(other.counts)
         self.laws += other.laws
         if self.wrapped is None:
             self.wrapped = other.wrapped
-        elif other.wrapped is not None:
+        elif other.wrapped is not None and other.connector == self.connector:
             self.wrapped = self.wrapped.aggregate(other.wrapped)
         return self
 
