@@ -436,7 +436,7 @@ def steady_scenario(number: int) -> Scenario:
     reset = [Reset()] if steady.has_resets else []
     events: list[Event] = []
     for name in ("p1", "p2"):  # preempted, and aborted before they resume
-        adds = [Add(f"{name}{turn}", 1, size, 6 * size) for turn in "ab"]
+        adds = [Add(f"{name}{turn}", 1, size, 6 * size) for turn in "abc"]
         events += [*adds, Step(2), HoldBlocks(num_gpu_blocks), Step(2)]
         events += [*(Abort(add.request_id) for add in adds), HoldBlocks(0), Step(2)]
     for place in range(30):
