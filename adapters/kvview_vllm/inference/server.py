@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import multiprocessing
 import os
 from pathlib import Path
@@ -35,6 +36,7 @@ def prepare() -> None:
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_NO_USAGE_STATS="1",
     )
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # for the messages before it reads these
 
 
 def require_vllm() -> str:
