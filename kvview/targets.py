@@ -75,6 +75,11 @@ def is_engine_connector(found: object) -> bool:
     return isinstance(found, type) and any(kind.__name__ in _ENGINE_BASES for kind in found.__mro__)
 
 
+def has_store(connector_class: type) -> bool:
+    """Whether a connector is made of a store of pages."""
+    return getattr(connector_class, "store", None) is not None
+
+
 def load_target(target: str) -> Any:
     """Import the object that a target names, such as a class or factory.
 

@@ -147,7 +147,7 @@ def test_figures_on_two_pages_are_equal() -> None:
     for blocks, hits in re.findall(r"([\d,]+) blocks hits? ([\d.]+) %", readme):
         figures(rf" {blocks} [\d,.]+ {hits}%", sizing)
     assert not [claim for claim in claims if claim not in readme]
-    (layouts,) = figures(r"\[OffloadingConnector\][^✘]*✘ (\d+ of \d+)", results)
+    (layouts,) = figures(r"\[OffloadingConnector\][^\[]*✘ (\d+ of \d+)", results)
     assert f"transfers wrong bytes in {layouts} memory layouts" in results
     assert f"`OffloadingConnector` with {layouts.split()[0]} wrong combinations" in partition
 

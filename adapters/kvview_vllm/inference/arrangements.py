@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvview import CacheGeometry
-from kvview.targets import is_engine_connector, name_target
+from kvview.targets import has_store, is_engine_connector, name_target
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD
@@ -146,8 +146,7 @@ class Configured:
         from kvview.testing.connector.run.configure import configure
         from kvview.testing.connector.scenario.scenario import Scenario
 
-        has_store = getattr(connector_class, "store", None) is not None
-        number = _HOST_BLOCKS_ABOVE_A_STORE if has_store else HOST_BLOCKS
+        number = _HOST_BLOCKS_ABOVE_A_STORE if has_store(connector_class) else HOST_BLOCKS
         scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=number)
         taken = pickle.loads(configure(connector_class, scenario, self._options)).options
         config = cpu_scheduler.connector_config(name_target(connector_class), **taken)

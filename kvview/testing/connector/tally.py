@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvview.errors import ConfigError
-from kvview.targets import is_connector
+from kvview.targets import has_store, is_connector
 from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.exercised.coverage import (
     failed_by_themselves,
@@ -126,8 +126,7 @@ class Tally:
         return [*failed, *self.code.gaps(self.num_seeds)]
 
     def _failed(self) -> Iterator[Gap]:
-        has_store = getattr(self._connector_class, "store", None) is not None
-        may_evict = has_store and "store_blocks" not in self._options
+        may_evict = has_store(self._connector_class) and "store_blocks" not in self._options
         return failed_by_themselves(self.coverage, self.first_error, may_evict=may_evict)
 
     def _more_notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
