@@ -387,6 +387,13 @@ def test_laws_count_holds_and_reports(calls: list[str]) -> None:
     assert broken == expected
 
 
+def test_reports_of_siblings_are_no_incidents() -> None:
+    broken: list[str] = []
+    laws = CallLaws(lambda law, message: broken.append(law), has_siblings=True)
+    laws.on_output(report(finished_recving={"r"}, finished_sending={"s"}))
+    assert broken == []
+
+
 def test_late_loads_ends_and_holds_are_reported_once() -> None:
     broken: list[str] = []
     now = [0.0]

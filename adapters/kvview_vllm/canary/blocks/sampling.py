@@ -130,7 +130,7 @@ class Sampler:
     def _find_full(self, one: _Followed, length: int) -> None:
         """Find the sampled blocks of a request that are full after a step."""
         before = one.request.num_computed_tokens
-        last = (before + length) // self._hash_size
+        last = min((before + length) // self._hash_size, len(one.request.block_hashes))
         full = [number for number in one.sampled if number < last]
         if full:
             one.sampled = [number for number in one.sampled if number >= last]
