@@ -68,14 +68,17 @@ class Scenes:
         return tuple(self._events)
 
     def end_in_flight(self) -> tuple[Event, ...]:
-        """Return the events so far, then prompts that load or are stored at the last step."""
+        """Return the events so far, then prompts that load or are stored at the end."""
         families, length = (1, 2), (self._longest - 1) // self._size * self._size + 1
         self._step(6)
         self._add_each(families, length)
         self._step(6)
         self._evict()
         self._add_each(families, length)
+        last = self._add(_FIRST_NEW_FAMILY, length, self._size)
         self._step(self._draw.number(2, 4))
+        if self._draw.chance(0.5):
+            self._events.append(Abort(last))  # after the last plan
         return tuple(self._events)
 
     def late_moments(self, number: int, draw: Draw) -> tuple[Event, ...]:
