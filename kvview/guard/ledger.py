@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import compress, count, islice
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
@@ -409,8 +409,8 @@ class LedgerView(NotCopyable):
     def references(self) -> Iterator[tuple[int, int, Stamp | None]]:
         """Yield ``(block_id, references, stamp)`` of each block that this view itself holds."""
         held = self._last_held
-        pairs = list(held.items()) if isinstance(held, dict) else enumerate(held)
-        for block_id, times in pairs:
+        pairs = held.items() if isinstance(held, dict) else compress(enumerate(held), held)
+        for block_id, times in [*pairs]:
             if times > 0:
                 yield block_id, times, self._since[block_id]
 

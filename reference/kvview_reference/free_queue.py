@@ -86,11 +86,12 @@ class FreeQueue:
 
     def block_ids(self) -> list[int]:
         """Return all free blocks, next victim first."""
+        following = self._next
         block_ids: list[int] = []
-        block_id = self._next[NULL_BLOCK_ID]
+        block_id = following[NULL_BLOCK_ID]
         while block_id:
             block_ids.append(block_id)
-            block_id = self._next[block_id]
+            block_id = following[block_id]
         return block_ids
 
     def forget_hashes(self) -> None:

@@ -50,7 +50,7 @@ class ShowsNothing(StepInfo):
 
 def bound(geometry: CacheGeometry, half: SchedulerConnector) -> tuple[SchedulerHarness, BlockPool]:
     pool = BlockPool(8)
-    watched = SchedulerHarness(half, Record(geometry), RunLog(), pool.free_block_ids)
+    watched = SchedulerHarness(half, Record(geometry), RunLog(), pool.ref_counts)
     watched.bind_gpu_block_pool_view(pool.view())
     return watched, pool
 

@@ -49,7 +49,7 @@ class ConnectorInHarness(Connector):
         self.halves.append(half)
         shared = self._shared
         self.scheduler = SchedulerHarness(
-            half, self.record, shared.log, lambda: shared.engine().free_block_ids()
+            half, self.record, shared.log, lambda blocks: shared.engine().ref_counts(blocks)
         )
         return self.scheduler
 

@@ -219,7 +219,7 @@ class SchedulerHarness(SchedulerConnector):
         half: The scheduler half.
         record: The model of the connector's tier, and its counts.
         log: The last hooks and transfers of the run.
-        free_block_ids: Returns the free queue of the engine's pool.
+        ref_counts: Returns the number of references to each block.
     """
 
     def __init__(
@@ -227,14 +227,14 @@ class SchedulerHarness(SchedulerConnector):
         half: SchedulerConnector,
         record: Record,
         log: RunLog,
-        free_block_ids: Callable[[], Sequence[int]],
+        ref_counts: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
         self._half = half
         self._record = record
         self._log = log
         self._untaken: list[OffloadingEvent] = []  # in the model, not yet in the engine
         self._job_ids: set[int] = set()  # of all jobs
-        self.engine_calls = EngineCalls(record.geometry, free_block_ids)
+        self.engine_calls = EngineCalls(record.geometry, ref_counts)
         self.unanswered: set[str] = set()
         """Requests for which the last ``match_prefix`` returned None."""
         self.asks_for_budget = False

@@ -90,8 +90,6 @@ class WholePlans(WorkerHarness):
     @override
     def _advance(self) -> None:
         """If a computed job is due, open the gate until all computed jobs have ended."""
-        if self.unreported():
-            self._poll()
         moving = [job for job in self._held.values() if job.is_computed]
         due = [job for job in moving if job.is_due]
         in_flight = list(self._jobs.values())

@@ -162,8 +162,8 @@ class WorkerHarness(WorkerConnector, ABC):
             job.age += 1
         self._note_rows()
         check_held(self.stores_in_flight(), self._engine(), self._record.freed_at)
-        self._advance()
         self._poll()
+        self._advance()
         ended = [job for job in self._jobs.values() if self._may_report(job)]
         # Reports come from the last planned job to the first.
         return [self._report(job) for job in reversed(ended)]

@@ -32,14 +32,14 @@ class EngineCalls:
 
     Args:
         geometry: Block sizes of the engine.
-        free_block_ids: Returns the free queue of the engine's pool.
+        ref_counts: Returns the number of references to each block.
     """
 
     def __init__(
-        self, geometry: CacheGeometry, free_block_ids: Callable[[], Sequence[int]]
+        self, geometry: CacheGeometry, ref_counts: Callable[[Sequence[int]], Sequence[int]]
     ) -> None:
         self._geometry = geometry
-        self._free_block_ids = free_block_ids
+        self._ref_counts = ref_counts
         self.view: GPUBlockPoolView | None = None
         """The view of the half, once it is bound."""
         self._searchable: SupportsFindCachedBlock | None = None  # the view, if it finds blocks
@@ -134,10 +134,9 @@ class EngineCalls:
         was_read, self._was_read = self._was_read, self._num_steps % _STEPS_PER_UNREAD > 0
         filling = step.filling() if self._was_read else ()
         shown = {one.request.request_id for one in filling}
-        free = frozenset(self._free_block_ids())
         for one in step.scheduled:
             self._check_content(one.request)
-            self._check_table(one, free)
+            self._check_table(one)
             is_missing = self._must_show(one) and one.request.request_id not in shown
             if is_missing and was_read and self._was_read:
                 raise InvariantBroken(
@@ -147,9 +146,12 @@ class EngineCalls:
                     f"{one.num_computed_tokens}",
                 )
 
-    def _check_table(self, one: RequestStep, free: frozenset[int]) -> None:
+    def _check_table(self, one: RequestStep) -> None:
         """Require that the block table names no block that its request has left behind."""
-        if named := sorted(free.intersection(chain(*one.block_ids))):
+        blocks = [*filter(None, chain(*one.block_ids))]
+        counts = self._ref_counts(blocks)
+        if 0 in counts:
+            named = sorted(block for block, count in zip(blocks, counts, strict=True) if not count)
             raise InvariantBroken(
                 "ENGINE",
                 f"the block table of request {one.request.request_id!r} names {named}, which "

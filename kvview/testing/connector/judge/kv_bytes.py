@@ -93,6 +93,7 @@ class KVBytes:
             [CanonicalKVCacheRef(index, size) for index, size in enumerate(used) if size]
             for used in group_pages
         ]
+        self._of_groups = [self._places(refs) for refs in self._refs]
         self.caches = CanonicalKVCaches(
             tensors=[
                 CanonicalKVCacheTensor(layer.view(torch.int8), size)
@@ -100,6 +101,16 @@ class KVBytes:
             ],
             group_data_refs=self._refs,
         )
+
+    def _places(self, refs: Sequence[CanonicalKVCacheRef]) -> tuple[Any, list[int], Any, Any]:
+        """Return the layers of a group, their sizes in words, and the positions of all words."""
+        sizes = [ref.page_size_bytes // WORD_BYTES for ref in refs]
+        layers = [self._layers[ref.tensor_idx] for ref in refs]
+        positions, repeated = (
+            np.concatenate([of[ref.tensor_idx][:n] for ref, n in zip(refs, sizes, strict=True)])
+            for of in (self._positions, self._repeated)
+        )
+        return layers, sizes, positions, repeated
 
     def write(self, block_ids: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """Write into blocks the KV that is derived from their keys."""
@@ -205,15 +216,12 @@ class KVBytes:
         for group, at in places.items():
             seeds = (words[at] ^ group)[:, None]
             can_shrink = (words[at] % _COMPRESSIBLE == 0)[:, None]
-            pages = []
-            for ref in self._refs[group]:
-                index, size = ref.tensor_idx, ref.page_size_bytes // WORD_BYTES
-                positions, repeated = self._positions[index][:size], self._repeated[index][:size]
-                expected = seeds + np.where(can_shrink, repeated, positions)
-                expected *= _MIX
-                expected |= 1
-                pages.append((self._layers[index], self._on_device(expected)))
-            yield self._on_device(named[at]), pages
+            layers, sizes, positions, repeated = self._of_groups[group]
+            expected = seeds + np.where(can_shrink, repeated, positions)
+            expected *= _MIX
+            expected |= 1
+            pages = self._on_device(expected).split_with_sizes(sizes, 1)
+            yield self._on_device(named[at]), [*zip(layers, pages, strict=True)]
 
 
 def _word(key: OffloadKey) -> int:

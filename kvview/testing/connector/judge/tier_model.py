@@ -41,19 +41,25 @@ class GPUPages:
         self._words = [tensor.view(torch.int64) for tensor in tensors]
         self._before = [words.clone() for words in self._words]  # reused: clones cost more
 
-    def rows(self, blocks: Iterable[int]) -> list[torch.Tensor]:
-        """Return copies of the bytes of blocks, tensor by tensor."""
+    def rows(self, blocks: Collection[int]) -> list[torch.Tensor]:
+        """Return copies of the bytes of blocks, tensor by tensor; empty without blocks."""
+        if not blocks:
+            return []
         numbers = torch.tensor([*blocks], dtype=torch.int64)
         return [tensor.index_select(0, numbers) for tensor in self._tensors]
 
-    def corrupt(self, blocks: Iterable[int]) -> None:
+    def corrupt(self, blocks: Collection[int]) -> None:
         """Overwrite blocks with bytes that are not the KV of any key."""
+        if not blocks:
+            return
         numbers = torch.tensor([*blocks], dtype=torch.int64)
         for tensor in self._tensors:
             tensor.index_fill_(0, numbers, _JUNK)
 
-    def restore(self, blocks: Iterable[int], rows: Sequence[torch.Tensor]) -> None:
+    def restore(self, blocks: Collection[int], rows: Sequence[torch.Tensor]) -> None:
         """Write the bytes that :meth:`rows` returned back into the blocks."""
+        if not blocks:
+            return
         numbers = torch.tensor([*blocks], dtype=torch.int64)
         for tensor, before in zip(self._tensors, rows, strict=True):
             tensor.index_copy_(0, numbers, before)
