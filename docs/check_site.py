@@ -12,6 +12,7 @@ text of a diagram is too small.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -33,6 +34,12 @@ SCREENS: tuple[tuple[Literal["light", "dark"], int, dict[str, Any]], ...] = (
     ("dark", 1400, _COLORS),
 )
 """The scheme, the width in pixels, and the rules of axe-core."""
+WORDS = (
+    *("Redis", "S3", "SSD", "disk", "TTFT", "latency", "throughput", "hit rate", "eviction"),
+    *("corruption", "garbled", "leak", "OOM", "hangs", "deadlock", "crashes", "timeout", "sleep"),
+    *("preemption", "LoRA", "quantization", "NIXL", "Mooncake", "LMCache", "SGLang", "checksum"),
+)
+"""Words that people look for; a search must find each of them outside of the API."""
 MIN_TEXT_PX = 9
 """Height of the smallest readable text of a diagram."""
 
@@ -88,6 +95,17 @@ def problems(page: Page, rules: dict[str, Any]) -> Iterator[str]:
         yield f"{found['id']}: {found['help']}: {nodes}"
 
 
+def missing_words(root: Path) -> Iterator[str]:
+    """Yield the words that the index of the site's search does not have."""
+    index = json.loads((root / "search/search_index.json").read_text("utf-8"))
+    texts = [
+        f"{one['title']} {one['text']}" for one in index["docs"] if "api/" not in one["location"]
+    ]
+    for word in WORDS:
+        if not re.search(rf"\b{word}\b", " ".join(texts), re.IGNORECASE):
+            yield word
+
+
 def layout_problems(page: Page) -> Iterator[str]:
     """Yield the problems that only the laid-out page shows."""
     if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
@@ -116,7 +134,8 @@ def main() -> int:
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietHandler, directory=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    num_problems = 0
+    num_problems = len(words := [*missing_words(root)])
+    print(*(f"search does not find {word!r}" for word in words), sep="\n", end="\n" * bool(words))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for scheme, width, rules in SCREENS:

@@ -26,26 +26,20 @@ LIMIT_BYTES = 8 << 20
 """Memory of a recorder."""
 
 _SHARE_OF_RECORDS = 0.75  # of the limit; the rest is for descriptions of requests
-_CHUNK = 32  # records that are packed together
-_BYTES_PER_CHUNK = 24  # a place in the ring and its share of the ring's blocks
+_BYTES_PER_RECORD = 24  # a place in the ring and its share of the ring's blocks
 _BYTES_PER_REQUEST = 400  # an entry of the table, with the key
 _MARSHAL = 2  # the last version without references, which cost more time than they save bytes
 _EVERY_BLOCK = 32  # the first blocks of a request, each of whose hashes is kept
 
-_HOOKS = {
-    "get_num_new_matched_tokens": (
-        "request",
-        "num_computed_tokens",
-        "num_promised_tokens",
-        "is_async",
-    ),
+_PROMISE = "get_num_new_matched_tokens"
+_FIELDS = {
+    _PROMISE: ("request", "num_computed_tokens", "num_promised_tokens", "is_async"),
     "update_state_after_alloc": ("request", "num_external_tokens"),
     "build_connector_meta": ("num_scheduled_tokens", "new", "preempted", "resumed", "finished"),
     "request_finished": ("request", "status", "num_tokens", "is_delayed"),
     "update_connector_output": ("sent", "received", "failed", "num_invalid_blocks"),
     "reset_cache": (),
 }
-_PROMISE, _ALLOCATED, _STEP, _FINISHED, _OUTPUT, _RESET = range(len(_HOOKS))  # in a record
 _REQUESTS = frozenset({"new", "preempted", "resumed", "finished", "sent", "received", "failed"})
 
 
@@ -62,8 +56,7 @@ class Recorder:
         self, vllm_config: Any, kv_cache_config: Any, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self._engine = _engine(vllm_config, kv_cache_config)
-        # The last chunk is the open one. Each change is one operation, because a signal may come.
-        self._records: deque[bytes | list[tuple[Any, ...]]] = deque([[]])
+        self._records: deque[bytes] = deque()
         self._record_bytes = 0
         self._most_record_bytes = int(limit_bytes * _SHARE_OF_RECORDS)
         self._num_dropped = 0
@@ -88,12 +81,12 @@ class Recorder:
 
     def on_allocated(self, request: Any, blocks: Any, num_tokens: int) -> None:
         """Record an allocation."""
-        self._add(_ALLOCATED, hash(request.request_id), num_tokens)
+        self._add("update_state_after_alloc", hash(request.request_id), num_tokens)
 
     def on_step(self, output: Any) -> None:
         """Record a step."""
         self._add(
-            _STEP,
+            "build_connector_meta",
             output.total_num_scheduled_tokens,
             [hash(one.req_id) for one in output.scheduled_new_reqs],
             _keys(outputs.preempted_requests(output)),
@@ -104,7 +97,7 @@ class Recorder:
     def on_finished(self, request: Any, answer: Any) -> None:
         """Record the end of a request."""
         self._add(
-            _FINISHED,
+            "request_finished",
             hash(request.request_id),
             request.status.name,
             request.num_tokens,
@@ -116,29 +109,26 @@ class Recorder:
         sent, received = output.finished_sending, output.finished_recving
         failed, invalid = outputs.failed_requests(output), [*outputs.invalid_blocks(output)]
         if sent or received or failed or invalid:
-            self._add(_OUTPUT, _keys(sent), _keys(received), _keys(failed), len(invalid))
+            reports = (_keys(sent), _keys(received), _keys(failed), len(invalid))
+            self._add("update_connector_output", *reports)
 
     def on_reset(self) -> None:
         """Record a reset."""
-        self._add(_RESET)
+        self._add("reset_cache")
 
     def _add(self, *record: Any) -> None:
-        chunk: Any = self._records[-1]
-        chunk.append((time.monotonic_ns(), *record))
-        if len(chunk) < _CHUNK:
-            return
-        self._records[-1] = text = marshal.dumps(chunk, _MARSHAL)
-        self._records.append([])
-        self._record_bytes += sys.getsizeof(text) + _BYTES_PER_CHUNK
+        text = marshal.dumps((time.monotonic_ns(), *record), _MARSHAL)
+        self._records.append(text)
+        self._record_bytes += sys.getsizeof(text) + _BYTES_PER_RECORD
         while self._record_bytes > self._most_record_bytes:
-            self._record_bytes -= sys.getsizeof(self._records.popleft()) + _BYTES_PER_CHUNK
-            self._num_dropped += _CHUNK
+            self._record_bytes -= sys.getsizeof(self._records.popleft()) + _BYTES_PER_RECORD
+            self._num_dropped += 1
 
     def _describe(self, key: int, request: Any) -> None:
         """Keep the lengths of a request, and some of its hashes, which show shared prefixes."""
-        hashes = request.block_hashes
-        kept = [hash(hashes[one]) for one in positions(len(hashes))]
-        facts = request.num_prompt_tokens, request.max_tokens, len(hashes), kept
+        at = positions(len(request.block_hashes))
+        kept = [hash(request.block_hashes[one]) for one in at]
+        facts = request.num_prompt_tokens, request.max_tokens, at, kept
         self._requests[key] = text = marshal.dumps(facts, _MARSHAL)
         self._request_bytes += sys.getsizeof(text) + _BYTES_PER_REQUEST
         while self._request_bytes > self._most_request_bytes:
@@ -155,17 +145,16 @@ class Recorder:
         """
         numbers: defaultdict[int, int] = defaultdict(count(1).__next__)
         hashes: defaultdict[int, int] = defaultdict(count(1).__next__)
-        chunks = [c if isinstance(c, list) else marshal.loads(c) for c in [*self._records]]
-        records = [_exported(record, numbers) for chunk in chunks for record in [*chunk]]
+        records = [_exported(marshal.loads(record), numbers) for record in [*self._records]]
         requests = []
         for key, text in [*self._requests.items()]:
-            num_prompt_tokens, max_tokens, num_hashes, kept = marshal.loads(text)
+            num_prompt_tokens, max_tokens, at, kept = marshal.loads(text)
             requests.append(
                 {
                     "request": numbers[key],
                     "num_prompt_tokens": num_prompt_tokens,
                     "max_tokens": max_tokens,
-                    "positions": [*positions(num_hashes)],
+                    "positions": [*at],
                     "hashes": [hashes[one] for one in kept],
                 }
             )
@@ -179,19 +168,11 @@ class Recorder:
         }
 
 
-def on_signal(write: Callable[[], None]) -> bool:
-    """Call a function at each ``SIGUSR2`` of this process.
-
-    Returns:
-        Whether the handler was installed; it is not if the process handles the signal already, or
-        outside of the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
-        return False
-    signal.signal(signal.SIGUSR2, lambda *_: write())
-    return True
+def on_signal(write: Callable[[], None]) -> None:
+    """Call a function at each ``SIGUSR2``, unless the process handles this signal already."""
+    is_free = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    if is_free and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR2, lambda *_: write())
 
 
 @lru_cache(maxsize=1024)
@@ -212,10 +193,9 @@ def _keys(request_ids: Iterable[str] | None) -> list[int]:
 
 
 def _exported(record: tuple[Any, ...], numbers: defaultdict[int, int]) -> dict[str, Any]:
-    monotonic_ns, number, *values = record
-    hook = [*_HOOKS][number]
+    monotonic_ns, hook, *values = record
     fields = {"monotonic_ns": monotonic_ns, "hook": hook}
-    for name, value in zip(_HOOKS[hook], values, strict=True):
+    for name, value in zip(_FIELDS[hook], values, strict=True):
         if name == "request":
             fields[name] = numbers[value]
         elif name in _REQUESTS and value:

@@ -111,33 +111,29 @@ class Sampler:
             strict=True,
         )
         started = [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
-        size = self._hash_size
         for name, added in chain(started, grown):
             if (one := followed.get(name)) is None:
                 continue
             request, chunks = one.request, one.chunks
             hashes, first = request.block_hashes, one.num_tested
             if not chunks:  # it starts, or resumes after a preemption
-                first = request.num_computed_tokens // size
+                first = request.num_computed_tokens // self._hash_size
             chunks.append(added)
-            one.num_tested = end = len(hashes)
-            for number in range(first, end):
-                if not hashes[number][0] % sample:
-                    one.sampled.append(number)
+            one.num_tested = len(hashes)
+            one.sampled += [n for n in range(first, len(hashes)) if not hashes[n][0] % sample]
             if one.sampled:
                 self._find_full(one, lengths[name])
 
     def _find_full(self, one: _Followed, length: int) -> None:
         """Find the sampled blocks of a request that are full after a step."""
-        before = one.request.num_computed_tokens
-        last = min((before + length) // self._hash_size, len(one.request.block_hashes))
+        hashes, before = one.request.block_hashes, one.request.num_computed_tokens
+        last = min((before + length) // self._hash_size, len(hashes))
         full = [number for number in one.sampled if number < last]
         if full:
             one.sampled = [number for number in one.sampled if number >= last]
             # vLLM has freed the blocks that a window left behind, without a notification.
             kept = [g.num_skipped_tokens(before) // g.block_size for _, g in self._groups]
-            places = self._places(one.request.block_hashes, full, one.tables(), kept)
-            self._work.computed += places
+            self._work.computed += self._places(hashes, full, one.tables(), kept)
 
     def on_output(self, output: Any) -> None:
         """Note the ends of loads."""

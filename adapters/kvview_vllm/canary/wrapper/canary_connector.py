@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 from kvview import ConfigError, ConnectorError, KVViewError
@@ -48,7 +48,6 @@ with reading("connector", "the interface of connectors"):
     SupportsHMA: Any = base.SupportsHMA if installed().connector.several_groups else object
 
 _logger = logging.getLogger(__name__)
-_Listeners = list[tuple[Any, Callable[..., None]]]  # parts of the canary and their methods
 
 
 def _has_siblings() -> bool:
@@ -90,7 +89,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         self._recorder: Recorder | None = None
         self._sampler: Sampler | None = None
         self._worker: CanaryWorker | None = None
-        self._listeners: defaultdict[str, _Listeners] = defaultdict(list)
+        self._listeners: defaultdict[str, list[MethodType]] = defaultdict(list)
         if is_scheduler:
             if options.incidents is not None:
                 self._recorder = Recorder(own, kv_cache_config)
@@ -130,24 +129,23 @@ class CanaryOneGroupConnector(DelegatingConnector):
         """Let a part of the canary receive the hooks that it has."""
         for hook in vars(type(part)):
             if hook.startswith("on_"):
-                self._listeners[hook].append((part, getattr(part, hook)))
+                self._listeners[hook].append(getattr(part, hook))
 
     def _notify(self, hook: str, *args: Any) -> None:
         """Call the parts of the canary that have this hook."""
-        for part, method in self._listeners[hook]:
+        for method in self._listeners[hook]:
             try:
                 method(*args)
             except ConnectorError:  # a wrong block with "stop", or a failed self-test
                 raise
             except Exception as error:
-                self._turn_off(part, error)
+                part = method.__self__
+                for name, methods in self._listeners.items():
+                    self._listeners[name] = [one for one in methods if one.__self__ is not part]
+                name = type(part).__name__
+                _logger.warning("canary: %s is off, because %s", name, line_of(error))
         if self._incidents.laws and self._recorder is not None:
             self._write_calls(self._incidents.take_laws()[0])
-
-    def _turn_off(self, part: Any, error: Exception) -> None:
-        for hook, listeners in self._listeners.items():
-            self._listeners[hook] = [one for one in listeners if one[0] is not part]
-        _logger.warning("canary: %s is off, because %s", type(part).__name__, line_of(error))
 
     def _write_calls(self, law: str) -> None:
         if self._recorder is not None:
@@ -175,21 +173,20 @@ class CanaryOneGroupConnector(DelegatingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the reports and the incidents of the workers."""
         self._notify("on_output", connector_output)
-        stats = connector_output.kv_connector_stats
-        own = stats
-        if stats is not None and not isinstance(stats, CanaryStats):
+        stats = own = connector_output.kv_connector_stats
+        is_own = isinstance(stats, CanaryStats)
+        if stats is not None and not is_own:
             own = stats.data.get(type(self).__name__)  # of a MultiConnector around the canary
         if isinstance(own, CanaryStats) and own.laws:
             self._write_calls(own.laws[0])
-        if not isinstance(stats, CanaryStats):
-            self._child.update_connector_output(connector_output)
-            return
-        connector_output.kv_connector_stats = stats.wrapped
+        if is_own:
+            connector_output.kv_connector_stats = stats.wrapped
         try:
             self._child.update_connector_output(connector_output)
         finally:
-            stats.wrapped = connector_output.kv_connector_stats
-            connector_output.kv_connector_stats = stats
+            if is_own:
+                stats.wrapped = connector_output.kv_connector_stats
+                connector_output.kv_connector_stats = stats
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Forget the request."""
