@@ -28,7 +28,7 @@ CASES = {  # the mistake: the seed, a part of the message, and a part of the rem
         "on_transfers_finished",
     ),
     "Looks a block up by the hash at its start, not at its end": (
-        3,
+        2,
         "no job of this run stored this key",
         "block_key",
     ),
