@@ -66,6 +66,14 @@ SEEDS_OF_A_RELEASE = 100
     ),
 )
 @click.option("--seed", type=Whole(), default=0, help="The first seed.  [default: 0]")
+@click.option(
+    "--steps",
+    type=Whole(),
+    help=(
+        "Maximum number of calls in one sequence; for a connector, minimum number of steps in "
+        "one run."
+    ),
+)
 @click.option("--seeds", type=Whole(), help="Number of runs. [default: 100; for a connector 200]")
 @click.option(
     "--engine",

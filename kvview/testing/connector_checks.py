@@ -76,6 +76,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             first_seed=effort.seed,
             options=effort.options,
             engines=load_engines("reference" if effort.engine is None else effort.engine),
+            steps=effort.steps,
             hook_seconds=effort.hook_seconds,
             on_progress=lambda done, failed: on_progress(
                 f"{done} of {number} seeds, {failed} failed"

@@ -23,7 +23,8 @@ class Effort:
 
     Args:
         seed: The first seed.
-        steps: Maximum number of calls in one sequence of a search, by default 40.
+        steps: Maximum number of calls in one sequence of a search, by default 40. For a connector,
+            minimum number of scheduler steps in a run, by default the number of each scenario.
         seeds: Number of runs; by default 100 for a search, 200 for a connector, and 1 with
             inference.
         engine: Engine that runs a connector: ``"reference"`` (the default) or ``"vllm"``.
@@ -38,7 +39,7 @@ class Effort:
         shared: Results of earlier checks of the run, which all its checks share.
 
     Raises:
-        ConfigError: A number is too small, or a shard is set together with inference.
+        ConfigError: A number is too small, or steps are set together with inference.
     """
 
     seed: int = 0
@@ -65,6 +66,11 @@ class Effort:
             raise ConfigError(f"shard must be between 1/{of} and {of}/{of}, got {number}/{of}")
         if self.inference and self.shard != (1, 1):
             raise ConfigError("shard only applies to simulated runs; drop shard or inference")
+        if self.inference and self.steps is not None:
+            raise ConfigError(
+                "steps only applies to simulated runs and cannot be combined with inference; "
+                "drop steps"
+            )
 
     def for_connectors(self) -> list[str]:
         """Return the names of the given settings that apply only to connectors."""

@@ -58,11 +58,11 @@ class PlannedCheck:
     expected: ExpectedFailure | None = None
 
     def effort(self, effort: Effort) -> Effort:
-        """Return the settings of the check: many seeds concern only the target itself."""
+        """Return the settings of the check: steps and many seeds concern only the target itself."""
         if not self.part:
             return effort
         most = int(getattr(self.factory, "num_runs", NUM_SEEDS))
-        return replace(effort, seeds=min(effort.seeds or most, most))
+        return replace(effort, steps=None, seeds=min(effort.seeds or most, most))
 
 
 def plan_checks(

@@ -196,7 +196,7 @@ def test_runs_that_are_not_deterministic_are_named() -> None:
 )
 def test_sigterm_leaves_the_summary(tmp_path: Path, target: str, is_in_fork: bool) -> None:
     file = tmp_path / "report.json"
-    args = [target, "--seeds", "2000", "--json", str(file)]
+    args = [target, "--seeds", "2000", "--steps", "1000", "--json", str(file)]
     started = tmp_path / "started"
     code = (IN_FORK if is_in_fork else "") + BEGINS.format(started=str(started))
     process = subprocess.Popen(

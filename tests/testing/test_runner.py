@@ -289,6 +289,7 @@ def test_the_command_reports_by_law(tmp_path: Path) -> None:
     result = run(
         "kvview_reference.harness:ReferencePool",
         "--select=POOL-4",
+        "--steps=5",
         "--seeds=20",
         "--json",
         path,
@@ -360,7 +361,7 @@ def test_a_green_check_prints_no_warnings_of_injected_faults(tmp_path: Path) -> 
     (tmp_path / "noisy.py").write_text(WARNS)
     target = f"{tmp_path}/noisy.py:Noisy"
     for more in ([], ["--verbose"]):
-        args = [target, "--seeds", "10", "--select", QUICK_CHECK, *more]
+        args = [target, "--steps", "3", "--select", QUICK_CHECK, *more]
         command = [sys.executable, "-m", "kvview", "check", *args]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout

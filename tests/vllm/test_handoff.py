@@ -99,7 +99,9 @@ def test_an_error_of_vllm_breaks_no_law(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_release_that_waits_for_loads_within_a_step_is_refused() -> None:
-    result = CliRunner().invoke(cli, ["check", TARGET, "--pd", "--engine", "vllm", "--seeds", "1"])
+    result = CliRunner().invoke(
+        cli, ["check", TARGET, "--pd", "--engine", "vllm", "--seeds", "1", "--steps", "1"]
+    )
     if installed().connector.worker_metadata:
         assert result.exit_code == 0, result.output
     else:

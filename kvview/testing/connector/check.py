@@ -53,6 +53,7 @@ def check_connector(
     keep_going: bool | GoesOn = False,
     max_shrink_runs: int = MAX_RUNS,
     engines: EngineFactory | None = None,
+    steps: int | None = None,
     hook_seconds: float = watchdog.HOOK_SECONDS,
     processes: int | None = None,
     shard: tuple[int, int] = (1, 1),
@@ -81,6 +82,7 @@ def check_connector(
         max_shrink_runs: Maximum number of runs to shrink one failure; all failures together may use
             twice as many. A long run counts as several runs; 0 turns shrinking off.
         engines: Builds the engines; reference engines by default.
+        steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         hook_seconds: CPU seconds that one call of a hook may take
             (:mod:`~kvview.testing.supervision.watchdog`).
         processes: Number of forked processes that run seeds; with 0, all seeds run in this process.
@@ -97,7 +99,7 @@ def check_connector(
     given = dict(options or {})
     in_size(given, 1, 1)  # so that a wrong expression is refused before anything runs
     engines = engines or load_engines()
-    runner = SeedRunner(connector_class, given, engines, scenarios)
+    runner = SeedRunner(connector_class, given, engines, steps or 0, scenarios)
     number = processes
     if number is None:
         number = default_processes() if seeds > 1 else 0  # because a fork takes as long as a seed
@@ -119,7 +121,9 @@ def check_connector(
             check.tally.laws = own_runs(engines, connector_class).laws_of_own
         is_interrupted = check.run(numbers, on_progress)
     seconds = time.perf_counter() - start
-    return check.tally.runs(engines.name, first_seed, seconds, is_interrupted, len(numbers), shard)
+    return check.tally.runs(
+        engines.name, first_seed, seconds, is_interrupted, steps, len(numbers), shard
+    )
 
 
 class _Check:

@@ -136,6 +136,7 @@ class ConnectorRuns:
         seconds: Duration.
         coverage: Number of occurrences of each event, over all seeds.
         is_interrupted: Whether an interrupt ended the check before the last seed.
+        steps: Minimum number of scheduler steps in a run; None for the numbers of the scenarios.
         notes: Notes for the reader on facts that break no law, one line each.
         num_asked: Number of seeds that were requested.
         gaps: Missing parts of the check that the coverage does not show.
@@ -154,6 +155,7 @@ class ConnectorRuns:
     seconds: float
     coverage: Mapping[str, int] = field(default_factory=dict)
     is_interrupted: bool = False
+    steps: int | None = None
     notes: Sequence[str] = ()
     num_asked: int = 0
     gaps: Sequence[Gap] = ()

@@ -59,6 +59,7 @@ class SeedRunner:
         connector_class: The connector.
         options: Options of the connector.
         engines: Builds the engines.
+        steps: Minimum of scheduler steps in a run.
         scenarios: Scenarios of the seeds from 0 on, which are generated if there are none.
     """
 
@@ -67,18 +68,20 @@ class SeedRunner:
         connector_class: type[Any],
         options: Mapping[str, Any],
         engines: EngineFactory,
+        steps: int,
         scenarios: Sequence[Scenario] = (),
     ) -> None:
         self._connector_class = connector_class
         self._options = dict(options)
         self._engines = engines
+        self._steps = steps
         self._scenarios = scenarios
         self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
         self._tracer = LineTracer(self.code.paths if self.code else ())
 
     def scenario(self, seed: int) -> Scenario:
         """Return or make the scenario of a seed."""
-        return self._scenarios[seed] if self._scenarios else generate_scenario(seed)
+        return self._scenarios[seed] if self._scenarios else generate_scenario(seed, self._steps)
 
     def run_seed(self, seed: int, is_sample: bool, is_measured: bool = False) -> SeedResult:
         """Run a seed.

@@ -60,6 +60,7 @@ class Tally:
         first_seed: int,
         seconds: float,
         is_interrupted: bool,
+        steps: int | None,
         num_asked: int,
         shard: tuple[int, int] = (1, 1),
     ) -> ConnectorRuns:
@@ -70,6 +71,7 @@ class Tally:
             first_seed: The first seed.
             seconds: Duration.
             is_interrupted: Whether an interrupt ended the check before the last seed.
+            steps: Requested minimum of steps in a run.
             num_asked: Number of seeds that were requested.
             shard: Number of the shard, from 1, and number of shards.
         """
@@ -83,6 +85,7 @@ class Tally:
             seconds,
             dict(self.coverage),
             is_interrupted,
+            steps,
             [*self.notes, *self._more_notes(gaps)],
             num_asked,
             gaps,
@@ -162,13 +165,15 @@ def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> Connecto
     tally.failures.sort(key=lambda failure: places[failure.seed])
     seconds = max(runs.seconds for runs in shards)
     is_interrupted = any(runs.is_interrupted for runs in shards)
-    return tally.runs(first.engine, first.first_seed, seconds, is_interrupted, num_asked)
+    return tally.runs(
+        first.engine, first.first_seed, seconds, is_interrupted, first.steps, num_asked
+    )
 
 
 def _options_of_all(shards: Sequence[RunsModel]) -> Mapping[str, Any]:
     """Return the options of a check, of which all shards are given."""
     found = {runs.shard.number for runs in shards if runs.shard is not None}
-    checks = {(runs.engine, runs.first_seed) for runs in shards}
+    checks = {(runs.engine, runs.first_seed, runs.steps) for runs in shards}
     first = shards[0].shard if shards else None
     if first is None or len(checks) > 1 or len(found) < len(shards):
         raise ConfigError(

@@ -124,6 +124,7 @@ class RunsModel(_Model):
     Args:
         num_seeds: Number of seeds that were played.
         num_asked: Number of requested seeds; the first failure ends the runs.
+        steps: Requested minimum of steps in a run, or null.
         coverage: Number of occurrences of each event.
         replaced: Parts of the connector that the engine replaced; they were not checked.
         left_out: Parts of scenarios that the engine cannot play.
@@ -137,6 +138,7 @@ class RunsModel(_Model):
     first_seed: int
     num_seeds: int
     num_asked: int = 0
+    steps: int | None
     seconds: float
     coverage: dict[str, int]
     not_exercised: list[Gap]

@@ -110,8 +110,14 @@ FULL_TIER_PLACES = [place for place, kind in enumerate(_KINDS) if kind == "full 
 """Indices of the runs in which stores need the pages of loads and promises."""
 
 
-def generate_scenario(seed: int) -> Scenario:
-    """Make the scenario of a seed, any whole number; it is the same in every version of Python."""
+def generate_scenario(seed: int, steps: int = 0) -> Scenario:
+    """Make the scenario of a seed, which is the same in every version of Python.
+
+    Args:
+        seed: Any whole number.
+        steps: Minimum number of steps; the round is repeated until this number is reached. 0 for
+            one round.
+    """
     kind = in_turn(_KINDS, seed)
     if kind == "steady":
         hundred, place = divmod(seed, len(_KINDS))
@@ -119,6 +125,7 @@ def generate_scenario(seed: int) -> Scenario:
         scenario = steady_scenario(number)
     else:
         scenario = _usual_scenario(seed, kind)
+    scenario = replace(scenario, rounds=max(scenario.rounds, -(-steps // scenario.steps_per_round)))
     if kind == "roomy":
         scenario = _without_shortage(scenario)
     return scenario if kind == "steady" else _overlap_steps(Draw(seed, "overlap"), scenario)

@@ -218,6 +218,11 @@ class Scenario:
     rounds_until_reuse: int = 64
 
     @property
+    def steps_per_round(self) -> int:
+        """Number of steps in one round."""
+        return sum(event.count for event in self.events if isinstance(event, Step))
+
+    @property
     def num_blocks_of_all(self) -> int:
         """Number of blocks for all tokens of all requests if requests share no blocks."""
         lengths: dict[str, int] = {}
