@@ -33,7 +33,7 @@ FEWEST_ROUNDS = 24
 """Minimum number of rounds of a run whose tier is checked."""
 _ROUNDS_WHEN_NEW, _NUM_NEW = 2, 4
 _FEWEST_TOKENS = 100  # tokens that must be loaded in the compared rounds
-_BYTES_PER_PAGE = 64  # bytes for each page of a tier by which a connector may grow
+_BYTES_PER_PAGE = 250  # bytes for each page of a tier by which a connector may grow
 _BYTES_OF_AN_ENTRY = 64  # bytes of an entry of a dictionary or a set, without key and value
 _BYTES_OF_A_HELD_PAGE = 2_000  # bytes that a connector may keep for a page that its tier holds
 _ROUNDS_TO_CONFIRM = 2 * FEWEST_ROUNDS
