@@ -240,7 +240,9 @@ def run_checks(
     effort = Effort(**settings)
     factory = as_target(factory, effort)
     contract, planned = plan_checks(factory, effort, expected=expected, select=select)
-    effort.shared.update(on_progress=on_progress, goes_on=goes_on_after(planned, effort.keep_going))
+    effort.shared.update(
+        on_progress=on_progress, goes_on=_goes_on_after(planned, effort.keep_going)
+    )
     results: list[CheckResult] = []
     is_interrupted = False
     for item in planned:
@@ -271,7 +273,7 @@ def run_checks(
     )
 
 
-def goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
+def _goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:
     """Return a function that decides whether the runs continue after a broken law."""
     judged = {one.check.law for one in planned if not (one.skip_reason or one.expected)}
     named = {*LAWS, EXCEPTIONS}

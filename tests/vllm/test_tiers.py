@@ -21,7 +21,6 @@ if not has_tiers():
 
 from kvview import ConfigError
 from kvview.tier import Namespace
-from kvview.tier.trial import MemoryStore
 from kvview_vllm.doctor import diagnose, tier_trial
 from kvview_vllm.releases.build.tier_specs import make_tiering_spec
 from kvview_vllm.tier import KVViewTier
@@ -384,7 +383,7 @@ def test_doctor_needs_no_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnose().is_healthy
 
 
-class ReversesPages(MemoryStore):
+class ReversesPages(tier_trial.MemoryStore):
     """Loads the bytes of a page in reverse order."""
 
     def write(self, key: bytes, page: memoryview, /) -> bool:

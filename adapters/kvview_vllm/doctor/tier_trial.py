@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from kvview.tier import Namespace
+from kvview.tier.bases.threaded import Threaded
 from kvview_vllm.releases.build.tier_specs import PAGE_BYTES, make_tiering_spec
 from kvview_vllm.releases.compat.calls import make_known
 from kvview_vllm.releases.compat.tiers import lookup_answers, make_tier_job
@@ -22,11 +23,34 @@ _TIER: dict[str, Any] = {
     "cpu_bytes_to_use": 4 * PAGE_BYTES,
     "spec_name": "KVViewTieringSpec",
     "spec_module_path": "kvview_vllm.tier",
-    "secondary_tiers": [
-        {"type": "kvview", "store": "kvview.tier.trial:MemoryStore", "weights": "any"}
-    ],
+    "secondary_tiers": [{"type": "kvview", "store": f"{__name__}:MemoryStore", "weights": "any"}],
 }
 _SEED = "PYTHONHASHSEED"
+
+
+class MemoryStore(Threaded):
+    """Keeps pages in this process, so that vLLM's tiers can be tried without a user's store."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._pages: dict[bytes, bytes] = {}
+        super().__init__(namespace, threads=1)
+
+    def has(self, key: bytes, /) -> bool:
+        """Whether the key was written."""
+        return key in self._pages
+
+    def read_into(self, key: bytes, page: memoryview, /) -> bool:
+        """Copy the page."""
+        found = self._pages.get(key)
+        if found is None or len(found) != len(page):
+            return False
+        page[:] = found
+        return True
+
+    def write(self, key: bytes, page: memoryview, /) -> bool:
+        """Copy the page."""
+        self._pages[key] = bytes(page)
+        return True
 
 
 def try_tier() -> str:
