@@ -119,7 +119,9 @@ class Levels:
         while self.pages.is_waiting:
             self.pages.poll()
 
-    def save(self, name: bytes, host_page: int | None, *, in_store: bool) -> list[bool]:
+    def save(
+        self, name: bytes, host_page: int | None, *, in_store: bool, displaced: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Save a page; returns a list that receives the flag when the page is kept."""
         ended: list[bool] = []
         kept = memoryview(CONTENTS[name])
@@ -128,7 +130,7 @@ class Levels:
             view[:] = kept
             kept = view
         host_pages = [] if host_page is None else [host_page]
-        self.pages.save(StoreSpec([name], host_pages, in_store), [kept], ended.extend)
+        self.pages.save(StoreSpec([name], host_pages, in_store), [kept], ended.extend, displaced)
         return ended
 
     def place(self, **places: tuple[int | None, bool]) -> None:
@@ -250,6 +252,19 @@ def test_a_store_that_fails_is_not_tried_again() -> None:
     levels.settle()
     assert ended == [False]
     assert not levels.store.jobs
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_ends_once_the_store_has_written_the_pages_that_leave_memory(fails: bool) -> None:
+    levels = Levels()
+    levels.save(A, 0, in_store=False)
+    levels.store.is_held, levels.store.fails = True, fails
+    displaced = levels.pages.place([PagePlace(A, None, True)])
+    ended = levels.save(B, 0, in_store=False, displaced=displaced)
+    levels.pages.poll()
+    assert ended == []
+    levels.settle()
+    assert ended == [True]
 
 
 def test_a_transform_that_returns_too_much_fails_the_page() -> None:

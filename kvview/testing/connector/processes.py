@@ -256,6 +256,7 @@ def _pickled_result(subject: object, task: Task) -> bytes:
         return pickle.dumps((False, task(subject)))
     except BaseException as error:  # a hook may also raise KeyboardInterrupt
         text = "".join(traceback.format_exception(error))
+        error.add_note(text)  # because the traceback stays in this process
         try:
             pickled = pickle.dumps((True, error))
             pickle.loads(pickled)

@@ -129,7 +129,8 @@ class Tally:
         return [*failed, *self.code.gaps(self.num_seeds)]
 
     def _failed(self) -> Iterator[Gap]:
-        may_evict = has_store(self._connector_class) and "store_blocks" not in self._options
+        limits_store = "store_blocks" in self._options and not self._options.get("weights")
+        may_evict = has_store(self._connector_class) and not limits_store
         return failed_by_themselves(self.coverage, self.first_error, may_evict=may_evict)
 
     def _more_notes(self, gaps: Sequence[Gap]) -> Iterator[str]:

@@ -100,6 +100,7 @@ class GuardedTier:
             satisfy TIER-1 and TIER-3 by itself, and ``checksum`` must be ``"none"``. If True, a job
             that was passed to the store is reported when the store reports it, not at its deadline,
             because the store might still write into pages that the engine has reused.
+        keeps_evicted: Whether the keys that the store evicts are kept for :meth:`take_evicted`.
         clock: Returns seconds.
 
     Raises:
@@ -118,6 +119,7 @@ class GuardedTier:
         trip_after: int = 3,
         retry_after: float = 5.0,
         zero_copy: bool = False,
+        keeps_evicted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         numbers = {"deadline": deadline, "lookup_deadline": lookup_deadline}
@@ -146,7 +148,7 @@ class GuardedTier:
         self._done: list[tuple[int, list[bool]]] = []
         self._inbox: deque[Callable[[], object]] = deque()
         self._unanswered: list[bytes] = []
-        self._evicted: deque[bytes] = deque(maxlen=_MOST_EVICTED)
+        self._evicted: deque[bytes] = deque(maxlen=_MOST_EVICTED if keeps_evicted else 0)
         self._next_number = 0
         self._is_closed = False
         self._wakes = isinstance(store, SupportsWakeUp)

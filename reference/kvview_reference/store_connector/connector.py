@@ -222,6 +222,7 @@ class StoreConnector(Connector):
             namespace,
             deadline=options.deadline,
             lookup_deadline=options.lookup_deadline,
+            keeps_evicted=False,
             checksum="xxh3" if find_spec("xxhash") else "crc32",
         )
 

@@ -134,16 +134,27 @@ class Pages:
                 absent.append(name)
         self._settle(absent)
 
-    def save(self, spec: StoreSpec, kept: Iterable[memoryview | None], end: EndOfSave) -> None:
+    def save(
+        self,
+        spec: StoreSpec,
+        kept: Iterable[memoryview | None],
+        end: EndOfSave,
+        displaced: Sequence[bytes] = (),
+    ) -> None:
         """Keep pages; ``end`` is called when every page is kept or has failed.
 
         Args:
             spec: The pages; those with host pages were copied there.
             kept: The bytes of each page, encoded before the next one is taken; None for a page that
                 could not be copied.
-            end: Receives the result.
+            end: Receives the results of the pages.
+            displaced: Pages that the store must have written, or failed to write, before the end.
+                So blocks are stored only as fast as the store writes the pages that memory loses.
         """
-        batch = _Batch([False] * len(spec.names), end)
+        num_pages = len(spec.names)
+        batch = _Batch([False] * (num_pages + len(displaced)), lambda f: end(f[:num_pages]))
+        for index, name in enumerate(displaced, num_pages):
+            self._writers[name].append((batch, index))
         in_memory = bool(spec.host_pages)
         host_pages = spec.host_pages if self._uses_host_pages else ()
         for index, (name, content) in enumerate(zip(spec.names, kept, strict=True)):
@@ -177,8 +188,8 @@ class Pages:
         self._transform.decode(name, memoryview(data), row)
         return row
 
-    def place(self, places: Sequence[PagePlace]) -> None:
-        """Move pages to their new places."""
+    def place(self, places: Sequence[PagePlace]) -> list[bytes]:
+        """Move pages to their new places; returns those that memory keeps until they are stored."""
         for name, host_page, in_store in places:
             page = self._pages.get(name)
             if page is None:
@@ -192,6 +203,12 @@ class Pages:
             for name, host_page, _ in places:
                 self._enter_host_page(name, self._pages[name], host_page)
         self._settle(place.name for place in places)
+        return [place.name for place in places if self._leaves_memory(place.name)]
+
+    def _leaves_memory(self, name: bytes) -> bool:
+        """Whether only a job of the store still needs the bytes of a page."""
+        page = self._pages.get(name)
+        return page is not None and page.is_busy and not page.in_memory and page.data is not None
 
     def num_bytes(self, names: Iterable[bytes]) -> int:
         """Return the bytes that pages take in memory."""

@@ -153,9 +153,10 @@ class StoreWorker(WorkerConnector):
             pause = pause if self._plans else _LONGEST_SLEEP
 
     def _start(self, plan: StepPlan, error: Exception | None) -> None:
+        displaced: Sequence[bytes] = ()
         if isinstance(plan, StorePlan):
             try:
-                self._pages.place(plan.places)
+                displaced = self._pages.place(plan.places)
             except Exception as raised:
                 error = raised
         for job in (*plan.loads, *plan.stores):
@@ -165,7 +166,7 @@ class StoreWorker(WorkerConnector):
                 if isinstance(job.src, StoreSpec):
                     self._load(job)
                 else:
-                    self._save(job)
+                    self._save(job, displaced)
             except Exception as raised:
                 self._report(TransferResult(job.job_id, success=False, error=one_line(raised)))
 
@@ -206,7 +207,7 @@ class StoreWorker(WorkerConnector):
         self._host.write(job.dst, map(self._pages.decode, names, data))
         return None
 
-    def _save(self, job: TransferJob) -> None:
+    def _save(self, job: TransferJob, displaced: Sequence[bytes]) -> None:
         assert isinstance(job.dst, StoreSpec)
         spec = job.dst
 
@@ -217,7 +218,7 @@ class StoreWorker(WorkerConnector):
             error = f"{flags.count(False)} of {len(flags)} pages were not stored"
             self._report(TransferResult(job.job_id, False, error=error, moved=flags))
 
-        self._pages.save(spec, self._read(job, spec), end)
+        self._pages.save(spec, self._read(job, spec), end, displaced)
 
     def _read(self, job: TransferJob, spec: StoreSpec) -> Iterator[memoryview | None]:
         """Yield the bytes of the blocks of a job, from the host pages if it fills host pages."""

@@ -174,8 +174,8 @@ def failed_by_themselves(
         if may_evict:
             text += (
                 ". If the store evicts pages by itself, let the connector evict instead (--option "
-                "store_blocks='{blocks}', without a limit of the store's own), or name 'coverage: "
-                "failed loads' with this reason in --expected"
+                "store_blocks='{blocks}', without weights and without a limit of the store's own), "
+                "or name 'coverage: failed loads' with this reason in --expected"
             )
         yield Gap("failed loads", text)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
-from kvview.connector import EngineFacts, FullBlock, RequestStep
+from kvview.connector import EngineFacts, FullBlock
 from kvview.geometry import CacheGeometry
 from kvview.pool import (
     GPUBlockPoolView,
@@ -60,7 +60,7 @@ class GPUBlocks:
         if wants_victims and isinstance(view, _ShowsVictims):
             self._victims = view
         self._unsaved: dict[int, FullBlock] = {}  # by block id
-        self._num_ahead = 0  # next victims that are stored or were not added
+        self._places: dict[int, int] = {}  # of the victims that were stored or were not added
 
     @property
     def finds_victims(self) -> bool:
@@ -90,35 +90,23 @@ class GPUBlocks:
         """Forget the blocks that were added."""
         self._unsaved.clear()
 
-    def on_load(self, num_tokens: int) -> None:
-        """Count the blocks that the engine has allocated for a new request and its load."""
-        for group in self._geometry.groups:
-            self._num_ahead -= 1 + -(-num_tokens // group.block_size)
-
-    def on_step(self, running: Iterable[RequestStep]) -> None:
-        """Count one allocated block for each block that becomes full in a step."""
-        for group in self._geometry.groups:
-            size = group.block_size
-            self._num_ahead -= sum(
-                (one.num_computed_tokens % size + one.num_scheduled_tokens) // size
-                for one in running
-            )
-
     def take_victims(self) -> list[FullBlock]:
         """Return the next victims that were added, latest victim first, as many as may be held."""
-        room = self.room() if self._num_ahead <= self._lookahead // 2 else 0
-        if room <= 0:
-            return []
         view = self._victims
         assert view is not None, "only a view that shows victims is asked for them"
+        next_victim = next(iter(view.iter_free_block_ids()), -1)
+        num_done = len(self._places) - self._places.get(next_victim, len(self._places))
+        room = self.room() if num_done <= self._lookahead // 2 else 0
+        if room <= 0:
+            return []
         victims: list[int] = []
-        self._num_ahead = 0
+        self._places = {}
         for block_id in islice(view.iter_free_block_ids(), self._lookahead):
             if block_id in self._unsaved:
                 if len(victims) == room:
                     break
                 victims.append(block_id)
-            self._num_ahead += 1
+            self._places[block_id] = len(self._places)
         victims.reverse()
         return [
             block

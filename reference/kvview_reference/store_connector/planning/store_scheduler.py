@@ -144,8 +144,6 @@ class StoreScheduler(SchedulerConnector):
         num_tokens = num_computed_tokens + num_external_tokens
         self._waits.pop(request.request_id, None)
         self._seen[request.request_id] = num_tokens
-        if self._gpu is not None:
-            self._gpu.on_load(num_external_tokens)
         if num_tokens:
             self._index.use(blocks_to_load(self._geometry, request, 0, num_tokens)[1])
         if not num_external_tokens:
@@ -189,7 +187,6 @@ class StoreScheduler(SchedulerConnector):
         if self._looks_early:
             self._look_at(running, is_ahead=False)
         if self._gpu is not None and self._gpu.finds_victims:
-            self._gpu.on_step(running)
             self._store(self._gpu.take_victims())
         loads, self._planned_loads = self._planned_loads, []
         stores, self._planned_stores = self._planned_stores, []
