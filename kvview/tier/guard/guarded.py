@@ -1,8 +1,7 @@
 """A guard between any engine and any store, whatever the store does (TIER-12).
 
-A thread of the guard calls the store with private pages. So no call of the store runs on the
-engine's thread, and the store never receives a page of the engine (unless ``zero_copy`` is set).
-Therefore calls that block, late loads, and writes into pages after their report do no harm.
+A thread of the guard calls the store with private pages, not with those of the engine (unless
+``zero_copy`` is set). So calls that block, late loads, and late writes into pages do no harm.
 """
 
 from __future__ import annotations
@@ -96,10 +95,9 @@ class GuardedTier:
         checksum: ``"xxh3"``, ``"crc32"``, or ``"none"`` if the store itself satisfies TIER-1.
         trip_after: Number of consecutive faults after which the store is paused.
         retry_after: Seconds until the guard tries the store again.
-        zero_copy: Whether the store receives the engine's own pages. If True, the store must
-            satisfy TIER-1 and TIER-3 by itself, and ``checksum`` must be ``"none"``. If True, a job
-            that was passed to the store is reported when the store reports it, not at its deadline,
-            because the store might still write into pages that the engine has reused.
+        zero_copy: Whether the store receives the engine's own pages. The store must then satisfy
+            TIER-1 and TIER-3 by itself, and ``checksum`` must be ``"none"``. A job of the store
+            then ends when it is reported, not at its deadline, because the store might still write.
         keeps_evicted: Whether the keys that the store evicts are kept for :meth:`take_evicted`.
         clock: Returns seconds.
 

@@ -453,7 +453,7 @@ def steady_scenario(number: int) -> Scenario:
         name = f"s{place}"
         length = size * (8 if draw.chance(0.6) else draw.number(7, 9)) + 1
         if is_full := draw.chance(0.3):
-            events += [HoldBlocks(num_gpu_blocks // 2), Step(6), HoldBlocks(num_gpu_blocks - 5)]
+            events += [Step(6), HoldBlocks(num_gpu_blocks - 5)]
         events.append(Add(name, family, length, draw.number(0, 3), num_shared_blocks=num_shared))
         if draw.chance(0.3):
             events.append(Add(f"{name}b", family, length, num_shared_blocks=num_shared))
@@ -467,10 +467,10 @@ def steady_scenario(number: int) -> Scenario:
             events.append(HoldBlocks(0))
         if draw.chance(steady.share_aborted):
             events.append(AbortLoading() if draw.chance(0.5) else Abort(name))
-        is_evicted = draw.chance(0.7)
-        if is_evicted:  # in two parts, so that a connector can store the next victims
+        steps, is_evicted = Step(draw.number(3, 6)), draw.chance(0.7)
+        if is_evicted and place % 2:  # in two parts, so that a connector can store the next victims
             events.append(HoldBlocks(num_gpu_blocks // 2))
-        events.append(Step(draw.number(3, 6)))
+        events.append(steps)
         if place in (4, 19):
             events += reset  # with stores in flight
         if is_evicted:
