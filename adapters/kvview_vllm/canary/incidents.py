@@ -62,18 +62,17 @@ class Incidents:
         self._from = {"connector": connector, "half": half}
         self._folder = folder
         self._counts = counts
-        self.laws: list[str] = []
-        """The laws of the incidents that were not taken yet."""
+        self._untaken: list[tuple[str, str]] = []
 
     def report(self, law: str, message: str, details: Mapping[str, Any] | None = None) -> None:
         """Report an incident."""
         _logger.error("canary: %s: connector %s, %s: %s", law, *self._from.values(), message)
         self._counts["canary_incidents"] += 1
-        self.laws.append(law)
+        self._untaken.append((law, (details or {}).get("request_id", "")))
         incident = {"law": law, "message": message, **self._from, "unix_time": time.time()}
         self._folder.write("incident", incident | dict(details or {}))
 
-    def take_laws(self) -> list[str]:
-        """Return the laws of the incidents since the last call."""
-        laws, self.laws = self.laws, []
-        return laws
+    def take(self) -> list[tuple[str, str]]:
+        """Return the law of each incident since the last call, and the request of a wrong load."""
+        taken, self._untaken = self._untaken, []
+        return taken

@@ -105,6 +105,8 @@ class StoreConnector(Connector):
        the GPU's blocks, the modes ``"victim"`` and ``"exclusive"`` also store at the end of the
        request.
     4. If a page is missing or damaged, its load fails, and the engine computes the blocks.
+    5. If memory displaces pages faster than the store writes them, fewer blocks are stored, because
+       a store of blocks ends only when the displaced pages are written.
 
     Raises:
         ConfigError: An option is wrong, or the store has no such option.

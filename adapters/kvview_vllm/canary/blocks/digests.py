@@ -48,13 +48,10 @@ class PendingDigests:
 
     def __init__(self, places: Sequence[SampledBlock], rows: Mapping[int, torch.Tensor]) -> None:
         self.places = places
-        self._rows = {}
+        self._rows = {group: one.to("cpu", non_blocking=True) for group, one in rows.items()}
         self._event: Any = None
-        for group, values in rows.items():
-            self._rows[group] = values.to("cpu", non_blocking=True)
-            if values.is_cuda:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if self._event is not None:
+        if any(one.is_cuda for one in rows.values()):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def is_ready(self) -> bool:

@@ -2,7 +2,7 @@
 
 - CANARY-7 The wrapped connector **must** receive every call of vLLM, with its own configuration and
   metadata, and vLLM **must** receive its results unchanged, except that ``recompute`` adds blocks
-  whose KV is wrong to those that were not loaded.
+  whose KV is wrong to those that were not loaded, and removes later promises to their requests.
 
 An exception of the canary itself never reaches the server: it is logged, and the part that raised
 it is off.
@@ -68,8 +68,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        release = installed().connector
-        config = [kv_cache_config] if release.cache_config_argument else []
+        config = [kv_cache_config] if installed().connector.cache_config_argument else []
         super().__init__(vllm_config, role, *config)
         self._options = options = canary_options(vllm_config.kv_transfer_config)
         self._num_groups = len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1
@@ -79,6 +78,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         self._child = kind(own, role, *(config if calls.takes_cache_config(kind) else []))
         self._connectors = [self._child]  # by which a scheduler of kvview finds it
         self._pool: Any = None
+        self._wrong_requests: set[str] = set()  # vLLM is to compute them, with "recompute"
         self._counts: Counter[str] = Counter()
         is_scheduler = role is KVConnectorRole.SCHEDULER
         half = "scheduler" if is_scheduler else f"rank{vllm_config.parallel_config.rank}"
@@ -144,8 +144,8 @@ class CanaryOneGroupConnector(DelegatingConnector):
                     self._listeners[name] = [one for one in methods if one.__self__ is not part]
                 name = type(part).__name__
                 _logger.warning("canary: %s is off, because %s", name, line_of(error))
-        if self._incidents.laws and self._recorder is not None:
-            self._write_calls(self._incidents.take_laws()[0])
+        if self._recorder is not None and (incidents := self._incidents.take()):
+            self._write_calls(incidents[0][0])
 
     def _write_calls(self, law: str) -> None:
         if self._recorder is not None:
@@ -156,12 +156,15 @@ class CanaryOneGroupConnector(DelegatingConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """Note the promise."""
         answer = self._child.get_num_new_matched_tokens(request, num_computed_tokens)
+        if request.request_id in self._wrong_requests:
+            answer = 0, False  # otherwise vLLM would load the same wrong blocks forever
         self._notify("on_promise", request, num_computed_tokens, answer)
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks."""
         self._child.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._wrong_requests.discard(request.request_id)
         self._notify("on_allocated", request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> CanaryMetadata:
@@ -177,16 +180,16 @@ class CanaryOneGroupConnector(DelegatingConnector):
         is_own = isinstance(stats, CanaryStats)
         if stats is not None and not is_own:
             own = stats.data.get(type(self).__name__)  # of a MultiConnector around the canary
-        if isinstance(own, CanaryStats) and own.laws:
-            self._write_calls(own.laws[0])
+        if isinstance(own, CanaryStats) and own.incidents:
+            self._write_calls(own.incidents[0][0])
+            if self._options.on_difference == "recompute":
+                self._wrong_requests.update(name for _, name in own.incidents)
         if is_own:
             connector_output.kv_connector_stats = stats.wrapped
-        try:
-            self._child.update_connector_output(connector_output)
-        finally:
-            if is_own:
-                stats.wrapped = connector_output.kv_connector_stats
-                connector_output.kv_connector_stats = stats
+        self._child.update_connector_output(connector_output)
+        if is_own:
+            stats.wrapped = connector_output.kv_connector_stats
+            connector_output.kv_connector_stats = stats
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Forget the request."""
@@ -277,7 +280,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         counts = dict(self._counts)
         self._counts.clear()
         name = self._options.connector, self._options.module_path
-        return CanaryStats(name, counts, wrapped, self._incidents.take_laws())
+        return CanaryStats(name, counts, wrapped, self._incidents.take())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CanaryStats:

@@ -39,7 +39,8 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
         connector: Name and module path of the wrapped connector, by which the front end finds it.
         counts: Increases of :data:`COUNTERS` since the last stats.
         wrapped: Stats of the wrapped connector, or None.
-        laws: The laws of the incidents since then, which the scheduler's side receives.
+        incidents: The law of each incident since then and the request of a wrong load, which the
+            scheduler's side receives.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
         connector: Sequence[str | None],
         counts: Mapping[str, int],
         wrapped: Any = None,
-        laws: Sequence[str] = (),
+        incidents: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.connector = list(connector)
         self.counts = Counter(counts)
         self.wrapped = wrapped
-        self.laws = [*laws]
+        self.incidents = [*incidents]
 
     @property
     def data(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class CanaryStats(KVConnectorStats):  # type: ignore[misc]
         the stats of the first of these connectors are kept.
         """
         self.counts.update(other.counts)
-        self.laws += other.laws
+        self.incidents += other.incidents
         if self.wrapped is None:
             self.wrapped = other.wrapped
         elif other.wrapped is not None and other.connector == self.connector:
