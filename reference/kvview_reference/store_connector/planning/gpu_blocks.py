@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from kvview.connector import EngineFacts, FullBlock
-from kvview.geometry import CacheGeometry
 from kvview.pool import (
     GPUBlockPoolView,
     SupportsBlockKeys,
@@ -31,7 +30,6 @@ class GPUBlocks:
     """Holds blocks while they are stored, and finds computed blocks that are about to be evicted.
 
     Args:
-        geometry: Geometry of the engine.
         view: View of the pool.
         facts: Facts of the engine.
         wants_victims: Whether blocks are stored when they are about to be evicted.
@@ -39,13 +37,11 @@ class GPUBlocks:
 
     def __init__(
         self,
-        geometry: CacheGeometry,
         view: GPUBlockPoolView,
         facts: EngineFacts,
         *,
         wants_victims: bool,
     ) -> None:
-        self._geometry = geometry
         self._view = view
         self._lookahead = lookahead = _LOOKAHEAD_STEPS * facts.max_blocks_per_step
         reserved = min(lookahead, facts.num_gpu_blocks // _SMALLEST_SHARE)

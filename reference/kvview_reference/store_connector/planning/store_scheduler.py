@@ -101,7 +101,7 @@ class StoreScheduler(SchedulerConnector):
         if self._view is not None:
             is_large = index.num_blocks * _SMALLEST_PART >= facts.num_gpu_blocks
             wants_victims = is_large and self._settings.mode in ("victim", "exclusive")
-            self._gpu = GPUBlocks(self._geometry, self._view, facts, wants_victims=wants_victims)
+            self._gpu = GPUBlocks(self._view, facts, wants_victims=wants_victims)
 
     @property
     def _index(self) -> PageIndex:
