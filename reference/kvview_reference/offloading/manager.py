@@ -207,22 +207,23 @@ class CPUOffloadingManager:
             make room; then nothing has changed.
         """
         pages = self._pages
-        if len(set(keys)) < len(keys):
-            keys = dict.fromkeys(keys)
         new = self._new_of(keys)
+        fresh = set(new)
+        if len(fresh) < len(new):
+            new = list(dict.fromkeys(new))
         has_held = len(new) < len(keys)
         num_victims = len(new) - self.num_free_blocks()
         kept: list[OffloadKey] = []
         if num_victims > 0:
             loading, storing = self._in_flight
             if has_held:
-                kept = [key for key in keys if key in pages]
+                kept = [key for key in dict.fromkeys(keys) if key in pages]
                 kept = [key for key in kept if key not in loading and key not in storing]
             if num_victims > len(pages) - len(loading) - len(storing) - len(kept):
                 return None
         if self._store_threshold > 1:
             offers = self._offers
-            for key in reversed(list(keys)):
+            for key in reversed(dict.fromkeys(keys)):
                 offers[key] = min(offers.pop(key, 0) + 1, self._store_threshold)
             while len(offers) > self._max_tracked_keys:
                 offers.popitem(last=False)
@@ -242,12 +243,13 @@ class CPUOffloadingManager:
                 self._emit(victims, removed=True)
         new_pages = self._take_pages(len(new))
         pages.update(zip(new, new_pages, strict=True))
-        self._storing.update(new)
+        self._storing |= fresh
         return PrepareStoreOutput(new, CPULoadStoreSpec(new_pages), victims)
 
     def _new_of(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Return the offered keys that a store takes, if there is room."""
-        new = [key for key in keys if key not in self._pages]
+        pages = self._pages
+        new = [key for key in keys if key not in pages]
         if self._late_pages:
             new = [key for key in new if key not in self._late_pages]
         if self._store_threshold > 1:
@@ -267,9 +269,10 @@ class CPUOffloadingManager:
         Raises:
             TransferNotInFlightError: A key is not being stored.
         """
-        if not self._storing.issuperset(keys):
+        storing = self._storing
+        if not storing.issuperset(keys):
             keys = self._end_late_stores(keys)
-        self._storing.difference_update(keys)
+        storing.difference_update(keys)
         if success:
             self._policy.release(keys)
             if self._events is not None:
