@@ -122,7 +122,7 @@ def test_ctrl_c_while_a_process_starts_ends_it(
 def report(outcome: str = "passed", **more: Any) -> dict[str, Any]:
     failure = {"law": "CONN-2", "what": "CONN-2: wrong", "seeds": [3, 4]}
     one = {"name": "a", "outcome": outcome, "reason": "", "failure": failure}
-    runs = {"engine": "vllm 1.2.3+cpu", "num_seeds": 9}
+    runs = {"engine": "vllm 1.2.3, model runner V2 and V1", "num_seeds": 9}
     return {"is_clean": outcome == "passed", "checks": [one], "runs": runs, **more}
 
 

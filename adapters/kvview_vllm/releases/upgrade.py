@@ -268,7 +268,7 @@ def judge(
             return Verdict.COULD_NOT_RUN, "the process wrote no report"
         return verdict, _last_line(errors)
     engine = (report["runs"] or {}).get("engine", "no engine")
-    if release not in engine.replace("+", " ").split():
+    if release not in re.split(r"[ +,]", engine):
         return Verdict.COULD_NOT_RUN, f"the runs used {engine}, not {release}"
     if verdict is Verdict.GREEN and not report["is_clean"]:
         return Verdict.NOT_CHECKED, "the report of the process is not clean"
