@@ -293,6 +293,12 @@ def preemptions_drop_drafts() -> bool:
     return preempt is not None and "spec_token_ids" in inspect.getsource(preempt)
 
 
+def windows_outlive_drafts() -> bool:
+    """Whether a block of a window stays until the outputs in flight cannot need it (0.26.0)."""
+    allocate = vllm("v1.core.kv_cache_manager").KVCacheManager.allocate_slots
+    return "num_in_flight_tokens" in inspect.getsource(allocate)
+
+
 def states_take_loads() -> bool:
     """Whether a request with Mamba groups may load: 0.15.0 to 0.22.1 assert that it does not."""
     split = getattr(vllm(_SCHEDULER).Scheduler, "_mamba_block_aligned_split", None)

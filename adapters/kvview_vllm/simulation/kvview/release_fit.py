@@ -101,6 +101,12 @@ class KVViewFit:
                 "loads that take longer than a step",
                 loads_may_be_late=False,
             )
+            fitting.drop(
+                scenario.loads_may_fail,
+                "loads that fail within a step: vLLM takes a block that another request computes "
+                "again for computed",
+                loads_may_fail=False,
+            )
             return
         most = min(scenario.steps_in_flight, capabilities.most_steps_in_flight())
         fitting.drop(

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from typing_extensions import override
 
-from kvview import BlockIds, CacheGeometry, ConfigError, Mamba, OffloadKey
+from kvview import BlockIds, CacheGeometry, ConfigError, FullAttention, Mamba, OffloadKey
 from kvview.errors import line_of
 from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.judge.invariants import InvariantBroken
@@ -214,9 +214,13 @@ class RawHarness(VLLMHarness):
         config = make(geometry, transfer_config)
         with registered(recorded):
             takes_groups = supports_several_groups(recorded, config)
-        is_reduced = not takes_groups and any(isinstance(one, Mamba) for one in geometry.groups)
+        # vLLM merges full attention and one other kind into one group, but no Mamba.
+        others = {one for one in geometry.groups if not isinstance(one, FullAttention)}
+        has_states = any(isinstance(one, Mamba) for one in others)
+        is_reduced = not takes_groups and (has_states or len(others) > 1)
         if is_reduced:
-            self._recorder.left_out.add("a Mamba group: the connector takes one group")
+            which = "a Mamba group" if has_states else "windows of several sizes"
+            self._recorder.left_out.add(f"{which}: the connector takes one group")
             geometry = CacheGeometry.single(geometry.groups[0].block_size)
         if is_reduced or not is_connected:
             config = make(geometry, transfer_config if is_connected else None)

@@ -21,6 +21,7 @@ from kvview_vllm.releases.compat.calls import (
     preemptions_drop_drafts,
     states_are_hit_with_the_rest,
     states_take_loads,
+    windows_outlive_drafts,
 )
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_SIZE, NUM_LAYERS, can_allocate_states
 from kvview_vllm.simulation.fitting import Fitting
@@ -87,6 +88,16 @@ class RawEngines:
         fitting.drop(
             scenario.drafts and not preemptions_drop_drafts(),
             "draft tokens: a preempted request keeps its own",
+            drafts=(),
+            lookahead_tokens=0,
+        )
+        fitting.drop(
+            len(groups) > 1
+            and fitting.scenario.drafts
+            and fitting.scenario.steps_in_flight > 1
+            and not windows_outlive_drafts(),
+            "draft tokens with several groups and steps in flight: vLLM frees blocks of a window "
+            "that a rejected draft still needs",
             drafts=(),
             lookahead_tokens=0,
         )
