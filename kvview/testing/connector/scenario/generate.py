@@ -445,7 +445,7 @@ def steady_scenario(number: int) -> Scenario:
     events: list[Event] = []
     for name in ("p1", "p2"):  # preempted, and aborted before they resume
         adds = [Add(f"{name}{turn}", 1, size, 6 * size) for turn in "abc"]
-        events += [*adds, Step(2), HoldBlocks(num_gpu_blocks), Step(2)]
+        events += [*adds, Step(2), HoldBlocks(num_gpu_blocks), Step(size + 1)]
         events += [*(Abort(add.request_id) for add in adds), HoldBlocks(0), Step(2)]
     for place in range(30):
         family = draw.number(1, 3) if draw.chance(0.7) else 10 + place
