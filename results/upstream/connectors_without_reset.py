@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 for target in (
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector:MooncakeStoreConnector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector:LMCacheConnectorV1",
     "openlake_client.openlake_connector:OpenLakeConnector",
     "vllm_kvblockd.connector:KvblockdConnector",
     "redhare.vllm_connector.connector:RedhareConnector",
