@@ -67,7 +67,7 @@ def test_every_mutant_is_killed_with_its_law(engines: VLLMEngines, mutant: Mutan
 
 
 def test_ranks_and_drafts_are_played(engines: VLLMEngines) -> None:
-    coverage: Counter[str] = Counter()
+    played = []
     ranks = [generate_scenario(seed).ranks for seed in range(40)]
     stages = next(seed for seed in range(40) if len({*ranks[seed]}) > 1)
     for seed in (*range(10), stages):  # a pipeline whose stages have different layers
@@ -75,10 +75,10 @@ def test_ranks_and_drafts_are_played(engines: VLLMEngines) -> None:
         if scenario.ranks or scenario.drafts:
             result = simulate(HostCacheConnector, scenario, engines=engines)
             assert result.failure is None, result.failure
-            coverage.update(result.coverage)
-    assert coverage["with several ranks"] > 0
-    assert coverage["loads"] > 0
-    assert bool(coverage["with draft tokens"]) == preemptions_drop_drafts()
+            played.append(result)
+    assert any(result.scenario.ranks for result in played)
+    assert any(result.coverage["loads"] for result in played)
+    assert any(result.scenario.drafts for result in played) == preemptions_drop_drafts()
 
 
 def test_no_false_alarm(engines: VLLMEngines) -> None:

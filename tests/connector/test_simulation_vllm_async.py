@@ -133,7 +133,7 @@ def test_a_promise_whose_blocks_come_later_is_asked_for_again(
     monkeypatch.setattr(SchedulerSide, "_promises_again", counted)
     deferring = Deferring()
     # A small tier, which loses promised pages.
-    scenarios = [replace(in_flight(seed, 3), cpu_blocks=3) for seed in range(5 * SEEDS)]
+    scenarios = [replace(in_flight(seed, 3), cpu_blocks=3) for seed in range(6 * SEEDS)]
     for seed, scenario in enumerate(scenarios):
         result = simulate(connector, scenario, engines=deferring)
         assert result.failure is None, (seed, result.failure)

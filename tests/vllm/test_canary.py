@@ -331,7 +331,8 @@ def test_one_planted_corruption_is_seen_first(damage: str, canary: Canary, tmp_p
     assert canary.run(plant(damage), scenario, CanaryOneGroupConnector, **path).failure is not None
     first = canary.incidents()[0]
     assert first["law"] == "XFER-1"
-    assert ("the KV of block hash" in first["message"]) == (damage == "wrong page")
+    if damage != "wrong block":  # which may hold the KV of its last owner
+        assert ("the KV of block hash" in first["message"]) == (damage == "wrong page")
     assert (len(first["tensors"]) < len(first["digest"])) == (not damage.startswith("wrong"))
 
 

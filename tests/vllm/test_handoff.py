@@ -113,7 +113,7 @@ def test_a_connector_of_vllm_is_checked_in_real_engines() -> None:
     target = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
     result = CliRunner().invoke(cli, ["check", target, "--pd", "--engine", "vllm"])
     assert result.exit_code == 2
-    assert "MultiConnector is a connector of vLLM" in result.output
+    assert "MultiConnector cannot run in two simulated engines" in result.output
 
 
 @pytest.fixture
