@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "try-vllm.md").read_text(encoding="utf-8")
 
 def test_the_page_runs(tmp_path: Path) -> None:
     (script,) = re.findall(r"<!-- try_vllm.py -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    (output,) = re.findall(r"it prints:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    (output,) = re.findall(r"prints:\n\n```text\n(.*?)```", PAGE, re.DOTALL)
     file = tmp_path / "try_vllm.py"
     file.write_text(script, encoding="utf-8")
     run = subprocess.run(
