@@ -32,8 +32,8 @@ class Walk:
     2. A block that leaves the queue loses its links, and a block that joins the queue is in front
        of the cursor or behind ``_last``; cursor and ``_last`` move before the view's own touches
        (:meth:`before_touch`).
-    3. If the engine took the block under the cursor, the walk starts again at the front and skips
-       the blocks that it has read, so no block is yielded twice.
+    3. If the engine took the block under the cursor, or moved it behind ``_last``, the walk starts
+       again at the front and skips the blocks that it has read, so no block is yielded twice.
     4. If the walk has read fewer blocks than were free at the start, a last pass finds the hashed
        blocks that it missed.
     """
@@ -86,6 +86,9 @@ class Walk:
         block = self._place()
         while missing:
             if block is tail:
+                if not self._rescanned and self._is_ahead(last):
+                    block = self._head.next_free_block
+                    continue
                 if self._rescanned or self._unseen <= len(seen) - num_seen:
                     break
                 self._rescanned = True
@@ -104,6 +107,11 @@ class Walk:
         self._unseen -= len(seen) - num_seen
         self._cursor = block
         return chunk
+
+    def _is_ahead(self, block: Any) -> bool:
+        """Whether a block is still part of the walk, and not read yet."""
+        is_read = block.block_id in self._seen or block.block_id in self._gone
+        return block is not self._head and is_queued(block) and not is_read
 
     def _place(self) -> Any:
         """Return the block at which to resume: the cursor, or the front if the cursor moved."""
