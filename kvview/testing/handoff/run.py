@@ -161,8 +161,12 @@ class HandoffRun:
             self.act(name, "squeeze", 0)
             self._pressed_until[name] = 0.0
         end = self.network.now + _LONGEST_RUN
-        while any(engine.has_work() for engine in self.engines.values()):
-            self.laws.true(self.network.now < end, "engines end their work", "work left", "none")
+        while left := [name for name, engine in self.engines.items() if engine.has_work()]:
+            law = "HAND-9" if "D" in left else "HAND-3"  # a load without a report, or an offer
+            is_in_time = self.network.now < end
+            self.laws.true(
+                is_in_time, "engines end their work", f"work left in {left}", "none", law
+            )
             self.tick()
         self.tick(self.lease + 1)  # messages in transit
         for name, engine in self.engines.items():
