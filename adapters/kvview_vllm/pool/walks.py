@@ -34,8 +34,8 @@ class Walk:
        (:meth:`before_touch`).
     3. If the engine took the block under the cursor, or moved it behind ``_last``, the walk starts
        again at the front and skips the blocks that it has read, so no block is yielded twice.
-    4. If the walk has read fewer blocks than were free at the start, a last pass finds the hashed
-       blocks that it missed.
+    4. If the walk has read fewer blocks than were free at the start, a last pass finds the blocks
+       that it missed, and perhaps blocks that were freed since the start.
     """
 
     def __init__(self, queue: Any, release: PoolSeam, hashed_only: bool) -> None:
@@ -81,7 +81,7 @@ class Walk:
         """Return the next blocks of the queue, at most ``size``; empty at the end."""
         seen, gone, tail, last = self._seen, self._gone, self._tail, self._last
         num_seen = len(seen)
-        hashed_only, missing = self._hashed_only, size
+        missing = size
         chunk: list[Any] = []
         block = self._place()
         while missing:
@@ -92,14 +92,11 @@ class Walk:
                 if self._rescanned or self._unseen <= len(seen) - num_seen:
                     break
                 self._rescanned = True
-                # From 0.24 on unhashed blocks join in front (PR #42656), so the last pass could not
-                # distinguish them from missed ones.
-                self._hashed_only = hashed_only = hashed_only or self._joins_in_front
                 block = self._head.next_free_block
                 continue
             block_id = block.block_id
             if block_id not in seen and block_id not in gone:
-                if not hashed_only or block.block_hash is not None:
+                if not self._hashed_only or block.block_hash is not None:
                     chunk.append(block)
                     missing -= 1
                 seen.add(block_id)
@@ -116,9 +113,9 @@ class Walk:
     def _place(self) -> Any:
         """Return the block at which to resume: the cursor, or the front if the cursor moved."""
         block, last = self._cursor, self._last
-        if not self._rescanned and (
-            last is self._head or (last.block_id in self._seen and is_queued(last))
-        ):
+        # A last block that the engine moved to the front is no end while other blocks are missing.
+        is_read = last.block_id in self._seen and is_queued(last) and self._unseen <= 0
+        if not self._rescanned and (last is self._head or is_read):
             return self._tail
         if block is self._tail:
             return block
