@@ -31,10 +31,9 @@ class CanaryWorker:
         self, on_difference: str, kv_cache_config: Any, incidents: Incidents, counts: Counter[str]
     ) -> None:
         self.known = KnownDigests(counts)
-        self.wrong_blocks: set[int] = set()
-        """Blocks of wrong loads, for vLLM to compute."""
         self.wrong_requests: set[str] = set()
-        """Requests of wrong loads, for vLLM to compute."""
+        """Requests of wrong loads in this step, for vLLM to compute."""
+        self._wrong_blocks: set[int] = set()
         self._config = kv_cache_config
         self._incidents = incidents
         self._counts = counts
@@ -86,6 +85,12 @@ class CanaryWorker:
         """Find the wrong loads of the step, before vLLM receives the reports of its loads."""
         self.settle(wait=self._waits)
 
+    def take_wrong_blocks(self) -> set[int]:
+        """Return the blocks of wrong loads, for vLLM to compute. vLLM asks last in each step."""
+        wrong, self._wrong_blocks = self._wrong_blocks, set()
+        self.wrong_requests.clear()
+        return wrong
+
     def _start(self, places: Sequence[SampledBlock]) -> list[PendingDigests]:
         if self._digests is None:
             return []
@@ -126,5 +131,5 @@ class CanaryWorker:
         if self._stops:
             raise ConnectorError(f"{difference.law}: canary: {message}; on_difference is 'stop'")
         if self._waits:
-            self.wrong_blocks.add(place.block_id)
+            self._wrong_blocks.add(place.block_id)
             self.wrong_requests.add(name)

@@ -194,6 +194,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
     def request_finished(self, request: Any, block_ids: Any) -> Any:
         """Forget the request."""
         answer = self._child.request_finished(request, block_ids)
+        self._wrong_requests.discard(request.request_id)
         self._notify("on_finished", request, answer)
         return answer
 
@@ -257,7 +258,6 @@ class CanaryOneGroupConnector(DelegatingConnector):
         if self._worker is not None and self._num_groups > 1:
             self._notify("on_step_end")
             results.failed_recving |= self._worker.wrong_requests
-            self._worker.wrong_requests.clear()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -267,7 +267,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
             return failed
         self._notify("on_failed_blocks", failed)
         self._notify("on_step_end")
-        wrong, self._worker.wrong_blocks = self._worker.wrong_blocks, set()
+        wrong = self._worker.take_wrong_blocks()
         return failed | wrong if self._num_groups == 1 else failed
 
     # --- metrics ---
@@ -315,6 +315,7 @@ class CanaryConnector(CanaryOneGroupConnector, SupportsHMA):  # type: ignore[mis
         if not isinstance(self._child, SupportsHMA):
             return self.request_finished(request, block_ids[0])
         answer = self._child.request_finished_all_groups(request, block_ids)
+        self._wrong_requests.discard(request.request_id)
         self._notify("on_finished", request, answer)
         return answer
 
