@@ -96,11 +96,9 @@ class StepInfo:
 
     Args:
         scheduled: The requests computed in this step.
-        preempted: Ids of the requests preempted since the last step.
     """
 
     scheduled: Sequence[RequestStep] = ()
-    preempted: Sequence[str] = ()
 
     def filling(self) -> Sequence[RequestStep]:
         """Return the requests whose blocks may have become full since the last step.

@@ -271,12 +271,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> KVViewMetadata:
         """Plan the step that a ``SchedulerOutput`` describes."""
-        named: Collection[str] | None = None
-        if self._release.preempted_ids:
-            named = output.preempted_req_ids or ()
-        preempted: Sequence[str] = ()
-        if named is None or named or self._lost:
-            preempted = self._on_preemptions(named)
+        self._on_preemptions(output)
         self._follow_tables(output)
         if self._unseen:
             self._show_unseen(output)
@@ -285,7 +280,7 @@ class SchedulerSide:
             self._unshown = None
         self._filling = LazySteps(self._steps_that_fill, output)
         every = LazySteps(self._request_steps, output)
-        plan = self.half.plan_step(LazyStep(every, preempted, self._filling))
+        plan = self.half.plan_step(LazyStep(every, self._filling))
         if not self.faults.is_out:
             try:
                 self._jobs.check(plan)
@@ -340,18 +335,19 @@ class SchedulerSide:
         if self._view is not None:
             self._view.speak_of(request_id)
 
-    def _on_preemptions(self, named: Collection[str] | None) -> Sequence[str]:
-        if named is None:  # because 0.11 and 0.12 do not name them
+    def _on_preemptions(self, output: Any) -> None:
+        named: Iterable[str]
+        if self._release.preempted_ids:
+            named = output.preempted_req_ids or ()
+        else:
             named = [
                 request_id
                 for request_id, tracked in self._tracked.items()
                 if tracked.chunks and tracked.request.status is self._preempted_status
             ]
-        preempted = list(dict.fromkeys([*named, *self._lost]))
-        self._lost.clear()
-        for request_id in preempted:
+        for request_id in dict.fromkeys([*named, *self._lost]):
             self._on_preemption(request_id)
-        return preempted
+        self._lost.clear()
 
     def _on_preemption(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)

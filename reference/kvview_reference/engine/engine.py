@@ -172,7 +172,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()
         self._stream = stream
         self._jobs = JobTracker()
-        self._preempted: list[str] = []
+        self._has_preempted = False  # in this step
         self._idle_steps = 0
         self._lone_preemptions = 0  # of a request that runs alone, in a row
 
@@ -307,7 +307,7 @@ class Engine:
     def _launch(self) -> _Launched:
         self.take_reports()
         scheduled = self._schedule_running()
-        if not self._preempted:
+        if not self._has_preempted:
             self._schedule_waiting(scheduled)
         steps = [
             RequestStep(
@@ -318,8 +318,8 @@ class Engine:
             )
             for request, num_tokens in scheduled.items()
         ]
-        preempted, self._preempted = self._preempted, []
-        plan = self.scheduler_connector.plan_step(StepInfo(steps, preempted))
+        self._has_preempted = False
+        plan = self.scheduler_connector.plan_step(StepInfo(steps))
         self._jobs.check(plan)
         for spec in (*(job.dst for job in plan.loads), *(job.src for job in plan.stores)):
             num_gpu_blocks(spec)
@@ -474,7 +474,7 @@ class Engine:
         request.num_rejected_tokens = 0
         request.status = Status.WAITING
         self.waiting.appendleft(request)
-        self._preempted.append(request.request_id)
+        self._has_preempted = True
 
     # --- compute and outputs ---
 

@@ -190,7 +190,7 @@ class _StepOfOneCall(StepInfo):
         scheduled = [
             replace(one, block_ids=tuple(map(list, one.block_ids))) for one in step.scheduled
         ]
-        return cls(scheduled, step.preempted, of_engine=step)
+        return cls(scheduled, of_engine=step)
 
     @override
     def filling(self) -> Sequence[RequestStep]:
