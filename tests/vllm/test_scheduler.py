@@ -63,6 +63,31 @@ def test_the_view_is_guarded() -> None:
     assert "test_scheduler.py" in str(leak.taken_at)
 
 
+@pytest.mark.parametrize(
+    "hook", ["on_blocks_allocated", "on_request_preempted", "on_request_finished"]
+)
+def test_a_hold_is_attributed_to_the_request_of_the_hook(hook: str) -> None:
+    server = Server(num_blocks=16)
+    view, planned = server.connector.block_pool_view, getattr(server.half, hook)
+    attributed: list[tuple[str, str | None]] = []
+
+    def hold_first(request: Any, block_ids: Any, *args: Any) -> None:
+        before = set(view.held_blocks())
+        block = next(block for block in block_ids[0] if block and block not in before)
+        view.touch_blocks([block])
+        (leak,) = [leak for leak in view.leaks() if block in leak.block_ids]
+        attributed.append((request.request_id, leak.request_id))
+        view.free_blocks([block])
+        planned(request, block_ids, *args)
+
+    setattr(server.half, hook, hold_first)
+    server.ask("one", 64)
+    server.ask("other", 64, family=2)
+    server.run()
+    assert attributed
+    assert all(called == named for called, named in attributed)
+
+
 def test_holds_at_shutdown_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
     half = server.half

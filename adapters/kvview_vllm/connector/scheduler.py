@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 from kvview import (
     BlockIds,
     CacheGeometry,
-    CacheGroup,
     ConnectorError,
     EngineFacts,
     FinishReason,
@@ -134,10 +133,6 @@ class SchedulerSide:
         self.half = half
         self.faults = faults
         self.geometry = geometry
-        self._has_windows = any(
-            type(group).num_skipped_tokens is not CacheGroup.num_skipped_tokens
-            for group in geometry.groups
-        )
         self.asynchronous = asynchronous = release.worker_metadata
         self._release = release
         self.descriptions = descriptions
@@ -511,8 +506,6 @@ class SchedulerSide:
         return num_tokens
 
     def _live_table(self, tracked: _Tracked, num_computed_tokens: int) -> BlockIds:
-        if not self._has_windows:
-            return tuple(map(list, tracked.table()))
         table: list[Sequence[int]] = []
         for group, block_ids in zip(self.geometry.groups, tracked.table(), strict=True):
             # vLLM replaces these by the null block without a notification (SCHED-1).
