@@ -94,6 +94,9 @@ class GPULoadStoreSpec:
 class CPULoadStoreSpec:
     """Host blocks to read or write, in the order of the GPU blocks that they pair with.
 
+    Equal ids are the same host block, so the check compares them (OFF-1). If your ids mean anything
+    else, such as numbers inside a shard, use a class of your own.
+
     Args:
         block_ids: Host block ids, each for k GPU blocks; those of group 0 first.
     """

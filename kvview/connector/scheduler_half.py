@@ -118,8 +118,8 @@ class SchedulerConnector(Hooked):
             request: The request.
             block_ids: The whole block table of the request, per group.
             num_computed_tokens: Tokens that the GPU prefix cache hit.
-            num_external_tokens: Tokens to load directly after the GPU hit, at most the number that
-                ``match_prefix`` promised; 0 for no load. In each group, only the blocks that
+            num_external_tokens: Tokens to load directly after the GPU hit: the number that
+                ``match_prefix`` promised, or 0 for no load. In each group, only the blocks that
                 ``required_blocks`` returns for the sum of both numbers must be loaded.
 
         Examples:
@@ -263,7 +263,7 @@ class SchedulerConnector(Hooked):
         return True
 
     def shutdown(self) -> None:
-        """Free every held block; may be called twice.
+        """Free every held block; may be called again, after the view was closed.
 
         Examples:
             Release the blocks of stores that will no longer be reported:

@@ -64,6 +64,9 @@ class WorkerConnector(Hooked):
     def wait(self, job_ids: Sequence[int]) -> None:
         """Block until these jobs have ended; ``get_finished`` still returns their results.
 
+        An engine whose loads end within the step calls it before the forward pass. A half without
+        threads ends the copies here, and asks ``ComputeEvent.query`` until compute has ended.
+
         Examples:
             Wait for a thread, and leave the results to ``get_finished``:
 

@@ -10,6 +10,7 @@ import pytest
 from typing_extensions import override
 
 from kvview.tier import AsyncStore, Namespace
+from kvview.tier.bases import async_store
 
 MODEL = Namespace("m", weights="1")
 
@@ -71,6 +72,31 @@ def test_close_ends_coroutines_that_never_end() -> None:
     assert store.poll() == [(1, [False])]
     assert not store.is_connected
     assert threading.active_count() == before
+
+
+def test_close_lets_removals_end() -> None:
+    store = SlowDictionary(seconds=0.02)
+    keys = [b"%d" % number for number in range(40)]  # more than threads
+    store.put(1, keys, [memoryview(bytearray(8)) for _ in keys])
+    assert store.drain(10.0)
+    assert len(store.pages) == 40
+    for key in keys:
+        store.delete([key])
+    store.close()
+    assert not store.pages
+
+
+def test_close_ends_removals_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_store, "_LONGEST_REMOVAL", 0.2)
+    before = threading.active_count()
+    store = SlowDictionary()
+    store.seconds = 1e6
+    store.delete([b"key"])
+    store.close()
+    assert not store.is_connected
+    assert threading.active_count() == before
+    with pytest.raises(OSError, match="the store is closed"):
+        store.run(store.drop(b"key"))
 
 
 class ToThread(SlowDictionary):

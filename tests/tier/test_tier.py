@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from typing_extensions import override
 
 from examples.folder_store import FolderStore
 from kvview import ConfigError, NamespaceMismatchError
 from kvview.bridge import TierOptions, open_tier
 from kvview.options import parse_options
 from kvview.testing import run_checks
-from kvview.tier import Namespace, Threaded
+from kvview.testing.tier.suite import suite_of
+from kvview.tier import Namespace, Polled, Threaded
 from kvview.tier.guard.checksum import PageSeal
 from kvview_reference.harness import Tier
 from kvview_reference.tier import FileStore
@@ -25,6 +29,52 @@ pytest.importorskip("xxhash")
 
 
 class TestFiles(Tier):
+    settings = settings(max_examples=10, stateful_step_count=20)
+
+
+class PolledMemory(Polled):
+    """Moves one job in each call of ``poll``."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(namespace)
+        self.pages: dict[bytes, bytes] = {}
+        self.waiting: deque[tuple[int, Sequence[bytes], Sequence[memoryview], bool]] = deque()
+
+    @override
+    def begin(
+        self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool
+    ) -> None:
+        self.waiting.append((job, keys, pages, is_get))
+
+    @override
+    def collect(self) -> None:
+        if not self.waiting:
+            return
+        job, keys, pages, is_get = self.waiting.popleft()
+        move = self.load if is_get else self.store
+        self.report(job, [move(key, page) for key, page in zip(keys, pages, strict=True)])
+
+    def load(self, key: bytes, page: memoryview) -> bool:
+        found = self.pages.pop(key, b"")  # a key whose load fails is a miss
+        if len(found) != len(page):
+            return False
+        page[:] = self.pages[key] = found
+        return True
+
+    def store(self, key: bytes, page: memoryview) -> bool:
+        self.pages[key] = bytes(page)
+        return True
+
+    @override
+    def end(self) -> None:
+        self.waiting.clear()
+        self.pages.clear()
+
+    def lookup(self, keys: Sequence[bytes], /) -> list[bool | None]:
+        return [key in self.pages for key in keys]
+
+
+class TestPolled(suite_of(PolledMemory, {})):  # type: ignore[misc]
     settings = settings(max_examples=10, stateful_step_count=20)
 
 

@@ -21,7 +21,8 @@
   computes them, and this request may be aborted or preempted first.
 - SCHED-7 If other calls come between a promise and the allocation of its blocks (HiSparse of
   0.33.0), the connector **must** only receive the blocks if it promises as many tokens again
-  (CONN-2); otherwise the load has failed.
+  (CONN-2). It **must not** receive the blocks of a part of its promise, to which an
+  ``aux_output_connector`` of 0.33.0 may reduce a load. Otherwise the load has failed.
 
 Source: the order of calls in vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0; for SCHED-6
 ``_handle_invalid_blocks`` in this file, which only evicts the blocks if the request is to fail.
@@ -236,7 +237,8 @@ class SchedulerSide:
         if num_external_tokens:
             span = num_computed_tokens, num_computed_tokens + num_external_tokens
             blocks = self._blocks_between(block_ids, *span)
-            if is_valid or self._promises_again(info, num_computed_tokens, tracked.promised):
+            is_valid = is_valid or self._promises_again(info, num_computed_tokens, tracked.promised)
+            if is_valid and num_external_tokens == tracked.promised:
                 self._jobs.promise(request.request_id, num_external_tokens)
                 self._promised_blocks[request.request_id] = blocks
             else:
@@ -245,9 +247,7 @@ class SchedulerSide:
         self.half.on_blocks_allocated(info, block_ids, num_computed_tokens, num_external_tokens)
 
     def _promises_again(self, info: RequestInfo, num_computed_tokens: int, promised: int) -> bool:
-        # A window of a longer prefix keeps other blocks.
-        again = self.half.match_prefix(info, num_computed_tokens) or 0
-        return again == promised or (again > promised and len(self.geometry.groups) == 1)
+        return self.half.match_prefix(info, num_computed_tokens) == promised
 
     def _can_load(self, request: Any, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether this release handles both success and failure of the load correctly (SCHED-5)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar, final
 
@@ -15,6 +15,7 @@ from kvview.tier.bases.threaded import Threaded
 from kvview.tier.namespace import Namespace
 
 ResultT = TypeVar("ResultT")
+_LONGEST_REMOVAL = 5.0  # seconds for the removals that run at the end
 
 
 class AsyncStore(Threaded):
@@ -22,8 +23,8 @@ class AsyncStore(Threaded):
 
     1. All coroutines run in one thread, so they share a client without locks.
     2. If ``fetch`` or ``send`` raises, the key has failed; if ``find`` raises, the key is a miss.
-    3. ``close`` cancels the coroutines that still run, and then awaits ``disconnect``. Unfinished
-       removals fail. The threads end even if ``disconnect`` raises.
+    3. ``close`` cancels the coroutines of jobs and lookups, gives those of removals five seconds,
+       and then awaits ``disconnect``. The threads end even if ``disconnect`` raises.
 
     Args:
         namespace: Namespace of the store, which must share no bytes with other namespaces (use
@@ -34,7 +35,9 @@ class AsyncStore(Threaded):
     def __init__(self, namespace: Namespace, *, at_once: int = 16) -> None:
         self._loop = asyncio.new_event_loop()
         self._starting = threading.Lock()
-        self._is_ending = False
+        self._jobs: set[asyncio.Task[Any] | None] = set()
+        self._is_ending = False  # no job starts
+        self._has_ended = False  # no coroutine starts
         self._loop_thread = threading.Thread(
             target=self._loop.run_forever, name=f"{type(self).__name__}-loop", daemon=True
         )
@@ -59,17 +62,17 @@ class AsyncStore(Threaded):
     @final
     @override
     def has(self, key: bytes, /) -> bool:
-        return self.run(self.find(key))
+        return self.run(self._job(self.find(key)))
 
     @final
     @override
     def read_into(self, key: bytes, page: memoryview, /) -> bool:
-        return self.run(self.fetch(key, page))
+        return self.run(self._job(self.fetch(key, page)))
 
     @final
     @override
     def write(self, key: bytes, page: memoryview, /) -> bool:
-        return self.run(self.send(key, page))
+        return self.run(self._job(self.send(key, page)))
 
     @final
     def run(self, call: Coroutine[Any, Any, ResultT], /) -> ResultT:
@@ -79,7 +82,7 @@ class AsyncStore(Threaded):
             OSError: The store is closed.
         """
         with self._starting:
-            if self._is_ending:
+            if self._has_ended:
                 call.close()
                 raise OSError("the store is closed, so it accepts no jobs")
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -88,14 +91,30 @@ class AsyncStore(Threaded):
         except CancelledError:
             raise OSError("the store was closed during this job") from None
 
+    async def _job(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine that ``close`` cancels."""
+        if self._is_ending:
+            call.close()
+            raise OSError("the store is closed, so it accepts no jobs")
+        task = asyncio.current_task()
+        self._jobs.add(task)
+        try:
+            return await call
+        finally:
+            self._jobs.discard(task)
+
     @override
     def close(self) -> None:
         """End the coroutines, the threads and the loop."""
         if not self._loop.is_closed():
-            with self._starting:  # so that every coroutine is either cancelled or refused
-                self._is_ending = True
-                self._loop.call_soon_threadsafe(self._cancel_all)
+            self._is_ending = True
+            self._loop.call_soon_threadsafe(self._cancel, self._jobs)
+            limit = threading.Timer(_LONGEST_REMOVAL, self._end_removals)
+            limit.start()
             super().close()
+            limit.cancel()
+            limit.join()
+            self._end_removals()
             try:
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             finally:
@@ -109,6 +128,11 @@ class AsyncStore(Threaded):
         finally:
             await self._loop.shutdown_default_executor()  # the threads of asyncio.to_thread
 
-    def _cancel_all(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
+    def _end_removals(self) -> None:
+        with self._starting:  # so that every coroutine is either cancelled or refused
+            self._has_ended = True
+            self._loop.call_soon_threadsafe(lambda: self._cancel(asyncio.all_tasks()))
+
+    def _cancel(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+        for task in filter(None, [*tasks]):
             task.cancel()

@@ -26,8 +26,8 @@ class Polled(ABC):
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
-        self._num_keys: dict[int, int] = {}  # jobs in flight
-        self._done: list[tuple[int, list[bool]]] = []
+        self._num_keys: dict[int, int] = {}  # of jobs that have not ended
+        self._done: dict[int, list[bool]] = {}  # until poll returns them
         self._is_closed = False
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Polled(ABC):
     def report(self, job: int, flags: list[bool]) -> None:
         """Record the end of a job."""
         del self._num_keys[job]
-        self._done.append((job, flags))
+        self._done[job] = flags
 
     @final
     def put(self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], /) -> None:
@@ -65,8 +65,8 @@ class Polled(ABC):
         """Return the jobs that ended."""
         if not self._is_closed:
             self.collect()
-        done, self._done = self._done, []
-        return done
+        done, self._done = self._done, {}
+        return [*done.items()]
 
     @final
     def drain(self, timeout: float, /) -> bool:
@@ -91,7 +91,8 @@ class Polled(ABC):
     def _start(
         self, job: int, keys: Sequence[bytes], pages: Sequence[memoryview], *, is_get: bool
     ) -> None:
-        require_tier_job(keys, pages, is_get=is_get, in_flight=job in self._num_keys)
+        in_flight = job in self._num_keys or job in self._done
+        require_tier_job(keys, pages, is_get=is_get, in_flight=in_flight)
         self._num_keys[job] = len(keys)
         if self._is_closed or not keys:
             self.report(job, [False] * len(keys))

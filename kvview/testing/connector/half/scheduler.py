@@ -309,7 +309,7 @@ class SchedulerHarness(SchedulerConnector):
         self.unanswered.discard(request.request_id)
         require_type("match_prefix", answer, "CONN-2")
         is_repeated = self._record.keys.has_promise(request.request_id)
-        self.engine_calls.on_match(request, num_computed_tokens, is_repeated=is_repeated)
+        self.engine_calls.on_match(request, num_computed_tokens, answer, is_repeated=is_repeated)
         self.fold_events()
         self._record.counts.on_promise(request, num_computed_tokens, answer)
         self._record.keys.on_promise(request, num_computed_tokens, answer)

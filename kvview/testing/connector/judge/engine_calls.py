@@ -43,7 +43,7 @@ class EngineCalls:
         self.view: GPUBlockPoolView | None = None
         """The view of the half, once it is bound."""
         self._searchable: SupportsFindCachedBlock | None = None  # the view, if it finds blocks
-        self._promised_to: str | None = None  # request, until another hook is called
+        self._promise: tuple[str, int] | None = None  # request and tokens, until another hook
         self._loads: dict[int, str] = {}  # requests of the loads in flight, by job
         self._load_failed: set[str] = set()
         self._contents: dict[str, RequestContent] = {}
@@ -58,16 +58,17 @@ class EngineCalls:
 
     def on_hook(self) -> None:
         """End a promise, because the engine calls another hook."""
-        self._promised_to = None
+        self._promise = None
 
     def on_match(
-        self, request: RequestInfo, num_computed_tokens: int, *, is_repeated: bool
+        self, request: RequestInfo, num_computed_tokens: int, promised: int, *, is_repeated: bool
     ) -> None:
         """Check a request that the half may load.
 
         Args:
             request: The request.
             num_computed_tokens: Number of tokens that hit on the GPU.
+            promised: Number of tokens that the half has promised.
             is_repeated: Whether the half has promised tokens to this request before.
         """
         if request.request_id in self._load_failed:
@@ -85,7 +86,7 @@ class EngineCalls:
             )
         if not is_repeated:
             self._check_gpu_hit(request, num_computed_tokens)
-        self._promised_to = request.request_id
+        self._promise = request.request_id, promised
 
     def _check_content(self, request: RequestInfo) -> None:
         """Require one content object for the whole life of a request."""
@@ -120,11 +121,12 @@ class EngineCalls:
     def on_blocks_allocated(self, request: RequestInfo, num_external_tokens: int) -> None:
         """Check a request, and require that a promise precedes the blocks of its tokens."""
         self._check_content(request)
-        if num_external_tokens and self._promised_to != request.request_id:
+        if num_external_tokens and self._promise != (request.request_id, num_external_tokens):
             raise InvariantBroken(
                 "ENGINE",
-                f"the engine allocated the blocks of a promise to request {request.request_id!r} "
-                f"after other calls; it must call match_prefix again before (CONN-2)",
+                f"the engine allocated blocks for {num_external_tokens} tokens of request "
+                f"{request.request_id!r} after other calls or another promise; it must call "
+                f"match_prefix directly before, and use the whole promise (CONN-2)",
             )
 
     def on_step(self, step: StepInfo, plan: StepPlan) -> None:
