@@ -41,7 +41,7 @@ from kvview.testing.connector.judge.tier_model import TierKeys
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.connector.run.long_runs import (
     FEWEST_ROUNDS,
-    KeptBytes,
+    KeptObjects,
     grows,
     grows_with_keys,
     with_rounds_compared,
@@ -363,8 +363,8 @@ def test_conn10_a_table_that_counts_differently_is_measured() -> None:
 
     half = Growing()
     half.table = Odd.fromkeys(range(100), 0)  # type: ignore[attr-defined]
-    memory = KeptBytes(FEWEST_ROUNDS)
-    memory.end_round(0, [half], 0)
+    memory = KeptObjects(FEWEST_ROUNDS)
+    memory.end_round(0, [half], 0, set())
     assert memory.sizes[0] > 0
 
 
@@ -378,20 +378,40 @@ def test_conn10_a_history_of_keys_must_not_grow_in_each_window() -> None:
 def test_conn10_a_tier_that_fills_slowly_is_not_a_leak(is_filling: bool) -> None:
     half = Growing()
     rounds = 2 * FEWEST_ROUNDS
-    memory = KeptBytes(rounds)
+    memory = KeptObjects(rounds)
     for place in range(rounds):
         half.pages += [bytes(1_000) for _ in range(2)]
-        memory.end_round(place, [half], len(half.pages) if is_filling else 90)
+        memory.end_round(place, [half], len(half.pages) if is_filling else 90, set())
     assert grows(memory.sizes, 90) != is_filling
 
 
 def test_conn10_jobs_that_have_not_ended_are_not_a_leak() -> None:
     half = Growing()
-    memory = KeptBytes(FEWEST_ROUNDS)
+    memory = KeptObjects(FEWEST_ROUNDS)
     for place in range(FEWEST_ROUNDS):
         half.pages = [bytes(1_000) for _ in range(place * (place % 2))]
-        memory.end_round(place, [half], 0)
+        memory.end_round(place, [half], 0, set())
     assert not grows(memory.sizes, 10)
+
+
+@pytest.mark.parametrize("most", [None, 20])
+def test_conn10_ids_of_ended_requests_must_not_grow_in_each_window(most: int | None) -> None:
+    """A table of a fixed number of requests grows until it is full."""
+
+    def play(scenario: Scenario) -> SimulationResult:
+        memory, half, ended = KeptObjects(scenario.rounds), Growing(), set[str]()
+        half.table = dict[str, int]()  # type: ignore[attr-defined]
+        for place in range(scenario.rounds):
+            ended.add(f"r{place}")
+            if len(half.table) != most:  # type: ignore[attr-defined]
+                half.table[f"r{place}"] = 0  # type: ignore[attr-defined]
+            memory.end_round(place, [half], 0, ended | {"unfinished"})
+        loads = (30,) * scenario.rounds
+        kept = tuple(memory.requests)
+        return SimulationResult(scenario, None, (), {}, loads, kept_requests=kept)
+
+    result = with_rounds_compared(play(steady_scenario(0)), play)
+    assert (result.failure is None) == (most is not None)
 
 
 @pytest.mark.slow

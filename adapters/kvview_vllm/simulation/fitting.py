@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvview.testing.connector.scenario.scenario import Scenario, SecondHash
+from kvview.testing.connector.scenario.scenario import Add, Scenario, SecondHash
 from kvview_vllm.simulation.scheduler import capabilities
 
 
@@ -37,9 +37,19 @@ class Fitting:
             self.left_out.append(part)
 
     def limit_pool(self, most: int) -> None:
-        """Limit the number of blocks."""
+        """Limit the number of blocks, and the prompts to a quarter of these."""
+        geometry = self.scenario.geometry
+        size = geometry.scheduler_block_size
+        longest = size * (most // sum(4 * size // group.block_size for group in geometry.groups))
+        events = tuple(
+            replace(one, num_prompt_tokens=min(one.num_prompt_tokens, longest + 1))
+            if isinstance(one, Add)
+            else one
+            for one in self.scenario.events
+        )
         part = f"a pool of more than {most} blocks: it takes long"
-        self.drop(self.scenario.num_gpu_blocks > most, part, num_gpu_blocks=most)
+        is_large = self.scenario.num_gpu_blocks > most
+        self.drop(is_large, part, num_gpu_blocks=most, events=events)
 
     def drop_lookahead(self, has_draft_models: bool) -> None:
         """Remove slots for the next step's draft tokens, if no draft model needs them."""

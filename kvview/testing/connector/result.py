@@ -77,6 +77,8 @@ class SimulationResult:
         loads_of_rounds: Number of tokens that requests were to load, round by round.
         kept_bytes: Minimum number of bytes to which the halves refer in each sixth of a long run,
             without the bytes of pages that the tier holds.
+        kept_requests: Minimum number of ids of ended requests to which the halves refer in each
+            sixth of a long run.
         first_error: Error of the first job that failed without an injected failure.
     """
 
@@ -86,6 +88,7 @@ class SimulationResult:
     coverage: Mapping[str, int] = field(default_factory=dict)
     loads_of_rounds: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
+    kept_requests: tuple[int, ...] = ()
     first_error: str = ""
 
 

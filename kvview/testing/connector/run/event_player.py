@@ -40,6 +40,8 @@ class EventPlayer:
         self._unique_ids = unique_ids
         self.num_begun = 0
         """Largest number of events that were started in one round."""
+        self.ids: set[str] = set()
+        """Ids of all requests in the engine, so far."""
         self._is_first_round = True
         self._first_family = 0
         self._num_renamed = 0
@@ -101,6 +103,7 @@ class EventPlayer:
             name = add.request_id if is_first else f"{add.request_id}.{self._num_renamed}"
         self._names[add.request_id] = name
         self._names_of_round.add(name)
+        self.ids.add(name)
         with suppress(ConfigError):  # no engine queues a request that can never fit
             family = self._first_family + add.family
             engine.add(replace(add, request_id=name, family=family), serial)

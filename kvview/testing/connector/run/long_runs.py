@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
 from types import FunctionType, ModuleType
@@ -99,8 +99,8 @@ def _ends_of_pages(scenario: Scenario) -> str:
     return f"{', '.join(ends)}, and an eviction"
 
 
-class KeptBytes:
-    """Measures the memory of the halves at the end of each round of a long run.
+class KeptObjects:
+    """Measures the objects of the halves at the end of each round of a long run.
 
     Args:
         rounds: Rounds of the run.
@@ -110,33 +110,43 @@ class KeptBytes:
     def __init__(self, rounds: int, *, confirms: bool = False) -> None:
         self.sizes: list[int] = []
         """Least bytes in each window of rounds, beyond those that pages of the tier may take."""
+        self.requests: list[int] = []
+        """Least number of ids of ended requests in each window of rounds."""
         self._rounds = rounds
         self._confirms = confirms
 
     def end_round(
-        self, place: int, halves: Iterable[SchedulerConnector | WorkerConnector], num_held: int
+        self,
+        place: int,
+        halves: Iterable[SchedulerConnector | WorkerConnector],
+        num_held: int,
+        ended: Set[str],
     ) -> None:
-        """Measure the memory at the end of a round.
+        """Measure the objects at the end of a round.
 
         Args:
             place: Number of the round, from 0.
             halves: All halves.
             num_held: Maximum number of pages that the tiers hold, because a tier may not be full
                 yet.
+            ended: Ids of the requests that have ended.
         """
         if self._rounds < FEWEST_ROUNDS:
             return
-        size = _kept_bytes(halves) - _BYTES_OF_A_HELD_PAGE * num_held
+        kept = _kept_objects(halves)
+        size = sum(map(_bytes_of, kept)) - _BYTES_OF_A_HELD_PAGE * num_held
+        num_requests = sum(isinstance(one, str) and one in ended for one in kept)
         window = place * _WINDOWS // self._rounds
-        if window == len(self.sizes):
-            self.sizes.append(size)
-        self.sizes[window] = min(size, self.sizes[window])  # unfinished jobs also take memory
+        for found, number in ((self.sizes, size), (self.requests, num_requests)):
+            if window == len(found):
+                found.append(number)
+            found[window] = min(number, found[window])  # unfinished jobs also take memory
 
     @property
     def refutes(self) -> bool:
         """Whether a run that only confirms growth has a window without growth, and may end."""
-        growth = [after - before for before, after in pairwise(self.sizes[1:-1])]
-        return self._confirms and _has_a_pause(growth)
+        growths = (_differences(found[1:-1]) for found in (self.sizes, self.requests))
+        return self._confirms and all(map(_has_a_pause, growths))
 
 
 def grows(sizes: Sequence[int], num_pages: int) -> bool:
@@ -161,7 +171,11 @@ def _has_a_pause(growth: Sequence[int]) -> bool:
 def _growth_of_windows(sizes: Sequence[int]) -> list[int]:
     """Return the growth in each window after the first two; none if the run was not measured."""
     is_whole = len(sizes) == _WINDOWS  # the halves of a raw connector are not measured
-    return [after - before for before, after in pairwise(sizes[1:])] if is_whole else []
+    return _differences(sizes[1:]) if is_whole else []
+
+
+def _differences(numbers: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise(numbers)]
 
 
 def confirms(scenario: Scenario) -> bool:
@@ -209,6 +223,11 @@ def with_many_keys(scenario: Scenario) -> Scenario:
     )
 
 
+def with_many_requests(scenario: Scenario) -> Scenario:
+    """Make a run with so many requests that a bounded history of requests is full in it."""
+    return replace(longer(scenario), rounds=4 * _ROUNDS_TO_CONFIRM)
+
+
 def grows_with_keys(sizes: Sequence[int]) -> bool:
     """Whether memory grew with the keys of each window after the first two."""
     num_keys = _MANY_BLOCKS * _ROUNDS_TO_CONFIRM // _WINDOWS
@@ -226,8 +245,8 @@ def _growth(run: SimulationResult, rounds: str) -> InvariantBroken:
     )
 
 
-def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
-    """Count the bytes of the objects to which the halves refer, without views and tensors."""
+def _kept_objects(halves: Iterable[SchedulerConnector | WorkerConnector]) -> Collection[Any]:
+    """Find the objects to which the halves refer, without views and tensors."""
     found: dict[int, Any] = {}
     ahead: list[Any] = list(halves)
     while ahead:
@@ -238,7 +257,7 @@ def _kept_bytes(halves: Iterable[SchedulerConnector | WorkerConnector]) -> int:
             continue
         found[id(one)] = one
         ahead += _parts(one)
-    return sum(map(_bytes_of, found.values()))
+    return found.values()
 
 
 def _bytes_of(one: object) -> int:
@@ -254,6 +273,8 @@ def _bytes_of(one: object) -> int:
 def _parts(one: Any) -> list[Any]:
     if isinstance(one, FunctionType):  # not its globals
         return gc.get_referents(*(one.__closure__ or ()))
+    if isinstance(one, dict):  # whose keys are not named by the collector if all are strings
+        return [*dict.keys(one), *dict.values(one)]
     return gc.get_referents(one)
 
 
@@ -305,4 +326,14 @@ def _compare_rounds(
         confirmed = play(with_many_keys(scenario))
         if grows_with_keys(confirmed.kept_bytes):
             raise _growth(confirmed, f"rounds of {2 * _MANY_BLOCKS} new keys each")
+    if sum(_growth_of_windows(result.kept_requests)) > 0:
+        kept = play(with_many_requests(scenario)).kept_requests
+        if not _has_a_pause(growth := _growth_of_windows(kept)) and growth:
+            raise InvariantBroken(
+                "CONN-10",
+                f"the halves keep ids of requests that have ended, {sum(growth)} more in "
+                f"{len(growth) * 4 * _ROUNDS_TO_CONFIRM // _WINDOWS} equal rounds; delete the "
+                f"entries of a request when it ends, also when it is aborted",
+                hint="Remove the entries of a request when it ends, and bound every table.",
+            )
     return {"steady runs to compare": int(is_comparable(loads))}

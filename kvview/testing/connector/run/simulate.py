@@ -41,7 +41,7 @@ from kvview.testing.connector.run.event_player import EventPlayer
 from kvview.testing.connector.run.jumping_clock import jumping_clock
 from kvview.testing.connector.run.long_runs import (
     FEWEST_ROUNDS,
-    KeptBytes,
+    KeptObjects,
     confirms,
     with_rounds_compared,
 )
@@ -170,7 +170,7 @@ class Run:
         self._fates = Fates(self.scenario)
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # number of loaded tokens so far, at the end of each round
-        self._memory = KeptBytes(self.scenario.rounds, confirms=confirms(self.scenario))
+        self._memory = KeptObjects(self.scenario.rounds, confirms=confirms(self.scenario))
         self._configure(connector_class, options_of_each)
         # Created here, after the halves that were only built to test the options.
         self._threads = ThreadWatch()
@@ -250,7 +250,9 @@ class Run:
         self._loaded.append(self._num_tokens_loaded())
         parts, most = self.stage.parts, scenario.cpu_blocks
         num_held = sum(min(len(part.record.keys.stored), most) for part in parts)
-        self._memory.end_round(place, (half for part in parts for half in part.halves), num_held)
+        halves = (half for part in parts for half in part.halves)
+        ended = self._events.ids - self.stage.engine.unfinished().keys()
+        self._memory.end_round(place, halves, num_held, ended)
 
     def _raise_stuck(self) -> None:
         drain.raise_stuck(self.stage)
@@ -320,6 +322,7 @@ class Run:
             dict(self.coverage),
             tuple(after - before for before, after in pairwise([0, *self._loaded])),
             tuple(self._memory.sizes),
+            tuple(self._memory.requests),
             next((e for p in self.stage.parts if (e := p.record.counts.first_error)), ""),
         )
 

@@ -19,7 +19,7 @@ from kvview import (
     Mamba,
     SlidingWindow,
 )
-from kvview.testing.connector.run.long_runs import FEWEST_ROUNDS
+from kvview.testing.connector.run.long_runs import FEWEST_ROUNDS, with_many_keys
 from kvview.testing.connector.scenario.draw import Draw, in_turn
 from kvview.testing.connector.scenario.scenario import (
     NUM_LAYERS,
@@ -38,11 +38,11 @@ from kvview.testing.connector.scenario.scenario import (
 from kvview.testing.connector.scenario.scenes import Scenes
 
 Kind = Literal[
-    "usual", "small pool", "large pool", "huge pool", "no tier", "roomy", "steady", "full tier"
+    "usual", "small pool", "many keys", "huge pool", "no tier", "roomy", "steady", "full tier"
 ]
 KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "small pool": 3,
-    "large pool": 1,
+    "many keys": 1,  # two prompts of more than a thousand blocks
     "huge pool": 1,
     "no tier": 2,  # the tier has 0 pages
     "roomy": 2,  # neither blocks nor pages are ever short
@@ -51,7 +51,7 @@ KINDS_OF_A_HUNDRED: dict[Kind, int] = {
     "full tier": 5,  # stores need the pages of loads and promises
 }
 """Kinds of scenarios, and the number of seeds for each in a hundred consecutive seeds."""
-HUGE_POOLS: dict[Kind, int] = {"large pool": 2_000, "huge pool": 10_000}
+HUGE_POOL = 10_000
 SMALL_POOL, SMALL_BLOCK = 8, 4
 
 STEPS_IN_FLIGHT = (1, 1, 2, 3)
@@ -128,6 +128,9 @@ def generate_scenario(seed: int, steps: int = 0) -> Scenario:
     scenario = replace(scenario, rounds=max(scenario.rounds, -(-steps // scenario.steps_per_round)))
     if kind == "roomy":
         scenario = _without_shortage(scenario)
+    if kind == "many keys":
+        few = replace(scenario, group_pages=(), ranks=(), drafts=(), lookahead_tokens=0)
+        scenario = replace(with_many_keys(few), rounds=1)
     return scenario if kind == "steady" else _overlap_steps(Draw(seed, "overlap"), scenario)
 
 
@@ -150,7 +153,8 @@ def _usual_scenario(seed: int, kind: Kind) -> Scenario:
         num_gpu_blocks, most_tokens = SMALL_POOL, (SMALL_POOL - 1) * size
         longest = min(longest, most_tokens - 2 * size)
         drafts, lookahead_tokens = (), 0
-    num_gpu_blocks = HUGE_POOLS.get(kind, num_gpu_blocks)
+    if kind == "huge pool":
+        num_gpu_blocks = HUGE_POOL
     scenes = Scenes(draw, longest, most_tokens, size, num_gpu_blocks)
     scenario = Scenario(
         geometry,
@@ -215,12 +219,20 @@ def _with_full_tier(draw: Draw, scenario: Scenario, longest: int) -> Scenario:
         other = f"other {number}"
         events += [Add(f"first {number}", 1, full), Step(12)]
         events += [HoldBlocks(num_blocks), HoldBlocks(0)]
-        events += [Add(other, 2 + number, size * draw.number(1, 2), 4 * size), Step(2)]
+        num_shared = draw.one_of([0, 0, 2])  # else its start would also be on the GPU
+        length = size * draw.number(1, 2)
+        events += [Add(other, 2 + number, length, 4 * size, num_shared_blocks=num_shared)]
+        events.append(Step(draw.number(2, 3)))
         again = Add(f"again {number}", 1, full + 1)
         if number % 2:  # promised, but waits for blocks; a store of the other evicts pages
             num_left = draw.one_of([0, draw.number(num_needed // 2, 2 * num_needed)])
-            events.append(HoldBlocks(max(0, num_blocks - num_left)))
-        events += [again, Step(1), Abort(other), Step(draw.number(1, 3))]
+            events += [HoldBlocks(max(0, num_blocks - num_left)), again, Step(1), Abort(other)]
+            if draw.chance(0.5):  # also the blocks that the other has left
+                events += [HoldBlocks(num_blocks), Step(draw.number(1, 8))]
+            else:
+                events.append(Step(draw.number(1, 3)))
+        else:
+            events += [again, Step(1), Abort(other), Step(draw.number(1, 3))]
         if draw.chance(0.3):
             events.append(Abort(again.request_id))
         events += [HoldBlocks(0), Step(8)]
@@ -447,6 +459,8 @@ def steady_scenario(number: int) -> Scenario:
         adds = [Add(f"{name}{turn}", 1, size, 6 * size) for turn in "abc"]
         events += [*adds, Step(2), HoldBlocks(num_gpu_blocks), Step(size + 1)]
         events += [*(Abort(add.request_id) for add in adds), HoldBlocks(0), Step(2)]
+    adds = [Add(f"r{turn}", 2, size, 6 * size) for turn in "abc"]
+    events += [*adds, Step(3), *(Abort(add.request_id) for add in adds), Step(2)]  # while they run
     for place in range(30):
         family = draw.number(1, 3) if draw.chance(0.7) else 10 + place
         num_shared = 2 * (family % 2)
