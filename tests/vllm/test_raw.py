@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvview import CacheGeometry, ConfigError, FullAttention, SlidingWindow
 from kvview.targets import load_target
@@ -296,6 +297,17 @@ def test_a_connector_that_cannot_have_simulated_ranks_runs_in_one(
     assert result.failure is None, result.failure
     assert result.coverage["loads"]
     assert result.coverage[f"left out: several ranks: {why}"]
+
+
+class PinsMemory(HostConnector):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.pinned = torch.zeros(4, pin_memory=True), torch.zeros(4).pin_memory()
+
+
+def test_a_connector_may_pin_memory(engines: VLLMEngines) -> None:
+    result = simulate(PinsMemory, generate_scenario(1), engines=engines)
+    assert result.failure is None, result.failure
 
 
 def test_a_connector_may_wait_for_cuda(engines: VLLMEngines) -> None:
@@ -614,17 +626,21 @@ def test_the_reference_engine_refuses_a_raw_connector_in_one_line() -> None:
         simulate(HostConnector, scenario, engines=load_engines())
 
 
-@pytest.mark.skipif(not _refuses_old_constructors(), reason="the release accepts two arguments")
-def test_a_connector_that_vllm_does_not_accept_could_not_run(engines: VLLMEngines) -> None:
+class TakesTwoArguments(HostConnector):
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)
+
+
+def test_a_constructor_of_two_arguments_runs_where_vllm_accepts_it(engines: VLLMEngines) -> None:
     """Not ENGINE, although the run without the connector needs its class too (kachedb 0.3.0)."""
-
-    class Old(HostConnector):
-        def __init__(self, vllm_config: Any, role: Any) -> None:
-            super().__init__(vllm_config, role)
-
-    scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
-    with pytest.raises(ConfigError, match=r"does not accept this connector: .*2-argument"):
-        simulate(Old, scenario, engines=engines)
+    scenario = generate_scenario(1)
+    if _refuses_old_constructors():
+        with pytest.raises(ConfigError, match=r"does not accept this connector: .*2-argument"):
+            simulate(TakesTwoArguments, scenario, engines=engines)
+        return
+    result = simulate(TakesTwoArguments, scenario, engines=engines)
+    assert result.failure is None, result.failure
+    assert result.coverage["loads"]
 
 
 def test_a_wrong_transfer_config_is_refused(engines: VLLMEngines) -> None:

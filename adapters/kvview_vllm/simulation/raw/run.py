@@ -72,7 +72,8 @@ class RawRun(Run):
 
     @override
     def run(self) -> SimulationResult:
-        with tempfile.TemporaryDirectory(prefix="kvview-") as folder:
+        # Threads of a connector may still write to the folder.
+        with tempfile.TemporaryDirectory(prefix="kvview-", ignore_cleanup_errors=True) as folder:
             self._transfer_config = in_folder(self._transfer_config, folder)
             result = self._run()
         if (why := self._why_one_rank(result)) is None:

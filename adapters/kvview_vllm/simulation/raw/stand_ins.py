@@ -9,9 +9,13 @@ Copies of one direction run in order, at most a few steps late, as on a CUDA str
 from __future__ import annotations
 
 import importlib
+import inspect
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +30,7 @@ _CUDA_ONLY = {
     "SimpleCPUOffloadConnector": ("simple_offload_copies", "replace_backend"),
 }
 _LMCACHE = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"})
+_MAKE_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like")
 
 
 def copies_on_cuda(connector_classes: Sequence[type]) -> bool:
@@ -39,6 +44,23 @@ def _bases(connector_classes: Sequence[type]) -> set[type]:
 
 def _names(connector_classes: Sequence[type]) -> set[str]:
     return {kind.__name__ for kind in _bases(connector_classes)}
+
+
+def _use_lmcache(connector_classes: Sequence[type]) -> bool:
+    """Whether a connector is LMCache's, or is defined in a module that names it, to wrap it."""
+    modules = {
+        cls.__module__ for cls in connector_classes if not cls.__module__.startswith("vllm.")
+    }
+    texts = (_text_of(sys.modules.get(name)) for name in modules)
+    is_lmcache = not _LMCACHE.isdisjoint(_names(connector_classes))
+    return is_lmcache or any("lmcache" in text.lower() for text in texts)
+
+
+def _text_of(module: ModuleType | None) -> str:
+    try:
+        return "" if module is None else inspect.getsource(module)
+    except (OSError, TypeError):  # without a source
+        return ""
 
 
 class CopyQueue:
@@ -137,11 +159,15 @@ class StandIns:
             if not torch.cuda.is_available():
                 stack.enter_context(patch.object(torch.Tensor, "cuda", _cuda))
                 use_in(torch, stack)
+                for name in _MAKE_TENSORS:
+                    make = _without_pinning(getattr(torch, name))
+                    stack.enter_context(patch.object(torch, name, make))
+                stack.enter_context(patch.object(torch.Tensor, "pin_memory", _cuda))
                 for kind in _bases(connector_classes):
                     if kind.__name__ in _CUDA_ONLY:
                         module, replace = _CUDA_ONLY[kind.__name__]
                         getattr(_copies(module), replace)(self.make_queue, stack, kind)
-                if not _LMCACHE.isdisjoint(_names(connector_classes)):
+                if _use_lmcache(connector_classes):
                     _copies("lmcache_copies").replace_gpu_connector(self.note, stack)
             yield
 
@@ -152,13 +178,23 @@ class StandIns:
         Args:
             connector_classes: The connectors that ran.
         """
-        if not _LMCACHE.isdisjoint(_names(connector_classes)):
+        if _use_lmcache(connector_classes):
             _copies("lmcache_copies").end_engines()
 
 
 def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replaces ``Tensor.cuda``; returns the tensor itself."""
+    """Replaces ``Tensor.cuda`` and ``Tensor.pin_memory``; returns the tensor itself."""
     return tensor
+
+
+def _without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that ignores ``pin_memory``, which only CUDA needs."""
+
+    @wraps(make)
+    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return call
 
 
 def _copies(module: str) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from kvview import ConfigError
 from kvview.errors import line_of
+from kvview_vllm.releases.compat.calls import takes_cache_config
 from kvview_vllm.releases.compat.versions import vllm
 
 TRANSFER_CONFIG = "kv_transfer_config"
@@ -81,7 +82,22 @@ def registered(connector_class: type | None) -> Iterator[None]:
     if connector_class is None:
         yield
         return
-    with patch.dict(_factory()._registry, {connector_class.__name__: lambda: connector_class}):
+    factory = _factory()
+    with ExitStack() as stack:
+        names = {connector_class.__name__: lambda: connector_class}
+        stack.enter_context(patch.dict(factory._registry, names))
+        # Up to 0.20 vLLM passes two arguments to classes that take two and are not registered.
+        if find := getattr(factory, "_get_connector_class_with_compat", None):
+
+            def find_with_compat(config: Any) -> tuple[type, bool]:
+                kind, takes_two = find(config)
+                if kind is connector_class:
+                    takes_two = not takes_cache_config(kind)
+                return kind, takes_two
+
+            stack.enter_context(
+                patch.object(factory, "_get_connector_class_with_compat", find_with_compat)
+            )
         yield
 
 
