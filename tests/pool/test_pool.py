@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from kvview import (
 )
 from kvview.events.fold import FoldedEvents
 from kvview.testing.pool.machine import PoolMachine
-from kvview.testing.suites.conformance import Label, observable
+from kvview.testing.suites.conformance import observable
 from kvview.testing.suites.cost import cost_of
 from kvview_reference.harness import ReferenceEnginePool, ReferencePool
 from kvview_reference.pool import BlockPool
@@ -70,7 +70,7 @@ def test_an_impossible_allocation_is_refused(num_blocks: Any) -> None:
 class EventsMachine(PoolMachine):
     """Also compares the keys that follow from the events of the pool."""
 
-    labels: ClassVar[Mapping[str, Label]] = {**PoolMachine.labels, "EVENT-2": Label("")}
+    laws = (*PoolMachine.laws, "EVENT-2")
 
     @observable("EVENT-2")
     def events(self) -> None:

@@ -25,7 +25,7 @@ from kvview.testing.handoff.sizes import GEOMETRIES, SPLITS, doubled, scenario_o
 from kvview.testing.suites.capability import Capability
 from kvview.testing.suites.conformance import (
     ContractMachine,
-    Label,
+    Needs,
     observable,
     of_state,
     operation,
@@ -67,18 +67,8 @@ _FAULTS = of_state(lambda machine: _faults(tuple(machine.pair.faults)))
 class HandoffMachine(ContractMachine):
     """Runs two engines, their router and the network."""
 
-    labels: ClassVar[Mapping[str, Label]] = {
-        "HAND-1": Label("Parameters are JSON and name the KV.", (Capability.NAMES_THE_KV,)),
-        "HAND-2": Label("Offered blocks stay until the handoff ends."),
-        "HAND-3": Label("Every handoff ends once, and its blocks are freed."),
-        "HAND-4": Label("No block is freed while a transfer reads it."),
-        "HAND-5": Label("A handoff is used once."),
-        "HAND-6": Label("Stale, foreign and incomplete handoffs are refused; nothing raises."),
-        "HAND-7": Label("A failed transfer is never a success."),
-        "HAND-8": Label("Nothing is written after the report of a load."),
-        "HAND-9": Label("A load ends within the time of a lease."),
-        "HAND-10": Label("An intact handoff is used."),
-    }
+    laws = tuple(f"HAND-{number}" for number in range(1, 11))
+    needs: ClassVar[Needs] = {"HAND-1": (Capability.NAMES_THE_KV,)}
     pair: TwoEngines
     run: HandoffRun
     num_at_restart = num_at_hand_over = 0

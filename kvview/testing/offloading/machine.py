@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from kvview.testing.results.law_broken import short_repr
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import (
     ContractMachine,
-    Label,
+    Needs,
     observable,
     of_state,
     operation,
@@ -47,23 +47,19 @@ USES = st.one_of(*(_uses(most, fewest) for most in (4, 7, 16, 40) for fewest in 
 class OffloadingMachine(ContractMachine):
     """Makes the calls of an engine on one manager, and compares all results with the model."""
 
-    labels: ClassVar[Mapping[str, Label]] = {
-        "OFF-1": Label("A key that is being loaded or stored is not evicted."),
-        "OFF-2": Label("A load names the pages of its keys, and is refused unless all are ready."),
-        "OFF-3": Label("A store makes room for all its new keys, or changes nothing."),
-        "OFF-4": Label("A failed store leaves no trace."),
-        "OFF-5": Label("The whole capacity can be used, and no more."),
-        "OFF-6": Label("A key is a hit exactly while it can be loaded."),
-        "OFF-8": Label("A reset forgets every key, and transfers in flight continue."),
-        "OFF-9": Label("Each transfer is completed once; any other completion is refused."),
-        "OFF-10": Label("The keys whose last use is longest ago are evicted first.", (C.LRU,)),
-        "OFF-11": Label("Keys are evicted as ARC was published.", (C.ARC,)),
-        "OFF-12": Label("A key is stored at its N-th offer.", (C.STORE_THRESHOLD,)),
-        "EVENT-1": Label("Stores and removals of a key alternate.", (C.EVENTS,)),
-        "EVENT-2": Label("The events advertise the keys that can be loaded.", (C.EVENTS,)),
-        "EVENT-3": Label("Each event comes once, in the order of the changes.", (C.EVENTS,)),
-        "EVENT-4": Label("A failed store advertises nothing.", (C.EVENTS,)),
-        "EVENT-5": Label("A reset removes everything that was advertised.", (C.EVENTS, C.RESETS)),
+    laws = (
+        *(f"OFF-{number}" for number in (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12)),
+        *(f"EVENT-{number}" for number in range(1, 6)),
+    )
+    needs: ClassVar[Needs] = {
+        "OFF-10": (C.LRU,),
+        "OFF-11": (C.ARC,),
+        "OFF-12": (C.STORE_THRESHOLD,),
+        "EVENT-1": (C.EVENTS,),
+        "EVENT-2": (C.EVENTS,),
+        "EVENT-3": (C.EVENTS,),
+        "EVENT-4": (C.EVENTS,),
+        "EVENT-5": (C.EVENTS, C.RESETS),
     }
 
     @initialize(

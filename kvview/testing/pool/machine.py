@@ -22,7 +22,7 @@ from kvview.testing.pool.model import PoolModel, key_sets
 from kvview.testing.pool.walks import OpenWalk
 from kvview.testing.results.law_broken import short_repr
 from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.conformance import ContractMachine, Label, observable, operation
+from kvview.testing.suites.conformance import ContractMachine, Needs, observable, operation
 
 _SIZES = (16, 20, 24, 40, 64, 300, 700)
 _WALK_MOVES = ("read", "hold", "touch", "read 40")
@@ -59,30 +59,15 @@ class _Lists:
 class PoolMachine(ContractMachine):
     """Makes the calls of the engine, of views and of walks on one pool."""
 
-    labels: ClassVar[Mapping[str, Label]] = {
-        "POOL-1": Label("A block is free exactly when neither the engine nor a view holds it."),
-        "POOL-2": Label("N touches need N frees, and no block is queued twice."),
-        "POOL-3": Label("A call that raises has changed nothing."),
-        "POOL-4": Label("An id that names no block is refused, and so is a free without a hold."),
-        "POOL-5": Label("The null block is skipped, and never yielded or allocated."),
-        "POOL-6": Label(
-            "A walk yields each free block with each key, next victim first.", (C.CACHE,)
-        ),
-        "POOL-7": Label(
-            "A walk continues while blocks come and go, and its items are true.", (C.CACHE,)
-        ),
-        "POOL-8": Label(
-            "A key is found while a block holds the key; bytes that are not a key are refused.",
-            (C.CACHE,),
-        ),
-        "POOL-9": Label("A reset waits for holds, which the view lists.", (C.RESET,)),
-        "POOL-10": Label("A closed view refuses every call, and reports its holds.", (C.CLOSE,)),
-        "POOL-11": Label(
-            "Blocks with keys are evicted in the order in which they became free.", (C.CACHE,)
-        ),
-        "POOL-12": Label(
-            "Blocks that are released to the head are the next victims.", (C.GIVE_BACK,)
-        ),
+    laws = tuple(f"POOL-{number}" for number in range(1, 13))
+    needs: ClassVar[Needs] = {
+        "POOL-6": (C.CACHE,),
+        "POOL-7": (C.CACHE,),
+        "POOL-8": (C.CACHE,),
+        "POOL-9": (C.RESET,),
+        "POOL-10": (C.CLOSE,),
+        "POOL-11": (C.CACHE,),
+        "POOL-12": (C.GIVE_BACK,),
     }
 
     @initialize(

@@ -12,7 +12,6 @@ import reprlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeVar
 from unittest import SkipTest
 
@@ -30,6 +29,7 @@ from hypothesis.stateful import (
 )
 
 from kvview.connector.hook_errors import where
+from kvview.laws import laws as all_laws
 from kvview.targets import target_of
 from kvview.testing.checks import CHECKS, Check
 from kvview.testing.effort import Effort, current_effort
@@ -56,18 +56,8 @@ ItemT = TypeVar("ItemT")
 Promises = Iterable[tuple[str, str, bool]]
 """Laws, each with a promise of the law, and whether the promise was kept."""
 
-
-@dataclass(frozen=True)
-class Label:
-    """A law that a suite checks.
-
-    Args:
-        summary: Summary of the law, in one line.
-        needs: Capabilities without which the law cannot be broken.
-    """
-
-    summary: str
-    needs: tuple[Capability, ...] = ()
+Needs = Mapping[str, tuple[Capability, ...]]
+"""Laws, each with the capabilities without which the law cannot be broken."""
 
 
 def of_state(
@@ -142,8 +132,10 @@ class ContractMachine(RuleBasedStateMachine):
     """
 
     suite_class: ClassVar[type[Conformance]]
-    labels: ClassVar[Mapping[str, Label]]
+    laws: ClassVar[tuple[str, ...]]
     """The laws that the machine checks."""
+    needs: ClassVar[Needs] = {}
+    """Capabilities without which a law cannot be broken; a law that is not listed needs none."""
     num_calls: ClassVar[int] = 40
     """Number of calls of a run, unless settings or ``kvview check`` have another number."""
     shrinks_until: ClassVar[float | None] = None
@@ -162,7 +154,7 @@ class ContractMachine(RuleBasedStateMachine):
         """Names and arguments of the rules that ran, for failures that depend on time."""
         self.only_law: str | None = None
         """The law that a test outside of the machine checks; None for all."""
-        self._law = next(iter(self.labels))
+        self._law = self.laws[0]
         self._culprit: str | None = None
         self._is_comparing = False
         kind = type(self)  # whose properties have no value yet
@@ -211,7 +203,7 @@ class ContractMachine(RuleBasedStateMachine):
 
     def _failure(self, what: str, got: str, expected: str, law: str | None = None) -> LawBroken:
         law = self.only_law or (self._is_comparing and self._culprit) or law or self._law
-        assert self.only_law or law in self.labels, f"{law} is not a law of {type(self).__name__}"
+        assert self.only_law or law in self.laws, f"{law} is not a law of {type(self).__name__}"
         kind = type(self)
         kind.shrinks_until = kind.shrinks_until or time.monotonic() + _SHRINK_SECONDS
         failure = broken(law)(law, what, got=got, expected=expected)
@@ -495,25 +487,26 @@ def example(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
 
 def _register(suite: type[Conformance]) -> None:
     """Register the laws and the tests of the suite of a contract as checks."""
-    for law, label in suite.machine.labels.items():
+    for law in suite.machine.laws:
         family, _, number = law.lower().partition("-")
         name = f"check_{family}_{number}"
         if any(check.name == name for check in CHECKS):  # a law that two contracts share
             name = f"check_{suite.contract}_{family}_{number}"
-        CHECKS.append(_check_of_law(name, law, label, suite.contract))
+        CHECKS.append(_check_of_law(name, law, suite))
     for name, test in vars(suite).items():
         if hasattr(test, "checks"):
             law, needs = test.checks
             CHECKS.append(Check(name, law, suite.contract, needs, _calling(name, test.__doc__)))
 
 
-def _check_of_law(name: str, law: str, label: Label, contract: Contract) -> Check:
+def _check_of_law(name: str, law: str, suite_class: type[Conformance]) -> Check:
     def run(suite: Any) -> None:
         if failure := failures_of(suite).get(law):
             raise failure
 
-    run.__name__, run.__doc__ = name, label.summary
-    return Check(name, law, contract, label.needs, run)
+    run.__name__, run.__doc__ = name, f"{all_laws()[law].title}."
+    needs = suite_class.machine.needs.get(law, ())
+    return Check(name, law, suite_class.contract, needs, run)
 
 
 def failures_of(suite: type[Conformance]) -> Mapping[str, LawBroken]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from random import Random
 from typing import Any, ClassVar, TypeVar
@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize
 
 from kvview.errors import KVViewError, TierJobError
 from kvview.testing.suites.capability import Capability as C
-from kvview.testing.suites.conformance import Label, observable, of_state, operation
+from kvview.testing.suites.conformance import Needs, observable, of_state, operation
 from kvview.testing.tier.model import OVERHEAD, TWIN, bytes_of
 from kvview.testing.tier.under_test.io_watch import slow_renames
 from kvview.testing.tier.under_test.store_calls import TierCalls, finished, sized
@@ -82,20 +82,11 @@ def _has_budget(machine: TierMachine) -> bool:
 class TierMachine(TierCalls):
     """Runs an engine, other processes, and faults of the medium, on one store after another."""
 
-    labels: ClassVar[Mapping[str, Label]] = {
-        "TIER-1": Label("A loaded page has the bytes that were put; any other page fails."),
-        "TIER-2": Label("Each job is reported once, with one flag for each key."),
-        "TIER-3": Label("No page is touched after its job was reported."),
-        "TIER-4": Label("A failed key is a miss until it is stored again."),
-        "TIER-5": Label("No call waits for I/O, and every lookup is answered."),
-        "TIER-6": Label("Misuse raises TierJobError and starts nothing; nothing else raises."),
-        "TIER-7": Label("A lookup finds the held keys and no others."),
-        "TIER-8": Label(
-            "A store keeps its budget, and evicts the keys used least recently.", (C.BUDGET,)
-        ),
-        "TIER-9": Label("A reopened store has all stored entries.", (C.REOPEN,)),
-        "TIER-10": Label("Two namespaces share nothing.", (C.NAMESPACES,)),
-        "TIER-11": Label("drain and close end every job."),
+    laws = tuple(f"TIER-{number}" for number in range(1, 12))
+    needs: ClassVar[Needs] = {
+        "TIER-8": (C.BUDGET,),
+        "TIER-9": (C.REOPEN,),
+        "TIER-10": (C.NAMESPACES,),
     }
 
     num_calls = 22  # fewer calls, because a run may wait for the store

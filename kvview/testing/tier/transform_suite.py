@@ -22,7 +22,6 @@ from kvview.testing.suites.capability import Capability as C, Contract
 from kvview.testing.suites.conformance import (
     Conformance,
     ContractMachine,
-    Label,
     example,
     import_lines,
     of_state,
@@ -39,11 +38,7 @@ _SIZES = (1, 64, 511, 4096, 9001, 65_536)
 class TransformMachine(ContractMachine):
     """Encodes pages, and later decodes them."""
 
-    labels: ClassVar[Mapping[str, Label]] = {
-        "TIER-1": Label("A decoded page has exactly the bytes that were encoded."),
-        "TIER-3": Label("encode changes no page, and decode does not change the encoded bytes."),
-        "TIER-8": Label("encode returns at most the number of bytes that max_bytes returns."),
-    }
+    laws = ("TIER-1", "TIER-3", "TIER-8")
     num_calls = 20
 
     @initialize()

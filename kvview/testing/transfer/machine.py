@@ -18,7 +18,7 @@ from kvview.errors import TransferSpecError
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import (
     ContractMachine,
-    Label,
+    Needs,
     observable,
     of_state,
     operation,
@@ -67,16 +67,8 @@ def _is_not_held(machine: TransferMachine) -> bool:
 class TransferMachine(ContractMachine):
     """Submits jobs to one worker, lets compute and copies wait and fail, and shuts it down."""
 
-    labels: ClassVar[Mapping[str, Label]] = {
-        "XFER-1": Label("Bytes are exact; a spec that does not fit is refused and moves no bytes."),
-        "XFER-2": Label("No byte outside the named pages is written."),
-        "XFER-3": Label("Jobs that touch the same page run in the order of submission."),
-        "XFER-4": Label("A failed job is reported as failed, with the blocks that were moved."),
-        "XFER-5": Label(
-            "Submission does not wait; a job is reported once; shutdown ends all jobs."
-        ),
-        "XFER-6": Label("Jobs run after the compute that was launched before them.", (C.COMPUTE,)),
-    }
+    laws = tuple(f"XFER-{number}" for number in range(1, 7))
+    needs: ClassVar[Needs] = {"XFER-6": (C.COMPUTE,)}
 
     def __init__(self) -> None:
         super().__init__()
