@@ -76,7 +76,7 @@ def measure(seeds: int) -> list[Found]:
         with Processes(Play(connectors), default_processes()) as processes:
             runs = [(number, seed) for number in range(len(found)) for seed in range(seeds)]
             results = processes.map(Task(Play.run, one) for one in runs)
-            for (number, seed), result in zip(runs, results, strict=True):
+            for (number, seed), (_, result) in zip(runs, results, strict=True):
                 found[number].add(seed, result)
                 if seed == seeds - 1:
                     print(f"{number + 1} of {len(found)}: {found[number].name}", flush=True)
@@ -85,7 +85,7 @@ def measure(seeds: int) -> list[Found]:
                     continue
                 more = [(number, seed) for seed in range(seeds, MOST)]
                 results = processes.map(Task(Play.run, run) for run in more)
-                for (_, seed), result in zip(more, results, strict=False):
+                for (_, seed), (_, result) in zip(more, results, strict=False):
                     one.add(seed, result)
                     if one.failed[seed]:
                         break

@@ -64,17 +64,21 @@ def calls(arguments: Iterable[Any]) -> Iterator[Task]:
     return (Task(_call, (argument,)) for argument in arguments)
 
 
+def results_of(made: Processes, arguments: Iterable[Any]) -> Iterator[Any]:
+    return (result for _, result in made.map(calls(arguments)))
+
+
 def test_results_come_in_order_and_on_demand() -> None:
     def slow_if_even(number: int) -> int:
         time.sleep(0.02 * (number % 2 == 0))
         return number * number
 
     with Processes(slow_if_even, 3) as made:
-        assert list(made.map(calls(range(20)))) == [number * number for number in range(20)]
+        assert list(results_of(made, range(20))) == [number * number for number in range(20)]
         with closing(made.map(calls(count()))) as results:
-            assert [next(results), next(results)] == [0, 1], "and there is no last task"
-        assert list(made.map(calls([5, 6, 7, 8]))) == [25, 36, 49, 64], "none of those left undone"
-        assert list(made.map(calls([]))) == []
+            assert [next(results)[1], next(results)[1]] == [0, 1], "and there is no last task"
+        assert list(results_of(made, [5, 6, 7, 8])) == [25, 36, 49, 64], "none of those left undone"
+        assert list(results_of(made, [])) == []
 
 
 def test_an_exception_is_raised_in_the_parent() -> None:
@@ -89,13 +93,13 @@ def test_an_exception_is_raised_in_the_parent() -> None:
         return number
 
     with Processes(refuse, 2) as made:
-        results = made.map(calls([0, 1]))
+        results = results_of(made, [0, 1])
         assert next(results) == 0
         with pytest.raises(ValueError, match="one"):
             next(results)
         with pytest.raises(RuntimeError, match="Own: two"):
             list(made.map(calls([2])))
-        assert list(made.map(calls([3]))) == [3]
+        assert list(results_of(made, [3])) == [3]
 
 
 def test_a_process_that_dies_is_a_result_and_is_replaced() -> None:
@@ -108,7 +112,7 @@ def test_a_process_that_dies_is_a_result_and_is_replaced() -> None:
         return how
 
     with Processes(die, 2) as made:
-        results = list(made.map(calls([0, -signal.SIGKILL, 0, 3, 0, -signal.SIGSEGV, 0])))
+        results = list(results_of(made, [0, -signal.SIGKILL, 0, 3, 0, -signal.SIGSEGV, 0]))
     assert [answer for answer in results if answer != 0] == [
         Died("by SIGKILL"),
         Died("with exit code 3"),

@@ -186,7 +186,7 @@ class _Check:
             for place, seed in enumerate(seeds)
         )
         with closing(self._processes.map(tasks)) as results:
-            for seed, result in zip(seeds, results, strict=True):
+            for seed, (_, result) in zip(seeds, results, strict=True):
                 if isinstance(result, Died):
                     result = SeedResult(_death(self._runner.scenario(seed), result))
                 self._take(seed, result)
@@ -227,7 +227,7 @@ class _Check:
         if self._fails_alone is None or self._runner.code is None:
             return
         task = Task(SeedRunner.first_error, (self._fails_alone,))
-        error = next(self._processes.map([task]))
+        _, error = next(self._processes.map([task]))
         self.tally.first_error = error if isinstance(error, str) else ""
 
     def _shrink_failures(self) -> None:
@@ -262,7 +262,7 @@ class _Check:
         smallest = shrinker.best
         if smallest is not found.result:
             task = Task(SeedRunner.blame_engine, (smallest,))
-            ended = next(self._processes.map([task]))
+            _, ended = next(self._processes.map([task]))
             smallest = _death(smallest.scenario, ended) if isinstance(ended, Died) else ended
             self.tally.failures[place] = self._to_failure(found.seed, smallest, True)
         return smallest
@@ -271,7 +271,8 @@ class _Check:
         """Add the exception that may be the cause to the first CONN-3 failure."""
         for place, failure in enumerate(self.tally.failures):
             if failure.filed_under == "CONN-3" and failure.result is not None:
-                explained = next(self._processes.map([Task(SeedRunner.explain, (failure.result,))]))
+                task = Task(SeedRunner.explain, (failure.result,))
+                _, explained = next(self._processes.map([task]))
                 if not isinstance(explained, Died):
                     message = explained.failure.message
                     self.tally.failures[place] = replace(failure, message=message, result=explained)
@@ -279,17 +280,12 @@ class _Check:
 
     def _run_all(
         self, simulate: Simulate, scenarios: Iterable[Scenario]
-    ) -> Generator[SimulationResult, None, None]:
-        started: list[Scenario] = []
-
-        def tasks() -> Iterator[Task]:
-            for scenario in scenarios:
-                started.append(scenario)
-                yield Task(simulate, (scenario,))
-
-        with closing(self._processes.map(tasks())) as results:
-            for number, result in enumerate(results):
-                yield _death(started[number], result) if isinstance(result, Died) else result
+    ) -> Generator[tuple[Scenario, SimulationResult], None, None]:
+        tasks = (Task(simulate, (scenario,)) for scenario in scenarios)
+        with closing(self._processes.map(tasks)) as results:
+            for task, result in results:
+                (scenario,) = task.arguments
+                yield scenario, _death(scenario, result) if isinstance(result, Died) else result
 
     def _to_failure(
         self, seed: int, result: SimulationResult, is_repeatable: bool

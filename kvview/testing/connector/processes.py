@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def map(self, tasks: Iterable[Task]) -> Generator[Any, None, None]:
-        """Yield the results in order; a free process receives the next task at once.
+    def map(self, tasks: Iterable[Task]) -> Generator[tuple[Task, Any], None, None]:
+        """Yield each task with its result, in order; a free process receives the next task at once.
 
         Raises:
             Exception: The first exception that a task raised.
@@ -109,8 +110,9 @@ class Processes:
         while len(self._all) < self._number:  # at the first call
             self._all.append(self._start())
         if not self._all:
-            yield from (task(self._subject) for task in tasks)
+            yield from ((task, task(self._subject)) for task in tasks)
             return
+        sent: deque[Task] = deque()
         results: dict[int, tuple[bool, Any]] = {}
         coming = enumerate(tasks)
         upcoming = next(coming, None)
@@ -120,12 +122,13 @@ class Processes:
                 for one in self._all:
                     if one.is_free and upcoming is not None:
                         one.start(*upcoming)
+                        sent.append(upcoming[1])
                         upcoming = next(coming, None)
                 if number in results:
                     has_raised, result = results.pop(number)
                     if has_raised:
                         raise result
-                    yield result
+                    yield sent.popleft(), result
                     number += 1
                 elif upcoming is None and all(one.number is None for one in self._all):
                     return

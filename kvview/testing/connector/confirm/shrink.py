@@ -18,8 +18,8 @@ from kvview.testing.connector.scenario.scenario import Add, Event, Fate, Scenari
 
 _Item = TypeVar("_Item", Event, Fate, Scenario)
 
-PlayAll = Callable[[Iterable[Scenario]], Generator[SimulationResult, None, None]]
-"""Plays scenarios, some of them in advance, and yields their results in order."""
+PlayAll = Callable[[Iterable[Scenario]], Generator[tuple[Scenario, SimulationResult], None, None]]
+"""Plays scenarios, some of them in advance, and yields each with its result, in order."""
 
 MAX_RUNS = 400
 """Default number of scenarios that are tried."""
@@ -77,18 +77,11 @@ class Shrinker:
         """Take the first candidate that still fails; returns its index, or None."""
         if self.runs_left <= 0:
             return None
-        asked: list[Scenario] = []
-
-        def others() -> Iterator[Scenario]:
-            for scenario in scenarios:
-                if scenario != self._scenario:
-                    asked.append(scenario)
-                    yield scenario
-
-        with closing(self._play_all(others())) as results:
-            for place, result in enumerate(results):
+        others = (scenario for scenario in scenarios if scenario != self._scenario)
+        with closing(self._play_all(others)) as results:
+            for place, (asked, result) in enumerate(results):
                 self.runs_left -= 1 + result.coverage.get("steps", 0) // _STEPS_THAT_COUNT
-                if self._is_smaller(asked[place], result):
+                if self._is_smaller(asked, result):
                     self.best = result
                     return place
                 if self.runs_left <= 0:
