@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,6 @@ from kvview.cli.result_file import (
     or_could_not_run,
     write_result,
 )
-from kvview.connector.hooks import TARGET_PREFIX
 from kvview.errors import ConfigError, line_of
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.supervision.watchdog import HOOK_SECONDS, end_soon
@@ -181,7 +181,7 @@ def check(
     of vLLM. In an option, '{tmp}' is a new folder for each connector and run; '{blocks}' and
     '{bytes}' are the size of the connector's tier in the run.
     """
-    click.get_current_context().with_resource(_without_own_warnings())
+    _drop_own_warnings(click.get_current_context())
     if not faulthandler.is_enabled():  # so that a crash shows the author's line
         faulthandler.enable(sys.__stderr__ or sys.stderr)
     console = Console(markup=True)
@@ -419,27 +419,23 @@ def _finish(code: int, report: dict[str, Any], json_file: str | None) -> None:
     sys.exit(code)
 
 
-@contextmanager
-def _without_own_warnings() -> Iterator[None]:
-    """Drop warnings of kvview's packages, because the injected faults of the checks cause them.
+def _drop_own_warnings(context: click.Context) -> None:
+    """Drop warnings of kvview and its engines, because the injected faults of checks cause them.
 
-    Warnings of the target are still printed, and so are warnings that the user's logging
-    configuration selects.
+    Warnings of the target are still printed, and so are warnings for which the user's logging
+    configuration has a handler.
+
+    Args:
+        context: The run of the command, at whose end the warnings are printed again.
     """
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        package = record.name.partition(".")[0]
-        return not package.startswith("kvview") or package.startswith(TARGET_PREFIX)
-
-    handler = logging.lastResort
-    if handler is None or click.get_current_context().meta.get(VERBOSE):
-        yield
+    if context.meta.get(VERBOSE):
         return
-    handler.addFilter(is_wanted)
-    try:
-        yield
-    finally:
-        handler.removeFilter(is_wanted)
+    handler = logging.NullHandler()
+    engines = {point.module.partition(".")[0] for point in entry_points(group="kvview.engines")}
+    for package in ("kvview", *engines):
+        logger = logging.getLogger(package)
+        logger.addHandler(handler)
+        context.call_on_close(partial(logger.removeHandler, handler))
 
 
 @contextmanager
