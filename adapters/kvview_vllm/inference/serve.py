@@ -15,12 +15,7 @@ from typing_extensions import override
 from kvview import ConfigError
 from kvview.connector.job_tracker import EndedJob
 from kvview.errors import line_of, split_law
-from kvview.testing.connector.exercised.coverage import (
-    FAILED_BY_THEMSELVES,
-    LOADS_LEFT_ALONE,
-    STORES_FAILED_BY_THEMSELVES,
-    STORES_LEFT_ALONE,
-)
+from kvview.testing.connector.exercised.coverage import FAILED_BY_THEMSELVES, LEFT_ALONE
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.supervision import watchdog
 from kvview_vllm.inference.planted import make_corrupting
@@ -123,7 +118,7 @@ def serve(job: ServeJob, on_progress: Callable[[str], None]) -> Served:
     served.coverage.update(recorder.coverage)
     if not job.is_own:
         found = recorder.coverage
-        served.coverage[LOADS_LEFT_ALONE] = sum(
+        served.coverage[LEFT_ALONE["loads"]] = sum(
             found[kind] for kind in ("loads between steps", "loads within a step")
         )
     served.coverage.update(dict.fromkeys(stand_ins.used, 1))
@@ -195,12 +190,10 @@ def _count_jobs(served: Served) -> None:
     end = Meter.end
 
     def counted_end(meter: Meter, ended: EndedJob) -> None:
-        all_jobs, failed = (STORES_LEFT_ALONE, STORES_FAILED_BY_THEMSELVES)
-        if ended.is_load:
-            all_jobs, failed = LOADS_LEFT_ALONE, FAILED_BY_THEMSELVES
-        served.coverage[all_jobs] += 1
+        kind = "loads" if ended.is_load else "stores"
+        served.coverage[LEFT_ALONE[kind]] += 1
         if not ended.result.success:
-            served.coverage[failed] += 1
+            served.coverage[FAILED_BY_THEMSELVES[kind]] += 1
             served.first_error = served.first_error or line_of(ended.result.error or "")
         end(meter, ended)
 
@@ -225,7 +218,8 @@ def _count_failed_loads(server: Server, served: Served) -> None:
 
     def counted_update(output: Any, answer: Any) -> Any:
         transfers = answer.kv_connector_output
-        served.coverage[FAILED_BY_THEMSELVES] += bool(transfers and invalid_blocks(transfers))
+        has_failed = bool(transfers and invalid_blocks(transfers))
+        served.coverage[FAILED_BY_THEMSELVES["loads"]] += has_failed
         return update(output, answer)
 
     server.scheduler.update_from_output = counted_update

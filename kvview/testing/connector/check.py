@@ -15,10 +15,7 @@ from kvview.targets import is_engine_connector
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
-from kvview.testing.connector.exercised.coverage import (
-    FAILED_BY_THEMSELVES,
-    STORES_FAILED_BY_THEMSELVES,
-)
+from kvview.testing.connector.exercised.coverage import FAILED_BY_THEMSELVES
 from kvview.testing.connector.processes import Died, Processes, Task, default_processes
 from kvview.testing.connector.result import (
     ConnectorFailure,
@@ -208,8 +205,8 @@ class _Check:
             self.tally.coverage["refused geometries"] += 1
             return
         self.tally.coverage.update(result.coverage)
-        fails = (FAILED_BY_THEMSELVES, STORES_FAILED_BY_THEMSELVES)
-        if self._fails_alone is None and any(map(result.coverage.get, fails)):
+        fails = any(map(result.coverage.get, FAILED_BY_THEMSELVES.values()))
+        if self._fails_alone is None and fails:
             self._fails_alone = result.scenario
         if ended.note:
             self.tally.of_chance.append(ended.note)

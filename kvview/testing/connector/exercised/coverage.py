@@ -28,11 +28,9 @@ EVENTS_WANTED = "seeds that ask for events"
 OF_THEIR_OWN_SIZE = "with the default size of its tier"
 WITH_A_FULL_TIER = "with a tier that was full"
 """The event that blocks were stored again without a failed load, so they had been evicted."""
-LOADS_LEFT_ALONE = "loads without an injected failure"
-FAILED_BY_THEMSELVES = "of these, loads that failed"
-STORES_LEFT_ALONE = "stores without an injected failure"
-STORES_FAILED_BY_THEMSELVES = "of these, stores that failed"
-FAILED_STORES = "failed stores"
+LEFT_ALONE = {kind: f"{kind} without an injected failure" for kind in ("stores", "loads")}
+"""The counts of stores and of loads in which the check injected no failure."""
+FAILED_BY_THEMSELVES = {kind: f"of these, {kind} that failed" for kind in LEFT_ALONE}
 FEWEST_STEADY_SEEDS = 4
 """Minimum number of steady runs for one of them to be required to load enough."""
 
@@ -164,25 +162,23 @@ def failed_by_themselves(
             know how many pages the store holds.
     """
     error = first_error and f"; the first: {first_error}"
-    if num_failed := coverage.get(STORES_FAILED_BY_THEMSELVES, 0):
-        num_stores = coverage[STORES_LEFT_ALONE]
-        text = f"{num_failed} of {num_stores} stores failed without an injected failure{error}"
-        yield Gap(FAILED_STORES, text)
-    if num_failed := coverage.get(FAILED_BY_THEMSELVES, 0):
-        num_loads = coverage[LOADS_LEFT_ALONE]
-        text = f"{num_failed} of {num_loads} loads failed without an injected failure{error}"
-        if may_evict:
+    for kind, failed in FAILED_BY_THEMSELVES.items():
+        num_failed = coverage.get(failed, 0)
+        if not num_failed:
+            continue
+        num_jobs = coverage[LEFT_ALONE[kind]]
+        text = f"{num_failed} of {num_jobs} {kind} failed without an injected failure{error}"
+        if may_evict and kind == "loads":
             text += (
                 ". If the store evicts pages by itself, let the connector evict instead (--option "
                 "store_blocks='{blocks}', without weights and without a limit of the store's own), "
                 "or name 'coverage: failed loads' with this reason in --expected"
             )
-        yield Gap("failed loads", text)
+        yield Gap(f"failed {kind}", text)
 
 
 def is_headline(failed: Gap, coverage: Mapping[str, int]) -> bool:
     """Whether failures make the check incomplete: any load, or more than half of all stores."""
-    num_failed, num_stores = (
-        coverage.get(name, 0) for name in (STORES_FAILED_BY_THEMSELVES, STORES_LEFT_ALONE)
-    )
-    return failed.name != FAILED_STORES or 2 * num_failed > num_stores
+    num_failed = coverage.get(FAILED_BY_THEMSELVES["stores"], 0)
+    num_stores = coverage.get(LEFT_ALONE["stores"], 0)
+    return failed.name != "failed stores" or 2 * num_failed > num_stores

@@ -28,9 +28,7 @@ from kvview import (
 )
 from kvview.testing.connector.exercised.coverage import (
     FAILED_BY_THEMSELVES,
-    LOADS_LEFT_ALONE,
-    STORES_FAILED_BY_THEMSELVES,
-    STORES_LEFT_ALONE,
+    LEFT_ALONE,
     rows_of,
 )
 from kvview.testing.connector.half.hook_calls import hook, require_type
@@ -80,25 +78,19 @@ class JobCounts:
         """Count the end of a job."""
         kind = "loads" if job.is_load else "stores"
         self.coverage[kind if success else f"failed {kind}"] += 1
-        if not job.is_load and not any(one.may_fail for one in job.on_ranks):
-            self.coverage[STORES_LEFT_ALONE] += 1
-            self.coverage[STORES_FAILED_BY_THEMSELVES] += not success
-            self._keep_error(job)
+        is_left_alone = not job.is_load or job in self._left_alone
+        if is_left_alone and not any(one.may_fail for one in job.on_ranks):
+            self.coverage[LEFT_ALONE[kind]] += 1
+            self.coverage[FAILED_BY_THEMSELVES[kind]] += not success
+            errors = (one.result.error for one in job.on_ranks if one.result)
+            self.first_error = self.first_error or next(filter(None, errors), "")
         if job.is_load:
             if not success:
                 self._count("failed", job)
             elif any(one.age > 1 for one in job.on_ranks):
                 self._count("late", job)
-            if job in self._left_alone and not any(one.may_fail for one in job.on_ranks):
-                self.coverage[LOADS_LEFT_ALONE] += 1
-                self.coverage[FAILED_BY_THEMSELVES] += not success
-                self._keep_error(job)
             self._loading.discard(job)
             self._left_alone.discard(job)
-
-    def _keep_error(self, job: PlannedJob) -> None:
-        errors = (one.result.error for one in job.on_ranks if one.result)
-        self.first_error = self.first_error or next(filter(None, errors), "")
 
     def on_aborted(self, request_id: str) -> None:
         """Count the loads of an aborted request."""
