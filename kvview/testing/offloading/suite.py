@@ -14,10 +14,8 @@ from kvview.offloading import OffloadingManager, ReqContext
 from kvview.testing.offloading.machine import KEYS, OffloadingMachine
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Conformance, example
-from kvview.testing.suites.cost import growth_of
 
 _CAPACITY = 8
-_TOLERATED_GROWTH = 32_768  # bytes
 
 
 class OffloadingConformance(Conformance):
@@ -74,13 +72,8 @@ class OffloadingConformance(Conformance):
                 manager.complete_load(stored, no_request)
                 list(manager.take_events())
 
-        grown = growth_of(partial(serve, 700), partial(serve, 100))
-        machine.true(
-            grown <= _TOLERATED_GROWTH,
-            "keys that are gone leave no memory behind",
-            grown,
-            f"at most {_TOLERATED_GROWTH} bytes",
-        )
+        what = "keys that are gone leave no memory behind"
+        machine.keeps_size(what, partial(serve, 700), partial(serve, 100))
 
     @example("OFF-7", C.POLICIES)
     def test_off_7_names_of_policies(self, machine: OffloadingMachine) -> None:

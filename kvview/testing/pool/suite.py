@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Protocol
@@ -13,9 +13,8 @@ from kvview.pool import GPUBlockPoolView
 from kvview.testing.pool.machine import PoolMachine
 from kvview.testing.suites.capability import Capability as C, Contract
 from kvview.testing.suites.conformance import Conformance, example
-from kvview.testing.suites.cost import Cost, cost_of_first, growth_of
+from kvview.testing.suites.cost import Cost, cost_of_first
 
-_TOLERATED_GROWTH = 32_768  # bytes
 _WALK = "iter_free_block_ids_with_hash"
 _FEWEST_BLOCKS = 16
 
@@ -112,16 +111,7 @@ class PoolConformance(Conformance):
                 machine.views[0].free_blocks(blocks)
 
         what = "a hold that ended leaves nothing"
-        _keep_size(machine, what, partial(hold, 3000), partial(hold, 500))
-
-
-def _keep_size(
-    machine: PoolMachine, what: str, work: Callable[[], None], warm_up: Callable[[], None]
-) -> None:
-    """Break the law if some work, after a warm-up, leaves memory allocated."""
-    grown = growth_of(work, warm_up)
-    limit = f"at most {_TOLERATED_GROWTH} bytes"
-    machine.true(grown <= _TOLERATED_GROWTH, what, grown, limit)
+        machine.keeps_size(what, partial(hold, 3000), partial(hold, 500))
 
 
 def _bound(machine: PoolMachine, what: str, cost: Cost, alone: Cost, factor: int) -> None:

@@ -35,11 +35,13 @@ from kvview.testing.checks import CHECKS, Check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.results.law_broken import LawBroken, broken
 from kvview.testing.suites.capability import Capability, Contract, capabilities_of
+from kvview.testing.suites.cost import growth_of
 from kvview.testing.supervision import watchdog
 
 # CPU seconds that one call may take; a call that uses no CPU may take four times as long.
 _CALL_SECONDS = 10.0
 _SHRINK_SECONDS = 30.0  # seconds from the first failure, after which no smaller run is tried
+_TOLERATED_GROWTH = 32_768  # bytes
 _COMPARE = "state.compare()"
 # Hypothesis derives five of six runs from an earlier run, and makes the first ones short, unless a
 # backend draws the values. Independent runs find faults in half of the time.
@@ -196,6 +198,13 @@ class ContractMachine(RuleBasedStateMachine):
         """Break the law of the first promise that the model reports as not kept."""
         for law, promise, is_kept in promises:
             self.true(is_kept, promise, got, promise, law)
+
+    def keeps_size(
+        self, what: str, work: Callable[[], object], warm_up: Callable[[], object]
+    ) -> None:
+        """Break a law if some work, after a warm-up, leaves memory allocated."""
+        grown = growth_of(work, warm_up)
+        self.true(grown <= _TOLERATED_GROWTH, what, grown, f"at most {_TOLERATED_GROWTH} bytes")
 
     def fail(self, what: str, got: str, expected: str, law: str | None = None) -> NoReturn:
         """Break a law: that of the call that explains the difference, or else the named one."""
