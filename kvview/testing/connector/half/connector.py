@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 from typing_extensions import override
 
 from kvview import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
-from kvview.connector.hook_errors import build_connector
-from kvview.testing.connector.half.hook_calls import hook, make_worker, require_type
+from kvview.testing.connector.half.hook_calls import make_half
 from kvview.testing.connector.half.job_by_job import JobByJob
 from kvview.testing.connector.half.process import RemoteWorker
 from kvview.testing.connector.half.scheduler import Record, SchedulerHarness
@@ -42,10 +39,7 @@ class ConnectorInHarness(Connector):
 
     @override
     def make_scheduler(self) -> SchedulerConnector:
-        with hook("make_scheduler", "CONN-1"):
-            connector = build_connector(self._connector_class, pickle.loads(self._config))
-            half = connector.make_scheduler()
-        require_type("make_scheduler", half, "CONN-1")
+        half: SchedulerConnector = make_half("make_scheduler", self._connector_class, self._config)
         self.halves.append(half)
         shared = self._shared
         self.scheduler = SchedulerHarness(
@@ -60,7 +54,7 @@ class ConnectorInHarness(Connector):
         if worker_half == "in_a_process":
             half = RemoteWorker(self._connector_class, self._config)
         else:
-            half = make_worker(self._connector_class, self._config)
+            half = make_half("make_worker", self._connector_class, self._config)
             self.halves.append(half)
         harness = WholePlans if worker_half == "whole_plans" else JobByJob
         self.workers.append(harness(half, self._shared, self.record))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pickle
 from contextlib import AbstractContextManager
+from typing import Any
 
 from typing_extensions import override
 
-from kvview import Connector, KVViewError, TransferSpecError, WorkerConnector
+from kvview import Connector, KVViewError, TransferSpecError
 from kvview.connector.hook_errors import build_connector, missing_library, where, wrong_type
 from kvview.errors import line_of, split_law
 from kvview.testing.connector.judge.invariants import InvariantBroken
@@ -78,14 +79,15 @@ def require_type(hook: str, answer: object, law: str) -> None:
         raise InvariantBroken(law, message, is_hook_error=True)
 
 
-def make_worker(connector_class: type[Connector], config: bytes) -> WorkerConnector:
-    """Build the worker half from a separate instance of the connector.
+def make_half(make: str, connector_class: type[Connector], config: bytes) -> Any:
+    """Build a half from a separate instance of the connector.
 
     Args:
+        make: Name of the hook that makes the half.
         connector_class: The connector.
         config: The pickled configuration.
     """
-    with hook("make_worker", "CONN-1"):
-        half = build_connector(connector_class, pickle.loads(config)).make_worker()
-    require_type("make_worker", half, "CONN-1")
+    with hook(make, "CONN-1"):
+        half = getattr(build_connector(connector_class, pickle.loads(config)), make)()
+    require_type(make, half, "CONN-1")
     return half

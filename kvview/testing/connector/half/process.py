@@ -32,7 +32,7 @@ from kvview import (
 )
 from kvview.connector.hook_errors import where
 from kvview.testing.connector.exercised import lines as code_coverage
-from kvview.testing.connector.half.hook_calls import calling, hook, make_worker, require_type
+from kvview.testing.connector.half.hook_calls import calling, hook, make_half, require_type
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.judge.threads import hint_for, raise_thread_error
 from kvview.testing.supervision import watchdog
@@ -204,7 +204,7 @@ class RemoteWorker(WorkerConnector):
 def _make_half(
     connector_class: type[Connector], config: bytes, kv_caches: CanonicalKVCaches[torch.Tensor]
 ) -> Serve:
-    half = make_worker(connector_class, config)
+    half: WorkerConnector = make_half("make_worker", connector_class, config)
     shared = {"register_kv_caches": (kv_caches,)}  # inherited by the fork, not pickled
 
     def serve(name: str, args: tuple[Any, ...]) -> Any:
