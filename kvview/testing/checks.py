@@ -28,7 +28,8 @@ class Check:
     """One check.
 
     Args:
-        name: Name of the function, for expected failures and ``select``.
+        name: Name of the check, for expected failures and ``select``.
+        summary: Summary of the part of the law that the check tests, in one line.
         law: The law that the check tests; ``POOL-*`` for all laws of a contract.
         contract: The contract of the harnesses that the check accepts.
         requires: Capabilities without which the check is skipped.
@@ -37,16 +38,12 @@ class Check:
     """
 
     name: str
+    summary: str
     law: str
     contract: Contract
     requires: tuple[Capability, ...]
     function: CheckFunction
     gaps: FindGaps | None = None
-
-    @property
-    def summary(self) -> str:
-        """Summary of the part of the law that the check tests, in one line."""
-        return (self.function.__doc__ or "").strip().partition("\n")[0]
 
 
 def coverage_check(name: str, summary: str, contract: Contract, gaps: FindGaps) -> Check:
@@ -63,8 +60,7 @@ def coverage_check(name: str, summary: str, contract: Contract, gaps: FindGaps) 
         if found := gaps(factory):
             raise NotExercised(found)
 
-    run.__doc__ = summary
-    return Check(name, COVERAGE, contract, (), run, gaps)
+    return Check(name, summary, COVERAGE, contract, (), run, gaps)
 
 
 CHECKS: list[Check] = []

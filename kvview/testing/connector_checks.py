@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvview.errors import ConfigError
 from kvview.laws import laws as all_laws
-from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, CheckFunction, coverage_check
+from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, coverage_check
 from kvview.testing.effort import Effort, current_effort
 from kvview.testing.results.law_broken import Gap, LawBroken, NotExercised
 from kvview.testing.suites.capability import Factory
@@ -119,14 +119,9 @@ def checks_in(runs: str, laws: Sequence[str], coverage: str) -> list[Check]:
         check_law(factory, lambda broken: broken not in laws, "no law broken")
 
     name = f"check_any_other_law_in_{runs}"
-    checks.append(_made(name, "*", "No other law is broken.", any_other))
+    checks.append(Check(name, "No other law is broken.", "*", "connector", (), any_other))
     name = f"check_coverage_of_{runs}"
     return [*checks, coverage_check(name, coverage, "connector", _gaps)]
-
-
-def _made(name: str, law: str, summary: str, run: CheckFunction) -> Check:
-    run.__doc__ = summary
-    return Check(name, law, "connector", (), run)
 
 
 def _law_check(law: str, runs: str) -> Check:
@@ -135,7 +130,8 @@ def _law_check(law: str, runs: str) -> Check:
     def run(factory: Factory) -> None:
         check_law(factory, lambda broken: broken == law, summary, law)
 
-    return _made(f"check_{law.lower().replace('-', '_')}_in_{runs}", law, summary, run)
+    name = f"check_{law.lower().replace('-', '_')}_in_{runs}"
+    return Check(name, summary, law, "connector", (), run)
 
 
 def _gaps(factory: Factory) -> Sequence[Gap]:

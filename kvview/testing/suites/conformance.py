@@ -505,7 +505,8 @@ def _register(suite: type[Conformance]) -> None:
     for name, test in vars(suite).items():
         if hasattr(test, "checks"):
             law, needs = test.checks
-            CHECKS.append(Check(name, law, suite.contract, needs, _calling(name, test.__doc__)))
+            summary = (test.__doc__ or "").partition("\n")[0]
+            CHECKS.append(Check(name, summary, law, suite.contract, needs, _calling(name)))
 
 
 def _check_of_law(name: str, law: str, suite_class: type[Conformance]) -> Check:
@@ -513,9 +514,8 @@ def _check_of_law(name: str, law: str, suite_class: type[Conformance]) -> Check:
         if failure := failures_of(suite).get(law):
             raise failure
 
-    run.__name__, run.__doc__ = name, f"{all_laws()[law].title}."
     needs = suite_class.machine.needs.get(law, ())
-    return Check(name, law, suite_class.contract, needs, run)
+    return Check(name, f"{all_laws()[law].title}.", law, suite_class.contract, needs, run)
 
 
 def failures_of(suite: type[Conformance]) -> Mapping[str, LawBroken]:
@@ -527,7 +527,7 @@ def failures_of(suite: type[Conformance]) -> Mapping[str, LawBroken]:
     return found
 
 
-def _calling(name: str, doc: str | None) -> Callable[[Any], None]:
+def _calling(name: str) -> Callable[[Any], None]:
     def run(suite: Any) -> None:
         try:
             getattr(suite(), name)()
@@ -536,7 +536,6 @@ def _calling(name: str, doc: str | None) -> Callable[[Any], None]:
             failure.script = f"{suite.source()}\n\n{call}\n"
             raise
 
-    run.__name__, run.__doc__ = name, doc
     return run
 
 
