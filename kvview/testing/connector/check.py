@@ -221,11 +221,14 @@ class _Check:
 
     def _find_first_error(self) -> None:
         """Find the exception behind the first job that failed without an injected failure."""
-        if self._fails_alone is None or self._runner.code is None:
-            return
-        task = Task(SeedRunner.first_error, (self._fails_alone,))
+        if self._fails_alone is not None:
+            self.tally.first_error = self._first_error_in(self._fails_alone)
+
+    def _first_error_in(self, scenario: Scenario) -> str:
+        """Return the exception behind the first job that fails in a run, or an empty text."""
+        task = Task(SeedRunner.first_error, (scenario,))
         _, error = next(self._processes.map([task]))
-        self.tally.first_error = error if isinstance(error, str) else ""
+        return "" if isinstance(error, Died) else error
 
     def _shrink_failures(self) -> None:
         """Shrink the first failure of each law."""
@@ -265,14 +268,15 @@ class _Check:
         return smallest
 
     def _explain(self) -> None:
-        """Add the exception that may be the cause to the first CONN-3 failure."""
+        """Add the exception that may be the cause to the first CONN-3 failure.
+
+        A thread pool catches the exceptions of its tasks, so no hook and no thread raises them.
+        """
         for place, failure in enumerate(self.tally.failures):
             if failure.filed_under == "CONN-3" and failure.result is not None:
-                task = Task(SeedRunner.explain, (failure.result,))
-                _, explained = next(self._processes.map([task]))
-                if not isinstance(explained, Died):
-                    message = explained.failure.message
-                    self.tally.failures[place] = replace(failure, message=message, result=explained)
+                if error := self._first_error_in(failure.result.scenario):
+                    message = f"{failure.message}. The first exception in its code: {error}"
+                    self.tally.failures[place] = replace(failure, message=message)
                 return
 
     def _run_all(
