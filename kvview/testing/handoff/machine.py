@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -48,20 +47,14 @@ _ROUTED: Mapping[str, Any] = {
 """The strategies of each first delivery."""
 
 
-@cache
-def _lengths(block_size: int) -> st.SearchStrategy[int]:
-    """Return the lengths of prompts."""
-    return st.integers(block_size + 1, 4 * block_size)
-
-
-@cache
-def _faults(faults: Sequence[Fault]) -> st.SearchStrategy[list[Fault | None]]:
-    """Return the faults of the next messages."""
-    return st.lists(st.sampled_from((None, *faults)), max_size=4)
-
-
-_LENGTH = of_state(lambda machine: _lengths(machine.run.block_size))
-_FAULTS = of_state(lambda machine: _faults(tuple(machine.pair.faults)))
+_LENGTH = of_state(
+    lambda machine: st.integers(machine.run.block_size + 1, 4 * machine.run.block_size)
+)
+"""Lengths of prompts."""
+_FAULTS = of_state(
+    lambda machine: st.lists(st.sampled_from((None, *machine.pair.faults)), max_size=4)
+)
+"""Faults of the next messages."""
 
 
 class HandoffMachine(ContractMachine):
