@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvview.errors import ConfigError
 from kvview.laws import laws as all_laws
 from kvview.testing.checks import CHECKS, EXCEPTIONS, Check, coverage_check
 from kvview.testing.effort import Effort, current_effort
@@ -51,16 +50,12 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     """Return the runs of a connector class with the current settings, which are made once.
 
     Raises:
-        ConfigError: A library is not installed, or the connector refuses its options.
+        ConfigError: The connector refuses its options.
+        ModuleNotFoundError: A library of the reference engine is not installed.
     """
-    try:
-        from kvview.testing.connector import check_connector, load_engines
-        from kvview.testing.connector.tally import merge_shards
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the target is a connector, and the check of connectors needs {error.name}: pip "
-            f"install 'kvview[reference]'"
-        ) from error
+    from kvview.testing.connector import check_connector, load_engines
+    from kvview.testing.connector.tally import merge_shards
+
     effort = current_effort()
     if factory not in effort.shared and effort.inference:
         effort.shared[factory] = _token_runs(factory, effort)
