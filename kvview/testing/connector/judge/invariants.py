@@ -128,29 +128,6 @@ def check_drained(
         )
 
 
-def check_bytes(
-    num_wrong: int, num_wrong_before: int, mismatch: str = "", hint: str | None = None
-) -> None:
-    """Require that every block that a request reads has the KV of its hash.
-
-    Args:
-        num_wrong: Number of wrong blocks so far.
-        num_wrong_before: Number of wrong blocks in earlier steps.
-        mismatch: Description of a wrong block.
-        hint: The remedy; None for the hint of the law.
-
-    Raises:
-        InvariantBroken: XFER-1.
-    """
-    if num_wrong > num_wrong_before:
-        raise InvariantBroken(
-            "XFER-1",
-            f"a request reads {num_wrong - num_wrong_before} blocks whose bytes are not those of "
-            f"their hashes{mismatch and f': {mismatch}'}",
-            hint=hint,
-        )
-
-
 def short(key: OffloadKey) -> str:
     """Format a key for a message: the start of its hash, and its group."""
     return f"{key[:4].hex()}.../{int.from_bytes(key[-4:], 'big')}"

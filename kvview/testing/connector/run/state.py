@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvview.testing.connector.half.connector import ConnectorInHarness
 from kvview.testing.connector.half.worker import WorkerHarness
 from kvview.testing.connector.judge.invariants import (
-    check_bytes,
+    InvariantBroken,
     check_conservation,
     check_free_list,
 )
@@ -99,7 +99,13 @@ class RunState:
             self._check_blocks(is_step=is_step)
         before, self._num_wrong = self._num_wrong, self.engine.stats.mismatches
         if self._num_wrong > before:
-            check_bytes(self._num_wrong, before, *self._describe_mismatch())
+            mismatch, hint = self._describe_mismatch()
+            raise InvariantBroken(
+                "XFER-1",
+                f"a request reads {self._num_wrong - before} blocks whose bytes are not those of "
+                f"their hashes{mismatch and f': {mismatch}'}",
+                hint=hint,
+            )
         for part in self.parts:
             part.scheduler.fold_events()
             part.record.keys.check_advertised()
