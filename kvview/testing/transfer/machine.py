@@ -52,18 +52,6 @@ _JOB = of_state(lambda self: jobs(self.model))
 _KERNELS = of_state(lambda self: kernels(self.model))
 
 
-def _has_stored(machine: TransferMachine) -> bool:
-    return bool(machine.model.tier)
-
-
-def _is_held(machine: TransferMachine) -> bool:
-    return bool(machine.model.held_by)
-
-
-def _is_not_held(machine: TransferMachine) -> bool:
-    return not machine.model.held_by
-
-
 class TransferMachine(ContractMachine):
     """Submits jobs to one worker, lets compute and copies wait and fail, and shuts it down."""
 
@@ -129,7 +117,7 @@ class TransferMachine(ContractMachine):
         """Store blocks of some groups."""
         self.submit(True, _parts(parts), job_id)
 
-    @operation("XFER-1", when=_has_stored, job_id=_NEW_ID, parts=_LOAD)
+    @operation("XFER-1", when=lambda m: m.model.tier, job_id=_NEW_ID, parts=_LOAD)
     def load(self, job_id: int | None, parts: Jobs) -> None:
         """Load blocks of some groups."""
         self.submit(False, _parts(parts), job_id)
@@ -188,7 +176,7 @@ class TransferMachine(ContractMachine):
         self.equal(missing, [], "a job that was waited for is reported", "XFER-5")
         self.submitted = [one for one in self.submitted if one not in ids]
 
-    @operation("XFER-1", when=_has_stored)
+    @operation("XFER-1", when=lambda m: m.model.tier)
     def read_back(self) -> None:
         """Load all blocks that the tier holds, and compare them."""
         self.finish_all()
@@ -205,14 +193,14 @@ class TransferMachine(ContractMachine):
 
     # --- delays of jobs ---
 
-    @operation("XFER-5", C.PAUSE, when=_is_not_held)
+    @operation("XFER-5", C.PAUSE, when=lambda m: not m.model.held_by)
     def pause(self) -> None:
         """Delay copies."""
         self.finish_all()
         self.call(self.suite, "pause")
         self.model.held_by = "XFER-5"
 
-    @operation("XFER-6", C.COMPUTE, when=_is_not_held, blocks=_KERNELS, job=_JOB)
+    @operation("XFER-6", C.COMPUTE, when=lambda m: not m.model.held_by, blocks=_KERNELS, job=_JOB)
     def launch(self, blocks: Mapping[int, Sequence[int]], job: tuple[bool, Jobs]) -> None:
         """Start kernels that write blocks, and submit a job after them, with these blocks."""
         self.finish_all()
@@ -233,7 +221,7 @@ class TransferMachine(ContractMachine):
         self._pass_a_moment()
         self.take_reports()
 
-    @operation("XFER-5", when=_is_held)
+    @operation("XFER-5", when=lambda m: m.model.held_by)
     def resume(self) -> None:
         """Let all delayed work end, after a comparison of the bytes."""
         self._resume()
