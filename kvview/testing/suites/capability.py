@@ -5,8 +5,9 @@ A suite checks all capabilities of its contract, except those that its ``lacks``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import cache
 from typing import Any, Literal
 
 Contract = Literal["pool", "offloading", "transfer", "connector", "tier", "transform", "handoff"]
@@ -131,6 +132,7 @@ class Capability(StrEnum):
     """The store has ``touch(keys)``."""
 
 
-def capabilities_of(contract: Contract) -> list[Capability]:
+@cache
+def capabilities_of(contract: Contract) -> Sequence[Capability]:
     """Return the capabilities that a harness of a contract may declare."""
-    return [one for one in Capability if contract in one.contracts]
+    return tuple(one for one in Capability if contract in one.contracts)

@@ -322,7 +322,7 @@ class Conformance:
 
     def has(self, capability: str) -> bool:
         """Return whether the implementation has a capability."""
-        return capability not in self.lacks
+        return capability in self.capabilities()
 
     @contextmanager
     def parts(self) -> Iterator[Mapping[str, object]]:

@@ -110,10 +110,6 @@ class TierConformance(Conformance):
         most = self.options.get("max_bytes", default)
         return most if isinstance(most, int) and 0 < most < _BUDGET_OF_NO_EFFECT else None
 
-    @override
-    def has(self, capability: str) -> bool:
-        return super().has(capability) and capability not in self.reasons()
-
     @classmethod
     @override
     def capabilities(cls) -> list[C]:

@@ -101,10 +101,6 @@ class TransformConformance(Conformance):
         """Make a transform."""
         return self.transform()
 
-    @override
-    def has(self, capability: str) -> bool:
-        return capability in self.capabilities()
-
     @classmethod
     @override
     def capabilities(cls) -> list[C]:
