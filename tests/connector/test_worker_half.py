@@ -221,7 +221,7 @@ def test_a_child_process_reports_its_failure(worker: type[HostCacheWorker], mess
 
 
 def test_each_group_has_its_own_pages() -> None:
-    kv = KVBytes(4, 0, group_pages=[(16, 0, 24), (8, 8, 0)])
+    kv = KVBytes(4, [(16, 0, 24), (8, 8, 0)])
     assert [cache.page_size_bytes for cache in kv.caches.tensors] == [16, 8, 24]
     refs = kv.caches.group_data_refs
     assert [[ref.tensor_idx for ref in group] for group in refs] == [[0, 2], [0, 1]]
@@ -241,4 +241,4 @@ def test_each_group_has_its_own_pages() -> None:
         "not the KV of key 00000000.../1"
     )
     with pytest.raises(ConfigError, match="a page must be a positive multiple of 8"):
-        KVBytes(4, 0, group_pages=[(16, 0), (8, 0)])
+        KVBytes(4, [(16, 0), (8, 0)])

@@ -143,7 +143,6 @@ class Engine:
             raise ConfigError(f"steps_in_flight must be at least 1, got {steps_in_flight}")
         self.geometry = geometry
         self.stats = EngineStats()
-        num_groups = len(geometry.groups)
         if type(num_gpu_blocks) is int:
             check_host_bytes(
                 num_gpu_blocks * (page_bytes * num_layers + _POOL_BYTES_PER_BLOCK),
@@ -152,11 +151,8 @@ class Engine:
             )
         self.kv_bytes = KVBytes(
             num_gpu_blocks,
-            page_bytes,
-            num_groups=num_groups,
-            num_layers=num_layers,
-            device=device,
-            group_pages=group_pages,
+            group_pages or [[page_bytes] * num_layers] * len(geometry.groups),
+            device,
         )
         self.kv_cache = KVCacheManager(geometry, BlockPool(num_gpu_blocks))
         self.max_running = max_running

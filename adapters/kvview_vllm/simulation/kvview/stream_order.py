@@ -52,9 +52,7 @@ class Compute:
         self, geometry: CacheGeometry, num_blocks: int, page_bytes: int, num_layers: int
     ) -> None:
         self._geometry = geometry
-        self.kv_bytes = KVBytes(
-            num_blocks, page_bytes, num_groups=len(geometry.groups), num_layers=num_layers
-        )
+        self.kv_bytes = KVBytes(num_blocks, [[page_bytes] * num_layers] * len(geometry.groups))
         self.pages = [cache.tensor for cache in self.kv_bytes.caches.tensors]
         self.computed: dict[int, OffloadKey] = {}  # of blocks, whether vLLM caches them or not
         self._launched: list[Forward] = []  # and not run

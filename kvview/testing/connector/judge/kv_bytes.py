@@ -40,29 +40,21 @@ class KVBytes:
 
     Args:
         num_blocks: Blocks of the pool.
-        page_bytes: Bytes of one block in one layer, a multiple of 8.
-        num_groups: KV-cache groups; each block belongs to one group at a time.
-        num_layers: Number of tensors; a block has one page in each tensor.
+        group_pages: For each group and tensor, the bytes of a page that the group uses, a multiple
+            of 8, 0 for none. The pages of a tensor have the size that the largest group uses;
+            smaller groups have padding. Each block belongs to one group at a time.
         device: Device of the pages.
-        group_pages: For each group and tensor, the bytes of a page that the group uses, 0 for none;
-            by default all pages are equal. The pages of a tensor have the size that the largest
-            group uses; smaller groups have padding.
 
     Raises:
-        ConfigError: A size is not positive, or ``page_bytes`` is not a multiple of 8.
+        ConfigError: A size is not positive, or is not a multiple of 8.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        page_bytes: int,
-        *,
-        num_groups: int = 1,
-        num_layers: int = 1,
+        group_pages: Sequence[Sequence[int]],
         device: str = "cpu",
-        group_pages: Sequence[Sequence[int]] = (),
     ) -> None:
-        group_pages = group_pages or [[page_bytes] * num_layers] * num_groups
         pages = [max(used) for used in zip(*group_pages, strict=True)]
         for size in (*pages, *(sum(used) for used in group_pages)):
             if size <= 0 or size % WORD_BYTES:
