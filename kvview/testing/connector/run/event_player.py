@@ -42,7 +42,7 @@ class EventPlayer:
         """Largest number of events that were started in one round."""
         self.ids: set[str] = set()
         """Ids of all requests in the engine, so far."""
-        self._is_first_round = True
+        self._is_first_round = False
         self._first_family = 0
         self._num_renamed = 0
         self._names: dict[str, str] = {}  # from request ids of the scenario to ids in the engine
@@ -50,16 +50,13 @@ class EventPlayer:
 
     def begin_round(self, number: int) -> None:
         """Start a round with its own prompts."""
+        self._is_first_round = number == self._scenario.first_round
         families = number % self._scenario.rounds_until_reuse
         self._first_family = families * _FAMILIES_PER_ROUND
         # With a reused id a connector finds its old entries, which hides that it kept them, so ids
         # are reused in every second round only.
         if number % 2 == 0:
             self._names_of_round.clear()
-
-    def end_round(self) -> None:
-        """End the round."""
-        self._is_first_round = False
 
     def play(self, number: int, event: Event) -> None:
         """Play an event; ``number`` counts from 1."""

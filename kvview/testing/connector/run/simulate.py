@@ -246,7 +246,6 @@ class Run:
                 for part in self.stage.parts:
                     part.workers[-1].hold()  # one of several ranks may have stopped by itself
             self._events.play(event_number, event)
-        self._events.end_round()
         self._loaded.append(self._num_tokens_loaded())
         parts, most = self.stage.parts, scenario.cpu_blocks
         num_held = sum(min(len(part.record.keys.stored), most) for part in parts)
