@@ -17,7 +17,7 @@ from kvview.testing.results.law_broken import NotExercised
 
 def test_the_laws_of_transfers_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     coverage = {"loads": 9, "replaced: its copies": 1}
-    runs = ConnectorRuns("Mine", "vllm", 0, 1, (), 0.0, coverage, num_asked=1)
+    runs = ConnectorRuns("vllm", 0, 1, (), 0.0, coverage, num_asked=1)
     monkeypatch.setattr(connector_checks, "shared_runs", lambda factory: runs)
     factory: Any = object
     with pytest.raises(NotExercised, match=r"XFER-1 depends on a part .*: its copies"):

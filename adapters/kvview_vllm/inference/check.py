@@ -92,7 +92,6 @@ def check_tokens(
         except KeyboardInterrupt:
             is_interrupted = True
     return TokenRuns(
-        connector_class.__name__,
         f"vllm {version}, model runner {check.runners} (inference)",
         first_seed,
         seeds,

@@ -130,7 +130,6 @@ class ConnectorRuns:
     """The results of many seeds of a connector.
 
     Args:
-        connector: Name of the class.
         engine: Name of the engine that ran the connector, with its version if known.
         first_seed: The first seed; seeds are consecutive.
         num_seeds: Number of seeds that were run.
@@ -150,7 +149,6 @@ class ConnectorRuns:
         laws: Laws that a run can break; None for all laws of connectors.
     """
 
-    connector: str
     engine: str
     first_seed: int
     num_seeds: int

@@ -77,7 +77,6 @@ class Tally:
         """
         gaps = self._gaps()
         return ConnectorRuns(
-            self._connector_class.__name__,
             engine,
             first_seed,
             self.num_seeds,
