@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvview.testing.checks import EXCEPTIONS
-from kvview.testing.connector.exercised.author_code import Unrun
 from kvview.testing.connector.exercised.coverage import not_exercised, replaced_parts
 from kvview.testing.connector.scenario.scenario import Scenario
-from kvview.testing.results.law_broken import Gap
+from kvview.testing.results.law_broken import Gap, Unrun
 
 if TYPE_CHECKING:
     from kvview.testing.results.schema import ShardModel

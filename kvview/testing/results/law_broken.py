@@ -93,6 +93,27 @@ class Gap:
         return self.what if self.what.startswith(self.name) else f"{self.name}: {self.what}"
 
 
+@dataclass(frozen=True)
+class Unrun:
+    """Consecutive statements of the connector's code that no run reached.
+
+    Args:
+        place: ``file:line`` of the first statement; the file is relative to the author's folder.
+        function: Qualified name of the function that contains the statements.
+        num_statements: Number of statements.
+        source: Source of the first line.
+        is_judged: Whether a check that does not reach these statements is incomplete. False for
+            code that handles errors, a GPU or a log, for code without an effect or without a
+            caller, and for a method that a class of the author overrides.
+    """
+
+    place: str
+    function: str
+    num_statements: int
+    source: str
+    is_judged: bool
+
+
 class NotExercised(LawBroken):
     """No law was broken, but parts of the check are missing.
 

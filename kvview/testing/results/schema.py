@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvview.testing.results.law_broken import Gap
+from kvview.testing.results.law_broken import Gap, Unrun
 
 SCHEMA_VERSION: Literal[1] = 1
 """Version of the schema, increased when a field is removed or changes its meaning."""
@@ -58,23 +58,6 @@ class CheckModel(_Model):
     failure: FailureModel | None
     part: str = ""
     link: str = ""
-
-
-class UnrunModel(_Model):
-    """Consecutive statements of the connector's code that no run reached.
-
-    Args:
-        place: file:line of the first statement.
-        num_statements: Number of statements.
-        is_judged: Whether a check without the statements is incomplete; false for code that
-            handles errors, needs a GPU, logs or has no caller.
-    """
-
-    place: str
-    function: str
-    num_statements: int
-    source: str
-    is_judged: bool
 
 
 class FailedSeedModel(_Model):
@@ -146,7 +129,7 @@ class RunsModel(_Model):
     left_out: list[str] = Field(default_factory=list)
     notes: list[str]
     num_statements: int = 0
-    unrun: list[UnrunModel] = Field(default_factory=list)
+    unrun: list[Unrun] = Field(default_factory=list)
     is_interrupted: bool = False
     shard: ShardModel | None = None
 

@@ -10,38 +10,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvview.connector.hooks import TARGET_PREFIX
 from kvview.testing.connector.exercised.lines import Lines, Region, regions_of
+from kvview.testing.results.law_broken import Unrun
 
 _LIBRARIES = {"site-packages", "dist-packages"}
 _DEFINITION = re.compile(r"\s*(async|def|class|from|import|@)")
 _FUNCTION = re.compile(r"\s*(async\s+)?def\b")
-
-
-@dataclass(frozen=True)
-class Unrun:
-    """Consecutive statements that no run reached.
-
-    Args:
-        place: ``file:line`` of the first statement; the file is relative to the author's folder.
-        function: Qualified name of the function that contains the statements.
-        num_statements: Number of statements.
-        source: Source of the first line.
-        is_judged: Whether a check that does not reach these statements is incomplete. False for
-            code that handles errors, a GPU or a log, for code without an effect or without a
-            caller, and for a method that a class of the author overrides.
-    """
-
-    place: str
-    function: str
-    num_statements: int
-    source: str
-    is_judged: bool
 
 
 class AuthorCode:

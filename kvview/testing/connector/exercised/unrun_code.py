@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from kvview.testing.connector.exercised.author_code import AuthorCode, Unrun
+from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.exercised.coverage import FEWEST_SEEDS
 from kvview.testing.connector.exercised.lines import Lines, why_not
-from kvview.testing.results.law_broken import Gap
+from kvview.testing.results.law_broken import Gap, Unrun
 
 _TO_REACH = (
     "to reach the code that never ran: give the option of a limit a size (--option "
