@@ -20,7 +20,6 @@ from hypothesis.control import current_build_context
 from hypothesis.errors import Flaky, FlakyFailure
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     invariant,
     precondition,
@@ -73,7 +72,6 @@ def operation(
     law: str,
     *needs: Capability,
     when: Callable[[Any], object] | None = None,
-    target: Bundle[Any] | None = None,
     **arguments: st.SearchStrategy[Any],
 ) -> Callable[[FunctionT], FunctionT]:
     """Make a rule of a machine from a method.
@@ -83,7 +81,6 @@ def operation(
             other law is named.
         *needs: Capabilities without which the rule does not run.
         when: Whether the rule can run in the machine's state.
-        target: The bundle that receives the results.
         **arguments: The strategies of the arguments.
     """
 
@@ -98,8 +95,7 @@ def operation(
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
         call.__qualname__, call.__module__ = function.__qualname__, function.__module__
-        targets = {} if target is None else {"target": target}
-        return precondition(is_possible)(rule(**targets, **arguments)(call))  # type: ignore
+        return precondition(is_possible)(rule(**arguments)(call))  # type: ignore
 
     return mark
 

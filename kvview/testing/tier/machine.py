@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from random import Random
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
@@ -26,8 +26,6 @@ _SLACK = 30_000  # maximum difference between the usage and the medium
 _SPECIAL = (b"..", b"/", b"a/a", b"\0", b"a\0", b"\n", b" ", b"%61", b"\xff", b"*", b"-", b"a.tmp")
 _NEVER_PUT = b"never put"
 _MOST_KNOWN = 60
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # --- arguments; none depends on a result of the store, because results depend on time ---
 
@@ -61,20 +59,6 @@ def _all_keys(machine: TierMachine) -> st.SearchStrategy[list[bytes]]:
 _known, _keys = of_state(_known_keys), of_state(_all_keys)
 
 
-def _rule(
-    law: str,
-    *needs: C,
-    when: Callable[[TierMachine], object] = lambda machine: True,
-    **arguments: st.SearchStrategy[Any],
-) -> Callable[[FunctionT], FunctionT]:
-    """Make a rule that runs on a store that is open."""
-
-    def is_possible(machine: TierMachine) -> bool:
-        return not machine.is_over and bool(when(machine))
-
-    return operation(law, *needs, when=is_possible, target=None, **arguments)
-
-
 def _has_budget(machine: TierMachine) -> bool:
     return machine.max_bytes is not None
 
@@ -97,8 +81,6 @@ class TierMachine(TierCalls):
         """Keys that were drawn, the last ones last."""
         self.most = 3
         """Maximum number of keys of a call."""
-        self.is_over = False
-        """Whether the store is closed or has lost its medium."""
 
     @initialize(max_bytes=_budgets, most=st.sampled_from((3, 6, 40)), waits=st.booleans())
     def start(self, max_bytes: int | None = None, most: int = 6, waits: bool = False) -> None:
@@ -108,11 +90,10 @@ class TierMachine(TierCalls):
         self.elsewhere: set[tuple[str, bytes]] = set()  # keys of other namespaces, by their field
         self.open(max_bytes)
 
-    @operation("TIER-7", when=lambda machine: machine.is_over, max_bytes=_budgets)
     def start_again(self, max_bytes: int | None) -> None:
         """Start with another store after the end of the first."""
+        self.begin_operation("TIER-7")
         self.teardown()
-        self.is_over = False
         self.open(max_bytes)
 
     def remember(self, keys: Sequence[bytes]) -> None:
@@ -123,13 +104,13 @@ class TierMachine(TierCalls):
 
     # --- jobs ---
 
-    @_rule("TIER-7", keys=_keys)
+    @operation("TIER-7", keys=_keys)
     def put(self, keys: list[bytes]) -> None:
         """Store keys, both new and known."""
         self.remember(keys)
         self.submit("put", sized(keys))
 
-    @_rule("TIER-8", C.BUDGET, when=_has_budget, before=_keys, after=_keys)
+    @operation("TIER-8", C.BUDGET, when=_has_budget, before=_keys, after=_keys)
     def put_too_large(self, before: list[bytes], after: list[bytes]) -> None:
         """Store keys, and between them a page that is larger than the budget."""
         most = self.max_bytes
@@ -137,40 +118,40 @@ class TierMachine(TierCalls):
         self.remember([*before, *after])
         self.submit("put", sized(before) | {b"too large %d" % most: 2 * most} | sized(after))
 
-    @_rule("TIER-7", keys=_known, change=st.sampled_from((0, 0, 1, 7, -1)))
+    @operation("TIER-7", keys=_known, change=st.sampled_from((0, 0, 1, 7, -1)))
     def get(self, keys: list[bytes], change: int) -> None:
         """Load keys, including missing keys, also into pages of another size."""
         self.submit("get", sized(keys, change))
 
-    @_rule("TIER-2", keys=_known, number=st.sampled_from((20, 120)))
+    @operation("TIER-2", keys=_known, number=st.sampled_from((20, 120)))
     def burst(self, keys: list[bytes], number: int) -> None:
         """Start many jobs at once, each with at most two keys."""
         for at in range(number):
             self.submit("get", sized(keys[at % (len(keys) + 1) :][: at % 3]))
 
-    @_rule("TIER-2")
+    @operation("TIER-2")
     def take_reports(self) -> None:
         """Poll once."""
         self.poll()
 
-    @_rule("TIER-11", method=st.sampled_from(("drain", "wait")))
+    @operation("TIER-11", method=st.sampled_from(("drain", "wait")))
     def finish(self, method: str) -> None:
         """Let every job end, by ``drain`` or by ``poll``."""
         self.drain() if method == "drain" else self.wait()
 
-    @_rule("TIER-7")
+    @operation("TIER-7")
     def load_all(self) -> None:
         """Load every key that is held or may be held."""
         self.wait()
         self.look([*self.model.held])
         self.move("get", self.model.held | self.model.either)
 
-    @_rule("TIER-3")
+    @operation("TIER-3")
     def rest(self) -> None:
         """Let late effects of a store come."""
         time.sleep(0.03)
 
-    @_rule("TIER-6", key=_new_keys)
+    @operation("TIER-6", key=_new_keys)
     def be_refused(self, key: bytes) -> None:
         """Submit malformed jobs; later lookups show that none of these jobs was started."""
         self.blame("TIER-6")
@@ -196,7 +177,7 @@ class TierMachine(TierCalls):
         readonly = memoryview(bytes(size))
         self.refused(TierJobError, self.store, "get", job, [key], [readonly])
 
-    @_rule("TIER-7", C.DELETE, keys=_known, when_put=st.sampled_from(("", "before", "after")))
+    @operation("TIER-7", C.DELETE, keys=_known, when_put=st.sampled_from(("", "before", "after")))
     def delete(self, keys: list[bytes], when_put: str) -> None:
         """Delete keys, also while they are being put, and before they are put again at once."""
         if when_put == "before":
@@ -206,7 +187,7 @@ class TierMachine(TierCalls):
         if when_put == "after":
             self.submit("put", sized(keys))
 
-    @_rule("TIER-8", C.TOUCH, keys=_known)
+    @operation("TIER-8", C.TOUCH, keys=_known)
     def touch(self, keys: list[bytes]) -> None:
         """Use keys through ``touch``."""
         self.wait()
@@ -214,7 +195,7 @@ class TierMachine(TierCalls):
         time.sleep(0.01)  # a thread of the store may handle the touch
         self.model.touch(keys)
 
-    @_rule("TIER-8", C.BUDGET, C.TOUCH, when=_has_budget)
+    @operation("TIER-8", C.BUDGET, C.TOUCH, when=_has_budget)
     def use_and_fill(self) -> None:
         """Use a few keys again and again while other keys fill the store."""
         assert self.max_bytes is not None, "the rule needs a budget"
@@ -230,7 +211,7 @@ class TierMachine(TierCalls):
             self.submit("put", {b"cold %d %d" % (self.num_jobs, number): size})
             self.wait()
 
-    @_rule(
+    @operation(
         "TIER-5",
         C.THREADED,
         new=st.lists(_new_keys, min_size=2, max_size=2, unique=True),
@@ -259,7 +240,7 @@ class TierMachine(TierCalls):
 
     # --- other processes ---
 
-    @_rule("TIER-9", C.REOPEN)
+    @operation("TIER-9", C.REOPEN)
     def reopen(self) -> None:
         """Continue with a reopened store, as in another process."""
         self.blame("TIER-9")
@@ -271,9 +252,9 @@ class TierMachine(TierCalls):
         self.continue_with(self.call(self.opened, "reopen"))
         self.model.reopen()
 
-    @_rule("TIER-11", keys=_keys)
-    def close(self, keys: list[bytes]) -> None:
-        """Close with jobs in flight; every later job fails."""
+    @operation("TIER-11", keys=_keys, is_reopened=st.booleans(), max_bytes=_budgets)
+    def close(self, keys: list[bytes], is_reopened: bool, max_bytes: int | None) -> None:
+        """Close with jobs in flight, after which jobs fail; then reopen, or start again."""
         self.blame("TIER-11")
         self.remember(keys)
         for key in keys:
@@ -290,14 +271,11 @@ class TierMachine(TierCalls):
         self.look([*self.keys])
         self.call(self.store, "close")
         self.pages_are_left_alone()
-        self.is_over = True
-
-    @operation("TIER-9", C.REOPEN, when=lambda machine: machine.model.is_closed)
-    def open_closed(self) -> None:
-        """Continue as another process after a close with jobs in flight."""
-        self.blame("TIER-9")
-        self.open_again()
-        self.is_over = False
+        if is_reopened and self.can(C.REOPEN):
+            self.blame("TIER-9")
+            self.open_again()
+        else:
+            self.start_again(max_bytes)
 
     def open_in_place(self, **changes: Any) -> Any:
         """Open the place a second time; returns the error if only one store may be open."""
@@ -308,7 +286,7 @@ class TierMachine(TierCalls):
         self.all_opened.append(opened)
         return opened.store
 
-    @_rule("TIER-9", C.REOPEN, C.NAMESPACES, keys=_keys)
+    @operation("TIER-9", C.REOPEN, C.NAMESPACES, keys=_keys)
     def write_beside(self, keys: list[bytes]) -> None:
         """Let another process open the same place and write while this process writes."""
         self.blame("TIER-9")
@@ -335,7 +313,7 @@ class TierMachine(TierCalls):
         self.submit("put", {counted: 300})  # the store may now count the bytes
 
     # A budget excludes the notes of another namespace.
-    @_rule(
+    @operation(
         "TIER-10",
         C.NAMESPACES,
         when=lambda machine: not _has_budget(machine),
@@ -379,7 +357,7 @@ class TierMachine(TierCalls):
 
     # --- faults of the medium ---
 
-    @_rule(
+    @operation(
         "TIER-1",
         C.VERIFIES,
         how=st.sampled_from(("flip", "lose the end", "swap")),
@@ -396,8 +374,13 @@ class TierMachine(TierCalls):
         if is_loaded:
             self.load_all()
 
-    @_rule("TIER-6", C.GONE, new=st.lists(_new_keys, min_size=10, max_size=40, unique=True))
-    def lose_medium(self, new: list[bytes]) -> None:
+    @operation(
+        "TIER-6",
+        C.GONE,
+        new=st.lists(_new_keys, min_size=10, max_size=40, unique=True),
+        max_bytes=_budgets,
+    )
+    def lose_medium(self, new: list[bytes], max_bytes: int | None) -> None:
         """Remove the medium, after which every call must return, with failed keys and misses."""
         self.blame("TIER-6")
         self.call(self.opened, "lose_medium")
@@ -407,15 +390,13 @@ class TierMachine(TierCalls):
                 self.submit(method, sized(keys))
                 self.look(keys)
                 self.wait()
-        self.is_over = True
+        self.start_again(max_bytes)
 
     # --- observables ---
 
     @observable("TIER-7")
     def lookups(self) -> None:
         """Compare every recently drawn key, and similar keys."""
-        if self.is_over:
-            return
         rng = Random(self.num_jobs)
         known = [*self.keys]
         similar = [key[:-1] + b"." for key in known[-4:]] + [key[:99] + b"!" for key in known[:4]]
@@ -426,7 +407,7 @@ class TierMachine(TierCalls):
     def budget(self) -> None:
         """Compare the bytes on the medium with the bytes that ``usage`` returns."""
         most, opened = self.max_bytes, self.opened
-        if most is None or self.is_over or not self.can(C.GONE):
+        if most is None or not self.can(C.GONE):
             return
         what = "a store never occupies more than its budget"
         self.occupies_at_most(most, what, "max_bytes")
