@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -123,6 +123,7 @@ def check_connector(
     )
 
 
+@dataclass(eq=False)
 class _Check:
     """The seeds of a connector, which run one after another, and their results.
 
@@ -136,26 +137,17 @@ class _Check:
         max_shrink_runs: Maximum number of runs to shrink one failure.
     """
 
-    def __init__(
-        self,
-        connector_class: type[Any],
-        options: dict[str, Any],
-        engines: EngineFactory,
-        runner: SeedRunner,
-        processes: Processes,
-        *,
-        goes_on: GoesOn,
-        max_shrink_runs: int,
-    ) -> None:
-        self._connector_class = connector_class
-        self._options = options
-        self._engines = engines
-        self._runner = runner
-        self._processes = processes
-        self._goes_on = goes_on
-        self._max_shrink_runs = max_shrink_runs
-        self._shrink_runs_left = 2 * max_shrink_runs
-        self.tally = Tally(connector_class, options, runner.code)
+    connector_class: type[Any]
+    options: dict[str, Any]
+    engines: EngineFactory
+    runner: SeedRunner
+    processes: Processes
+    goes_on: GoesOn
+    max_shrink_runs: int
+
+    def __post_init__(self) -> None:
+        self._shrink_runs_left = 2 * self.max_shrink_runs
+        self.tally = Tally(self.connector_class, self.options, self.runner.code)
         self._num_timeouts = 0
         self._to_shrink: list[int] = []  # indices in self.tally.failures
         self._fails_alone: Scenario | None = None
@@ -182,10 +174,10 @@ class _Check:
             )
             for place, seed in enumerate(seeds)
         )
-        with closing(self._processes.map(tasks)) as results:
+        with closing(self.processes.map(tasks)) as results:
             for seed, (_, result) in zip(seeds, results, strict=True):
                 if isinstance(result, Died):
-                    result = SeedResult(_death(self._runner.scenario(seed), result))
+                    result = SeedResult(_death(self.runner.scenario(seed), result))
                 self._take(seed, result)
                 self.tally.num_seeds += 1
                 if on_progress is not None:
@@ -195,7 +187,7 @@ class _Check:
                     self.tally.notes.append(f"{end}: hooks do not return")
                     return
                 has_failed = bool(self.tally.failures) and self.tally.failures[-1].seed == seed
-                if has_failed and not self._goes_on(self.tally.failures[-1].filed_under):
+                if has_failed and not self.goes_on(self.tally.failures[-1].filed_under):
                     return
 
     def _take(self, seed: int, ended: SeedResult) -> None:
@@ -227,7 +219,7 @@ class _Check:
     def _first_error_in(self, scenario: Scenario) -> str:
         """Return the exception behind the first job that fails in a run, or an empty text."""
         task = Task(SeedRunner.first_error, (scenario,))
-        _, error = next(self._processes.map([task]))
+        _, error = next(self.processes.map([task]))
         return "" if isinstance(error, Died) else error
 
     def _shrink_failures(self) -> None:
@@ -252,7 +244,7 @@ class _Check:
             The smallest run; its law is ``ENGINE`` if it also fails without the connector.
         """
         assert found.result is not None, "simulated runs have results"
-        most = min(self._max_shrink_runs, self._shrink_runs_left)
+        most = min(self.max_shrink_runs, self._shrink_runs_left)
         shrinker = Shrinker(found.result, partial(self._run_all, simulate), most)
         try:
             shrinker.shrink()
@@ -262,7 +254,7 @@ class _Check:
         smallest = shrinker.best
         if smallest is not found.result:
             task = Task(SeedRunner.blame_engine, (smallest,))
-            _, ended = next(self._processes.map([task]))
+            _, ended = next(self.processes.map([task]))
             smallest = _death(smallest.scenario, ended) if isinstance(ended, Died) else ended
             self.tally.failures[place] = self._to_failure(found.seed, smallest, True)
         return smallest
@@ -283,7 +275,7 @@ class _Check:
         self, simulate: Simulate, scenarios: Iterable[Scenario]
     ) -> Generator[tuple[Scenario, SimulationResult], None, None]:
         tasks = (Task(simulate, (scenario,)) for scenario in scenarios)
-        with closing(self._processes.map(tasks)) as results:
+        with closing(self.processes.map(tasks)) as results:
             for task, result in results:
                 (scenario,) = task.arguments
                 yield scenario, _death(scenario, result) if isinstance(result, Died) else result
@@ -294,11 +286,11 @@ class _Check:
         failure = result.failure
         assert failure is not None, "only failures are reported"
         script = to_script(
-            self._connector_class,
+            self.connector_class,
             result.scenario,
-            self._options,
+            self.options,
             f"seed {seed}: {failure}",
-            self._engines,
+            self.engines,
             times=1 if is_repeatable else _TRIES,
         )
         law, message = failure.law, failure.message
