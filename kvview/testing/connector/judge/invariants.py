@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -15,6 +16,7 @@ from kvview.keys import OffloadKey
 from kvview.testing.supervision.source_lines import at_places
 
 
+@dataclass(eq=False, repr=False)
 class InvariantBroken(AssertionError):
     """A law does not hold.
 
@@ -27,21 +29,11 @@ class InvariantBroken(AssertionError):
         hint: The remedy; None for the hint of the law.
     """
 
-    def __init__(
-        self,
-        law: str,
-        message: str,
-        *,
-        is_timeout: bool = False,
-        is_hook_error: bool = False,
-        hint: str | None = None,
-    ) -> None:
-        super().__init__(law, message)
-        self.law = law
-        self.message = message
-        self.is_timeout = is_timeout
-        self.is_hook_error = is_hook_error
-        self.hint = hint
+    law: str
+    message: str
+    is_timeout: bool = False
+    is_hook_error: bool = False
+    hint: str | None = None
 
     @override
     def __str__(self) -> str:
