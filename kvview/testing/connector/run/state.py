@@ -16,7 +16,6 @@ from kvview.testing.connector.judge.run_log import RunLog
 from kvview.testing.connector.result import Snapshot
 from kvview.testing.connector.run.engine import SimulatedEngine
 
-_STEPS_PER_LOOK_AT_KEYS = 8
 _LONGEST_TIMELINE = 2000  # number of steps of which snapshots are kept
 _HUGE_POOL = 1000  # size of a pool above which not every block is checked in every step
 _STEPS_PER_CHECK_OF_A_HUGE_POOL = 8
@@ -140,6 +139,3 @@ class RunState:
             check_free_list(free, refs)
             check_conservation(refs, owned, held)
             self._checked_references = references
-        if is_step and self.num_steps % _STEPS_PER_LOOK_AT_KEYS == 0:
-            keys = [key for found in engine.block_keys(blocks) for key in found]
-            self.coverage["steps with one hash in two blocks"] += len(set(keys)) < len(keys)
