@@ -19,7 +19,6 @@ from kvview.targets import load_connector
 from kvview.testing.connector import check_connector, generate_scenario
 from kvview.testing.connector.confirm.first_error import first_error
 from kvview.testing.connector.exercised.author_code import AuthorCode
-from kvview.testing.connector.exercised.unrun_code import UnrunCode
 from kvview.testing.connector.result import SimulationResult
 from kvview.testing.placeholders import in_size
 from tests.cases import read_cases
@@ -78,16 +77,14 @@ def test_with_the_option_all_code_runs() -> None:
 def test_the_code_of_a_connector_is_found() -> None:
     code = AuthorCode(TwoLevels)
     assert {str(FILE), host_cache.__file__} <= {*code.paths}
-    assert not code.unrun({path: range(1, 1000) for path in (str(FILE), str(host_cache.__file__))})
-    ran = {
-        str(FILE): [
-            line_of(SCHEDULER),
-            line_of("        self.recent = Recent(options.recent_blocks)"),
-        ]
-    }
-    functions = {one.function for one in code.unrun(ran)}
+    lines = [SCHEDULER, "        self.recent = Recent(options.recent_blocks)"]
+    code.add({str(FILE): [line_of(line) for line in lines]})
+    functions = {one.function for one in code.unrun}
     assert {"Recent.shorten", "TwoLevelWorker.start_plan", "TwoLevels.make_worker"} <= functions
     assert not any("CannotRead" in name for name in functions), "part of another connector"
+    code.add({path: range(1, 1000) for path in (str(FILE), str(host_cache.__file__))})
+    assert not code.unrun
+    assert code.is_complete
 
 
 def test_code_in_the_file_of_a_base_counts(tmp_path: Path) -> None:
@@ -120,8 +117,8 @@ class Mine(kvview.Connector):
 """)
     code = AuthorCode(load_connector(f"{target}:Mine"))
     assert code.paths == [str(target)]
-    unrun = code.unrun({str(target): [5, 6, 8, 9, 12]})
-    assert [one.source for one in unrun if one.is_judged] == ["self.made = made"]
+    code.add({str(target): [5, 6, 8, 9, 12]})
+    assert [one.source for one in code.unrun if one.is_judged] == ["self.made = made"]
 
 
 BASES = """
@@ -157,13 +154,13 @@ def test_a_method_that_a_class_replaces_is_listed_only(tmp_path: Path, uses_the_
         for number, line in enumerate(BASES.splitlines(), 1)
         if "Own" in line or "loads" in line
     ]
-    unrun = code.unrun({str(target): lines})
-    judged = [one.function for one in unrun if one.is_judged]
+    code.add({str(target): lines})
+    judged = [one.function for one in code.unrun if one.is_judged]
     assert judged == (["BaseWorker.start_plan"] if uses_the_base else [])
 
 
 def test_few_seeds_that_hardly_run_any_code_are_not_green() -> None:
-    code = UnrunCode(AuthorCode(TwoLevels))
+    code = AuthorCode(TwoLevels)
     code.add({str(FILE): [line_of(SCHEDULER)]})
     (gap,) = code.gaps(3)
     assert gap.name == "code"

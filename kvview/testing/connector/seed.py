@@ -9,7 +9,7 @@ from typing import Any
 
 from kvview import CacheGeometry, ConfigError, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
-from kvview.targets import is_connector, is_engine_connector
+from kvview.targets import is_engine_connector
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.first_error import first_error
 from kvview.testing.connector.exercised.author_code import AuthorCode
@@ -76,8 +76,8 @@ class SeedRunner:
         self._engines = engines
         self._steps = steps
         self._scenarios = scenarios
-        self.code = AuthorCode(connector_class) if is_connector(connector_class) else None
-        self._tracer = LineTracer(self.code.paths if self.code else ())
+        self.code = AuthorCode(connector_class)
+        self._tracer = LineTracer(self.code.paths)
 
     def scenario(self, seed: int) -> Scenario:
         """Return or make the scenario of a seed."""
@@ -152,7 +152,7 @@ class SeedRunner:
 
     def first_error(self, scenario: Scenario) -> str:
         """Return the exception behind the first job that fails in a run, as one line, or ""."""
-        if self.code is None:  # only connectors of kvview have jobs of their own
+        if not self._is_own:  # only connectors of kvview have jobs of their own
             return ""
         alone = replace(scenario, worker_half="job_by_job")
         run = partial(simulate, self._connector_class, alone, self._options, engines=self._engines)

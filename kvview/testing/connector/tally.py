@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvview.errors import ConfigError
-from kvview.targets import has_store, is_connector
+from kvview.targets import has_store
 from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.exercised.coverage import (
     failed_by_themselves,
     is_headline,
     notes_on,
 )
-from kvview.testing.connector.exercised.unrun_code import UnrunCode
 from kvview.testing.connector.result import ConnectorFailure, ConnectorRuns
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.results.law_broken import Gap
@@ -34,15 +33,13 @@ class Tally:
     Args:
         connector_class: The connector.
         options: Its options.
-        code: The author's code; None if kvview cannot read it.
+        code: The author's code.
     """
 
-    def __init__(
-        self, connector_class: type, options: Mapping[str, Any], code: AuthorCode | None
-    ) -> None:
+    def __init__(self, connector_class: type, options: Mapping[str, Any], code: AuthorCode) -> None:
         self._connector_class = connector_class
         self._options = options
-        self.code = UnrunCode(code)
+        self.code = code
         self.num_seeds = 0
         self.failures: list[ConnectorFailure] = []
         self.coverage: Counter[str] = Counter()
@@ -156,8 +153,7 @@ def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> Connecto
     """
     options = _options_of_all(shards)
     first, *_ = shards
-    code = AuthorCode(connector_class) if is_connector(connector_class) else None
-    tally = Tally(connector_class, options, code)
+    tally = Tally(connector_class, options, AuthorCode(connector_class))
     for runs in shards:
         tally.add_shard(runs)
     num_asked = sum(runs.num_asked for runs in shards)

@@ -1,4 +1,4 @@
-"""The code that the author of a connector wrote, and its statements that no run reached.
+"""The code that the author of a connector wrote, and its statements that no seed reached.
 
 The code of a connector is each class and each function of its author that ran in part, or that a
 line that ran names. Other code in the same files (a second connector, a test, a command) does not
@@ -9,34 +9,46 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.testing.connector.exercised.lines import Lines, Region, regions_of
-from kvview.testing.results.law_broken import Unrun
+from kvview.targets import is_connector
+from kvview.testing.connector.exercised.coverage import FEWEST_SEEDS
+from kvview.testing.connector.exercised.lines import Lines, Region, regions_of, why_not
+from kvview.testing.results.law_broken import Gap, Unrun
 
 _LIBRARIES = {"site-packages", "dist-packages"}
 _DEFINITION = re.compile(r"\s*(async|def|class|from|import|@)")
 _FUNCTION = re.compile(r"\s*(async\s+)?def\b")
+_TO_REACH = (
+    "to reach the code that never ran: give the option of a limit a size (--option "
+    "NAME='{blocks}/4'), set the option that leads there, or remove conditions that are never "
+    "true; or name lines that cannot run, with a reason, in --expected"
+)
 
 
 class AuthorCode:
-    """The files and functions of a connector's author.
+    """The files and functions of a connector's author, and the lines that ran, seed after seed.
 
     Args:
-        connector_class: The connector.
+        connector_class: The connector; the code of a connector of an engine is not measured.
     """
 
     def __init__(self, connector_class: type[Any]) -> None:
         self._connector_class = connector_class
+        self.ran: dict[str, set[int]] = {}
+        """The lines that ran, by file."""
+        self._why_not = why_not()
         modules = {sys.modules.get(base.__module__) for base in connector_class.__mro__}
         named = [one for module in modules if module for one in list(vars(module).values())]
+        kinds = [connector_class, *named] if is_connector(connector_class) else []
         folders = {
             folder
-            for kind in (connector_class, *named)
+            for kind in kinds
             if isinstance(kind, type) and any(_is_kvviews(base.__module__) for base in kind.__mro__)
             for base in kind.__mro__
             if (folder := _folder_of(base)) and (base is connector_class or not _is_library(folder))
@@ -48,31 +60,75 @@ class AuthorCode:
             for folder in folders
             if path.is_relative_to(folder) and not _is_library(path.relative_to(folder))
         }
+        self.is_complete = not self._modules
+        """Whether further seeds need not be measured, because all code ran."""
 
     @property
     def paths(self) -> list[str]:
         """Return the author's files; empty if the code is kvview's own or has no file."""
         return sorted(self._modules)
 
-    def num_statements(self, ran: Lines) -> int:
-        """Return the number of statements in the functions of the code."""
-        return sum(len(region.statements) for _, _, region, _ in self._functions(ran))
+    def add(self, lines: Lines) -> None:
+        """Add the lines that ran in the process of a seed."""
+        has_new_lines = False
+        for path, new in lines.items():
+            known = self.ran.setdefault(path, set())
+            has_new_lines |= not known.issuperset(new)
+            known.update(new)
+        if has_new_lines:
+            vars(self).pop("unrun", None)
+            vars(self).pop("num_statements", None)
+            self.is_complete = not any(one.is_judged for one in self.unrun)
 
-    def unrun(self, ran: Lines) -> list[Unrun]:
-        """Return the statements that no run reached, in the order of the files.
+    @cached_property
+    def num_statements(self) -> int:
+        """Number of statements in the functions of the code; 0 without a measurement."""
+        return sum(len(region.statements) for _, _, region, _ in self._functions())
 
-        Args:
-            ran: Lines that ran, by file.
-        """
+    @cached_property
+    def unrun(self) -> Sequence[Unrun]:
+        """Statements that no seed reached, in the order of the files."""
         return [
             one
-            for path, name, region, is_called in self._functions(ran)
+            for path, name, region, is_called in self._functions()
             for one in self._unrun_in(path, name, region, is_called)
         ]
 
-    def _functions(self, ran: Lines) -> Iterator[tuple[str, str, Region, bool]]:
+    def gaps(self, num_seeds: int) -> list[Gap]:
+        """Return the statements that a complete check must reach, each as a named gap.
+
+        A few seeds reach few statements. With few seeds, the only possible gap is therefore a small
+        number of statements that ran.
+
+        Args:
+            num_seeds: Number of seeds that were run.
+        """
+        if num_seeds >= FEWEST_SEEDS:
+            return [_gap(one) for one in self.unrun if one.is_judged]
+        num_unrun = sum(one.num_statements for one in self.unrun)
+        if 2 * num_unrun <= self.num_statements:
+            return []
+        text = f"{self.num_statements - num_unrun} of {self.num_statements} statements ran"
+        return [Gap("code", f"{text} in {num_seeds} seeds")]
+
+    def notes(self, gaps: Sequence[Gap]) -> Iterator[str]:
+        """Report that the code could not be measured, or how more code is reached.
+
+        Args:
+            gaps: The gaps that are reported.
+        """
+        if self._modules and self._why_not is not None:
+            yield f"the code that never ran cannot be listed: {self._why_not}"
+        elif {gap.name for gap in gaps}.intersection(one.place for one in self.unrun):
+            yield _TO_REACH
+        elif any(gap.name == "code" for gap in gaps):
+            yield f"run at least {FEWEST_SEEDS} --seeds to list the lines that never ran"
+
+    def _functions(self) -> Iterator[tuple[str, str, Region, bool]]:
         """Yield file, name and statements of each function, and whether the code calls it."""
-        ran = {path: lines for path, lines in ran.items() if path in self._modules}
+        ran = {path: lines for path, lines in self.ran.items() if path in self._modules}
+        if not ran:
+            return
         lines = {path: Path(path).read_text(encoding="utf-8").splitlines() for path in ran}
         used = {word for path in ran for word in _names_used(lines[path], ran[path])}
         kinds = [*self._kinds(ran)]
@@ -133,6 +189,10 @@ class AuthorCode:
             if base is not self._connector_class and base.__name__ not in used
             for method in vars(base).keys() & vars(kind).keys()
         }
+
+
+def _gap(unrun: Unrun) -> Gap:
+    return Gap(unrun.place, f"{unrun.place} in {unrun.function} never ran: {unrun.source}")
 
 
 def _is_library(path: Path) -> bool:
