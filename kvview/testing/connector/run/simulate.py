@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
+from random import Random
 from typing import Any
 
-from kvview import ConnectorError, HookError, PinBudgetExceeded
+from typing_extensions import override
+
+from kvview import ConfigError, ConnectorError, HookError, PinBudgetExceeded
 from kvview.targets import is_engine_connector
 from kvview.testing.connector.exercised.coverage import (
     OF_THEIR_OWN_SIZE,
@@ -37,7 +40,6 @@ from kvview.testing.connector.run.engine import (
     load_engines,
     own_runs,
 )
-from kvview.testing.connector.run.event_player import EventPlayer
 from kvview.testing.connector.run.jumping_clock import jumping_clock
 from kvview.testing.connector.run.long_runs import (
     FEWEST_ROUNDS,
@@ -46,13 +48,25 @@ from kvview.testing.connector.run.long_runs import (
     with_rounds_compared,
 )
 from kvview.testing.connector.run.state import RunState
-from kvview.testing.connector.scenario.fates import Fates
-from kvview.testing.connector.scenario.scenario import Scenario
+from kvview.testing.connector.scenario.scenario import (
+    Abort,
+    AbortLoading,
+    Add,
+    Event,
+    Fate,
+    HoldBlocks,
+    Reset,
+    Scenario,
+    SecondHash,
+    Step,
+)
 from kvview.testing.placeholders import in_fresh_folders, is_in_bytes
 from kvview.testing.supervision import watchdog
 from kvview.testing.supervision.yield_points import new_threads_yield_often
 
 _KEYS = "requests with a LoRA adapter, a cache salt or images: kvview partition checks their keys"
+_FAMILIES_PER_ROUND = 1000
+_MUCH_LATER = 40  # steps until a long run reports a lost job
 
 
 def simulate(
@@ -330,3 +344,118 @@ def _is_refused_hold(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, PinBudgetExceeded):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+class EventPlayer:
+    """Plays events on a stage.
+
+    A request has a new id in each round, except within a round if the scenario reuses its id and
+    ``unique_ids`` is False.
+
+    Args:
+        stage: The engine and its connectors.
+        scenario: The run.
+        unique_ids: Whether a reused request id is replaced by another id.
+    """
+
+    def __init__(self, stage: RunState, scenario: Scenario, *, unique_ids: bool) -> None:
+        self._stage = stage
+        self._scenario = scenario
+        self._unique_ids = unique_ids
+        self.num_begun = 0
+        """Largest number of events that were started in one round."""
+        self.ids: set[str] = set()
+        """Ids of all requests in the engine, so far."""
+        self._is_first_round = False
+        self._first_family = 0
+        self._num_renamed = 0
+        self._names: dict[str, str] = {}  # from request ids of the scenario to ids in the engine
+        self._names_of_round: set[str] = set()
+
+    def begin_round(self, number: int) -> None:
+        """Start a round with its own prompts."""
+        self._is_first_round = number == self._scenario.first_round
+        families = number % self._scenario.rounds_until_reuse
+        self._first_family = families * _FAMILIES_PER_ROUND
+        # With a reused id a connector finds its old entries, which hides that it kept them, so ids
+        # are reused in every second round only.
+        if number % 2 == 0:
+            self._names_of_round.clear()
+
+    def play(self, number: int, event: Event) -> None:
+        """Play an event; ``number`` counts from 1."""
+        stage = self._stage
+        self.num_begun = max(self.num_begun, number)
+        match event:
+            case Add():
+                self._add(event, number)
+            case Abort(request_id):
+                stage.abort(self._names.get(request_id, request_id))
+            case AbortLoading():
+                unfinished = stage.engine.unfinished()
+                if loading := next((r for r, s in unfinished.items() if s == "loading"), None):
+                    stage.abort(loading)
+            case Step(count):
+                for _ in range(count):
+                    stage.step()
+            case HoldBlocks(num_blocks):
+                stage.engine.squeeze(num_blocks)
+            case SecondHash():
+                stage.coverage["second hashes"] += stage.engine.alias()
+            case Reset(after_reports):
+                stage.reset(after_reports=after_reports)
+
+    def _add(self, add: Add, serial: int) -> None:
+        """Queue a request; its generated tokens are the same in each round."""
+        engine, coverage = self._stage.engine, self._stage.coverage
+        name = self._names.get(add.request_id)
+        unfinished = engine.unfinished()
+        if name in unfinished:
+            return
+        if add.continues is not None:
+            before = self._names.get(add.continues)
+            if before is None or before in unfinished:
+                return
+            add = replace(add, continues=before)
+        is_reused = name in self._names_of_round
+        if name is None or not is_reused or self._unique_ids:
+            self._num_renamed += 1
+            is_first = name is None and self._is_first_round
+            name = add.request_id if is_first else f"{add.request_id}.{self._num_renamed}"
+        self._names[add.request_id] = name
+        self._names_of_round.add(name)
+        self.ids.add(name)
+        with suppress(ConfigError):  # no engine queues a request that can never fit
+            family = self._first_family + add.family
+            engine.add(replace(add, request_id=name, family=family), serial)
+            coverage["ids again"] += is_reused
+            coverage["next turns"] += add.continues is not None
+
+
+class Fates(Iterator[Fate]):
+    """The fates of a run.
+
+    Each round of a long run has its own order of fates, so that the faults of the rounds differ.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._fates = scenario.fates
+        self._ahead = iter(scenario.fates)
+        self._is_endless = scenario.rounds > 1 or scenario.first_round > 0
+        if self._is_endless:
+            self._fates = tuple(map(_reported_later, scenario.fates))
+
+    def begin_round(self, number: int) -> None:
+        """Start a round with its own order of fates."""
+        if self._is_endless and self._fates:
+            self._ahead = cycle(Random(number).sample(self._fates, len(self._fates)))
+
+    @override
+    def __next__(self) -> Fate:
+        return next(self._ahead)
+
+
+def _reported_later(fate: Fate) -> Fate:
+    if not fate.is_lost:
+        return fate
+    return replace(fate, is_lost=False, report_after=fate.report_after + _MUCH_LATER)
