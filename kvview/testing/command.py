@@ -38,11 +38,13 @@ from kvview.cli.result_file import (
     write_result,
 )
 from kvview.errors import ConfigError, line_of
+from kvview.targets import is_engine_connector
 from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.supervision.watchdog import HOOK_SECONDS, end_soon
 
 if TYPE_CHECKING:
     from kvview.testing import Report
+    from kvview.testing.repetition import Replay
 
 SEEDS_OF_A_RELEASE = 100
 """Default number of seeds for each release."""
@@ -204,14 +206,13 @@ def check(
         _finish(*_check_in_releases(console, name, "vllm", vllm), json_file)
     from kvview.options import read_options
     from kvview.testing import load_target, read_expected, run_checks
-    from kvview.testing.results.terminal import show_report
+    from kvview.testing.results.terminal import print_line, show_report
     from kvview.testing.supervision.scratch import scratch_folder
 
     given = read_options(options)
     if transfer_config is not None:
         given |= read_options([f"kv_transfer_config={transfer_config}"])
-    if incident is not None:
-        sys.exit(_repeat_incident(console, name, incident, given))
+    replay = None if incident is None else _read_incident(console, incident, settings)
     if pd and settings["inference"]:
         if (json_file, result_file) != (None, None):
             raise ConfigError(
@@ -227,6 +228,10 @@ def check(
         progress(f"checking {name}") as on_progress,
     ):
         found = load_target(name)
+        if replay is not None and is_engine_connector(found):
+            from kvview.testing.token_runs import ENGINE
+
+            settings["engine"] = settings["engine"] or ENGINE
         if pd:
             from kvview.testing.handoff import pd_factory
 
@@ -241,8 +246,11 @@ def check(
             **settings,
         )
     show_report(console, report)
-    if timeline_file is not None:
-        _draw_timeline(report, timeline_file)
+    if replay is not None and report.runs is not None:
+        from kvview.testing.repetition import verdict_on
+
+        print_line(console, verdict_on(replay, report.runs), "bold")
+    _draw_timeline(report, timeline_file)
     replaced = getattr(found, "replaced", ()) if report.runs is None else report.runs.replaced
     if report.runs is None and replaced:
         from kvview.testing.connector.exercised.coverage import REPLACED, notes_on
@@ -261,7 +269,10 @@ def check(
     _finish(_verdict(report), report.to_dict(), json_file)
 
 
-def _draw_timeline(report: Report, path: str) -> None:
+def _draw_timeline(report: Report, path: str | None) -> None:
+    """Draw the first failure of a connector into a file, if the file is given."""
+    if path is None:
+        return
     from kvview.testing.results.timeline import write_timeline
 
     failures = [result.failure for result in report.results if result.failure is not None]
@@ -371,38 +382,20 @@ def _check_real_handoffs(console: Console, target: str, options: dict[str, Any])
     return ExitCode.WRONG if num_wrong else ExitCode.CLEAN
 
 
-def _repeat_incident(console: Console, target: str, path: str, options: dict[str, Any]) -> ExitCode:
-    """Play an incident, and print whether its fault repeats, with the smallest script."""
-    from kvview.testing import load_target
-    from kvview.testing.effort import Effort
-    from kvview.testing.repetition import read_replay, repeat_incident, verdict_on
+def _read_incident(console: Console, path: str, settings: dict[str, Any]) -> Replay:
+    """Read an incident, print its law and its notes, and set what the checks play of it."""
+    from kvview.testing.repetition import read_replay
 
-    context = click.get_current_context()
     allowed = {"target", "options", "transfer_config", "incident", "engine", "hook_seconds"}
-    for parameter in given_parameters(context):
-        if parameter.name not in allowed:
+    for parameter in given_parameters(click.get_current_context()):
+        if parameter.name not in allowed | {"json_file"}:
             raise ConfigError(f"--from cannot be combined with {parameter.opts[0]}; drop it")
-    effort = Effort(
-        engine=context.params["engine"],
-        options=options,
-        hook_seconds=context.params["hook_seconds"],
-    )
     replay = read_replay(path)
     lines = [f"incident: {replay.law or 'requested by a signal'}", *replay.notes]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
-    with _ended_in_order(), naming(target), progress(f"checking {target}") as on_progress:
-
-        def on_scenario(done: int, failed: int) -> None:
-            on_progress(f"{done} of {len(replay.scenarios)} scenarios, {failed} failed")
-
-        runs = repeat_incident(replay, load_target(target), effort, on_scenario)
-    text, failure = verdict_on(replay, runs)
-    console.print(text, markup=False, soft_wrap=True)
-    if failure is None:
-        return ExitCode.INTERRUPTED if runs.is_interrupted else ExitCode.CLEAN
-    console.print(failure.message, markup=False, soft_wrap=True)
-    console.print(failure.script, markup=False, highlight=False, soft_wrap=True)
-    return ExitCode.WRONG
+    settings["scenarios"], settings["keep_going"] = replay.scenarios, True
+    settings["select"] = ("check_*_in_simulated_runs",)  # all laws, without the coverage
+    return replay
 
 
 def _verdict(report: Report) -> ExitCode:

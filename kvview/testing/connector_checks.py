@@ -62,7 +62,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     if factory not in effort.shared and effort.merged:
         effort.shared[factory] = merge_shards(factory, effort.merged)  # type: ignore[arg-type]
     if factory not in effort.shared:
-        number = effort.seeds or NUM_SEEDS
+        number = len(effort.scenarios) or effort.seeds or NUM_SEEDS
         goes_on: GoesOn | None = effort.shared.get("goes_on")
         on_progress = effort.shared.get("on_progress", _ignore)
         effort.shared[factory] = check_connector(
@@ -78,6 +78,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             ),
             keep_going=goes_on or effort.keep_going,
             shard=effort.shard,
+            scenarios=effort.scenarios,
         )
     runs: ConnectorRuns = effort.shared[factory]
     return runs

@@ -12,9 +12,12 @@ from kvview.errors import ConfigError
 from kvview.testing.supervision.watchdog import HOOK_SECONDS
 
 if TYPE_CHECKING:
+    from kvview.testing.connector.scenario.scenario import Scenario
     from kvview.testing.results.schema import RunsModel
 
-_FOR_CONNECTORS = ("engine", "options", "hook_seconds", "inference", "keep_going", "shard")
+_FOR_CONNECTORS = (
+    *("scenarios", "engine", "options", "hook_seconds", "inference", "keep_going", "shard"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Effort:
         keep_going: Whether all seeds of a connector are run; otherwise the first failure ends the
             runs.
         shard: Number of the shard of a connector's seeds to run, from 1, and number of shards.
+        scenarios: Scenarios of a connector to run instead of those of the seeds.
         merged: The runs of all shards of a connector, instead of new runs.
         is_brief: Whether a search ends at its first failure, without shrinking it.
         shared: Results of earlier checks of the run, which all its checks share.
@@ -51,6 +55,7 @@ class Effort:
     inference: bool = False
     keep_going: bool = False
     shard: tuple[int, int] = (1, 1)
+    scenarios: Sequence[Scenario] = ()
     merged: Sequence[RunsModel] = ()
     is_brief: bool = False
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)

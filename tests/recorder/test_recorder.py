@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvview.cli.commands import cli
+from kvview.cli.exit_codes import ExitCode
 from kvview.testing.connector import Add, HoldBlocks, Step
 from kvview_vllm.recorder import Recorder, on_signal
 from kvview_vllm.recorder.incident import IncidentModel, read_incident
@@ -145,8 +146,8 @@ def test_the_command_plays_an_incident_with_connectors_of_kvview(incident: Path)
     assert right.exit_code == 0, right.output
     assert "the fault does not repeat: 6 scenarios of the incident break no law" in right.output
     wrong = CliRunner().invoke(cli, ["check", RAISES, "--from", str(incident)])
-    assert wrong.exit_code == 1, wrong.output
-    first, verdict, *_ = wrong.output.splitlines()
+    assert wrong.exit_code == ExitCode.CONNECTOR_RAISED, wrong.output
+    first, *_, verdict = wrong.output.splitlines()
     assert first == "incident: CONN-3"
     assert verdict == "the fault repeats: CONN-3 is broken again"
     assert "scenario = Scenario(" in wrong.output
@@ -174,7 +175,7 @@ def test_a_damaged_file_gives_one_line(incident: Path) -> None:
     assert CliRunner().invoke(cli, arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("more", ["--inference", "--pd", "--seeds=3", "--json=out.json"])
+@pytest.mark.parametrize("more", ["--inference", "--pd", "--seeds=3", "--select=CONN-3"])
 def test_options_that_do_not_apply_are_refused(more: str, incident: Path) -> None:
     result = CliRunner().invoke(cli, ["check", RIGHT, "--from", str(incident), more])
     assert result.exit_code == 2, result.output

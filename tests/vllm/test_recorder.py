@@ -110,13 +110,14 @@ def test_the_command_reports_whether_the_fault_repeats_and_prints_a_script(
     scenario = replace(generate_scenario(0), worker_half="job_by_job", compute_lags=False)
     found = record(kind, scenario, tmp_path, engines)
     assert found is not None
-    arguments = ["check", name_target(kind), "--from", str(found[1])]
+    report = tmp_path / "report.json"
+    arguments = ["check", name_target(kind), "--from", str(found[1]), "--json", str(report)]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 1, result.output
     assert "the fault repeats: XFER-1 is broken again" in result.output
-    script = result.output.partition("\n# seed")[2]
+    failures = [one["failure"] for one in json.loads(report.read_text())["checks"]]
     with pytest.raises(AssertionError, match="XFER-1"):
-        exec(f"#{script}", {})
+        exec(next(filter(None, failures))["script"], {})
     arguments[1] = f"{Path(__file__).with_name('raw_connectors.py')}:HostConnector"
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
