@@ -151,7 +151,7 @@ class SeedRunner:
         return f"not deterministic: seed {seed} was run twice: {differs}" if differs else ""
 
     def first_error(self, scenario: Scenario) -> str:
-        """Return the exception behind the first job that fails in a run, as one line, or ""."""
+        """Return the exception behind the first job that fails in a run, or an empty text."""
         if not self._is_own:  # only connectors of kvview have jobs of their own
             return ""
         alone = replace(scenario, worker_half="job_by_job")
