@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from kvview.testing.results.schema import RunsModel
 
 _FOR_CONNECTORS = (
-    *("scenarios", "engine", "options", "hook_seconds", "inference", "keep_going", "shard"),
+    "scenarios",
+    "engine",
+    "options",
+    "hook_seconds",
+    "inference",
+    "keep_going",
+    "shard",
 )
 
 

@@ -39,7 +39,7 @@ CASES = {  # the mistake: the seed, a part of the message, and a part of the rem
         "on_blocks_allocated",
     ),
     "Reuses a host page while a load reads it, and runs stores before loads": (
-        2,
+        29,
         "wrote before the load had ended",
         "Do not reuse a page",
     ),
