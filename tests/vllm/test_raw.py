@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvview import CacheGeometry, ConfigError, FullAttention, SlidingWindow
+from kvview import CacheGeometry, FullAttention, SlidingWindow
 from kvview.targets import load_target
 from kvview.testing.connector import (
     Add,
@@ -24,7 +24,6 @@ from kvview.testing.connector import (
     Step,
     check_connector,
     generate_scenario,
-    load_engines,
     simulate,
 )
 from kvview.testing.connector.scenario.generate import INVALID_CAPS
@@ -37,7 +36,6 @@ from kvview_vllm.releases.compat.shapes import find_class
 from kvview_vllm.simulation import VLLMEngines
 from kvview_vllm.simulation.raw import RawRun
 from kvview_vllm.simulation.raw.raw_scenarios import can_load_in_groups
-from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
 from kvview_vllm.simulation.scheduler import capabilities
 from tests.mutants.edits import Variant
 from tests.vllm.ported import After, Before
@@ -612,62 +610,6 @@ def test_vsim_3_preemptions_are_passed_as_the_release_passes_them(engines: VLLME
         assert seen <= {"set"}
     else:
         assert seen == {"Meta"}
-
-
-def _refuses_old_constructors() -> bool:
-    factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory")
-    text = Path(str(factory.__file__)).read_text(encoding="utf-8")
-    return "2-argument" in text and "raise ValueError" in text
-
-
-def test_the_reference_engine_refuses_a_raw_connector_in_one_line() -> None:
-    scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
-    with pytest.raises(ConfigError, match="pass --engine vllm"):
-        simulate(HostConnector, scenario, engines=load_engines())
-
-
-class TakesTwoArguments(HostConnector):
-    def __init__(self, vllm_config: Any, role: Any) -> None:
-        super().__init__(vllm_config, role)
-
-
-def test_a_constructor_of_two_arguments_runs_where_vllm_accepts_it(engines: VLLMEngines) -> None:
-    """Not ENGINE, although the run without the connector needs its class too (kachedb 0.3.0)."""
-    scenario = generate_scenario(1)
-    if _refuses_old_constructors():
-        with pytest.raises(ConfigError, match=r"does not accept this connector: .*2-argument"):
-            simulate(TakesTwoArguments, scenario, engines=engines)
-        return
-    result = simulate(TakesTwoArguments, scenario, engines=engines)
-    assert result.failure is None, result.failure
-    assert result.coverage["loads"]
-
-
-def test_a_wrong_transfer_config_is_refused(engines: VLLMEngines) -> None:
-    scenario = Scenario(CacheGeometry.single(4), 8, (Step(1),))
-    options = {"kv_transfer_config": {"kv_role": "nobody"}}
-    with pytest.raises(ConfigError, match="kv_transfer_config"):
-        simulate(HostConnector, scenario, options, engines=engines)
-
-
-@pytest.mark.parametrize(
-    "connectors",
-    ["text", 3, None, {"a": 1}, ["a"], [{"x": 1}], [{"kv_connector": "Nope"}]],
-    ids=str,
-)
-def test_wrong_children_of_a_multi_connector_are_refused(connectors: Any) -> None:
-    multi = import_module(f"{V1}.multi_connector").MultiConnector
-    of_child = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-    for config in (
-        {"connectors": connectors},
-        {"connectors": [of_child | {"kv_connector_extra_config": {"connectors": connectors}}]},
-    ):
-        with pytest.raises(ConfigError, match="connectors"):
-            classes_of(multi, split_options(config))
-
-
-def test_an_option_named_connectors_of_another_connector_is_its_own() -> None:
-    assert classes_of(HostConnector, split_options({"connectors": "text"})) == [HostConnector]
 
 
 def test_the_example_connector_loses_a_chunked_prefill(engines: VLLMEngines) -> None:

@@ -446,6 +446,25 @@ def takes_cache_config(connector_class: type) -> bool:
     return "kv_cache_config" in parameters_of(connector_class)
 
 
+def finds_old_constructor(factory: Any, connector_class: type) -> dict[str, Any]:
+    """Return the method of vLLM's factory that lets it pass two arguments to a registered class.
+
+    Up to 0.20 vLLM passes two arguments to a class that takes two, but not if it is registered.
+    """
+    name = "_get_connector_class_with_compat"
+    if not hasattr(factory, name):
+        return {}
+    find = getattr(factory, name)
+
+    def find_class(config: Any) -> tuple[type, bool]:
+        kind, takes_two = find(config)
+        if kind is connector_class:
+            takes_two = not takes_cache_config(kind)
+        return kind, takes_two
+
+    return {name: find_class}
+
+
 def stats_data(stats: Any) -> dict[str, Any]:
     """Return the values that a connector's stats send to the front end (``to_dict``, 0.32.0)."""
     data: dict[str, Any] = stats.to_dict() if hasattr(stats, "to_dict") else stats.data

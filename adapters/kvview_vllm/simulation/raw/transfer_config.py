@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from kvview import ConfigError
 from kvview.errors import line_of
-from kvview_vllm.releases.compat.calls import takes_cache_config
+from kvview_vllm.releases.compat.calls import finds_old_constructor
 from kvview_vllm.releases.compat.versions import vllm
 
 TRANSFER_CONFIG = "kv_transfer_config"
@@ -86,18 +86,8 @@ def registered(connector_class: type | None) -> Iterator[None]:
     with ExitStack() as stack:
         names = {connector_class.__name__: lambda: connector_class}
         stack.enter_context(patch.dict(factory._registry, names))
-        # Up to 0.20 vLLM passes two arguments to classes that take two and are not registered.
-        if find := getattr(factory, "_get_connector_class_with_compat", None):
-
-            def find_with_compat(config: Any) -> tuple[type, bool]:
-                kind, takes_two = find(config)
-                if kind is connector_class:
-                    takes_two = not takes_cache_config(kind)
-                return kind, takes_two
-
-            stack.enter_context(
-                patch.object(factory, "_get_connector_class_with_compat", find_with_compat)
-            )
+        for name, method in finds_old_constructor(factory, connector_class).items():
+            stack.enter_context(patch.object(factory, name, method))
         yield
 
 
