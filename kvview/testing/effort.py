@@ -45,6 +45,7 @@ class Effort:
         shard: Number of the shard of a connector's seeds to run, from 1, and number of shards.
         scenarios: Scenarios of a connector to run instead of those of the seeds.
         merged: The runs of all shards of a connector, instead of new runs.
+        expected_message: Text that each message of the running check's expected failure contains.
         is_brief: Whether a search ends at its first failure, without shrinking it.
         shared: Results of earlier checks of the run, which all its checks share.
 
@@ -63,6 +64,7 @@ class Effort:
     shard: tuple[int, int] = (1, 1)
     scenarios: Sequence[Scenario] = ()
     merged: Sequence[RunsModel] = ()
+    expected_message: str = ""
     is_brief: bool = False
     shared: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -288,7 +288,8 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
     failure = None
     start = time.perf_counter()
     try:
-        with use_effort(planned.effort(effort)):
+        message = expected.message if expected else ""
+        with use_effort(replace(planned.effort(effort), expected_message=message)):
             check.function(planned.factory)
     except NotApplicable as skipped:
         return CheckResult(check, Outcome.SKIPPED, reason=str(skipped), part=part)
@@ -316,7 +317,7 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
     if failure is None:
         is_whole = effort.shard == (1, 1)
         outcome = Outcome.UNEXPECTED_PASS if expected and is_whole else Outcome.PASSED
-    elif expected:
+    elif expected and message in failure.what:
         outcome = Outcome.EXPECTED_FAILURE
     else:
         outcome = Outcome.NOT_CHECKED if isinstance(failure, NotExercised) else Outcome.FAILED

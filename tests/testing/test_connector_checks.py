@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from kvview.testing import (
 pytest.importorskip("torch")
 
 from kvview.testing.connector import check_connector
+from kvview.testing.connector.result import ConnectorFailure
+from kvview.testing.effort import Effort
+from kvview.testing.runner import plan_checks, run_planned
 from kvview_reference.store_connector import StoreConnector
 from kvview_reference.store_connector.planning.store_scheduler import StoreScheduler
 from tests.connector.halves import WithHalves
@@ -155,6 +159,29 @@ def test_select_and_expected_failures_are_honoured(tmp_path: Path) -> None:
     target = f"{__file__}:Connector_that_does_nothing"
     assert run(target, "--seeds", "2").exit_code == ExitCode.NOT_CHECKED
     assert run(target, "--seeds", "2", "--expected", lines).exit_code == ExitCode.CLEAN
+
+
+def test_another_failure_of_an_expected_law_of_connectors_is_red() -> None:
+    def failure(seed: int, message: str) -> ConnectorFailure:
+        return ConnectorFailure(seed, "CONN-4", message, "", "CONN-4")
+
+    runs = replace(
+        check_connector(Connector_that_does_nothing, seeds=1),
+        failures=[failure(0, "a known leak"), failure(1, "an unknown leak")],
+    )
+    for message, outcome in (
+        ("leak", Outcome.EXPECTED_FAILURE),
+        ("a known leak", Outcome.FAILED),
+    ):
+        expected = [ExpectedFailure("CONN-4", "known", "https://a.b/c", message)]
+        (check,) = plan_checks(
+            Connector_that_does_nothing, Effort(), expected=expected, select=["CONN-4"]
+        )[1]
+        shared: dict[object, Any] = {Connector_that_does_nothing: runs}
+        result = run_planned(check, Effort(shared=shared))
+        assert result.outcome is outcome
+        assert result.failure is not None
+        assert ("unknown" in result.failure.what) == (outcome is Outcome.FAILED)
 
 
 class Connector_that_does_nothing(Connector):

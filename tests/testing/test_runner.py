@@ -123,6 +123,13 @@ def test_expected_failures_and_unexpected_passes() -> None:
     assert report.verdict().startswith(f"red: {QUICK_CHECK} passed, but is expected to fail")
 
 
+@pytest.mark.parametrize("message", ["", "another message"])
+def test_another_failure_of_an_expected_law_is_red(message: str) -> None:
+    expected = [ExpectedFailure(WRONG_CHECK, "known", LINK, message)]
+    report = run_checks(DropsEngineReferences, expected=expected, select=[WRONG_CHECK], seeds=50)
+    assert report.is_clean == (not message)
+
+
 def test_a_failure_can_be_pasted() -> None:
     report = run_checks(DropsEngineReferences, select=[WRONG_CHECK], seeds=50)
     (result,) = report.failures

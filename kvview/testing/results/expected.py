@@ -26,6 +26,8 @@ class ExpectedFailure:
         reason: Reason of the failure.
         link: Address of the thread or change that is about it. An item of the coverage is not a
             failure and needs no link.
+        message: Text that each message of the failure contains, so that another failure of the same
+            law is red; empty for any message.
 
     Raises:
         ConfigError: A value is missing or has another form.
@@ -34,6 +36,7 @@ class ExpectedFailure:
     law: str
     reason: str
     link: str = ""
+    message: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -66,7 +69,7 @@ def read_expected(path: str | Path) -> Sequence[ExpectedFailure]:
         expected = [ExpectedFailure(**entry) for entry in entries]
     except TypeError as error:
         raise ConfigError(
-            f"{path}: [[expected]] has law, reason, link: {line_of(error)}"
+            f"{path}: [[expected]] has law, reason, link, message: {line_of(error)}"
         ) from error
     laws = [one.law for one in expected]
     if twice := [law for law in laws if laws.count(law) > 1]:
