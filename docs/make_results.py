@@ -39,8 +39,8 @@ from kvview.errors import ConfigError
 PAGE = ROOT / "docs/results.md"
 SECONDS = 3600
 """Longest time of a block of commands."""
-_LONGEST = 200  # characters of evidence
-_MOST = 4  # findings of a class
+_LONGEST = 140  # characters of evidence
+_MOST = 2  # findings of a class
 _SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
 
 
