@@ -21,6 +21,7 @@ for target in (
     "semblend_vllm_connector.connector:SemBlendVllmConnector",
     "tierkv.connectors.vllm.connector:TierKVConnector",
     "avp.connectors.vllm_kv_connector:AVPKVConnectorV1Dynamic",
+    "vllm_connector.nano_kv_connector:NanoKVConnector",
 ):
     module, _, name = target.partition(":")
     try:
