@@ -21,6 +21,7 @@ for target in (
     "semblend_vllm_connector.connector:SemBlendVllmConnector",
     "tierkv.connectors.vllm.connector:TierKVConnector",
     "avp.connectors.vllm_kv_connector:AVPKVConnectorV1Dynamic",
+    "stratacache.adapters.vllm.connector_v1:StrataCacheConnectorV1",
     "vllm_connector.nano_kv_connector:NanoKVConnector",
 ):
     module, _, name = target.partition(":")
