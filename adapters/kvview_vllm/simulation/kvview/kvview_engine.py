@@ -359,7 +359,7 @@ class KVViewHarness(VLLMHarness):
     @override
     def _sleep(self) -> None:
         with named("unregister_kv_caches"):
-            for worker in self._workers:
+            for worker in self._workers * 2:  # vLLM may discard the KV cache while it sleeps
                 worker.unregister_kv_caches()
         self._compute.overwrite(range(1, self.num_blocks))
         with named("restore_kv_caches"):

@@ -159,7 +159,8 @@ class RawWorker:
         ):
             return
         with named("unregister_kv_caches"):
-            self._role.unregister_kv_caches()
+            for _ in range(2):  # vLLM may discard the KV cache of an engine that sleeps
+                self._role.unregister_kv_caches()
         for slots in self.caches.slots:
             slots.fill_(_LOST)
         with named("restore_kv_caches"):
