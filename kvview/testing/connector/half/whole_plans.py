@@ -68,7 +68,7 @@ class WholePlans(WorkerHarness):
         # Jobs to which a copy that was let in may belong.
         self._may_have_copied: set[PlannedJob] = set()
         self._abandoned: set[PlannedJob] = set()  # jobs without a result when start_plan raised
-        self._num_plans = 0
+        self._num_calls = 0
 
     @override
     def shutdown(self) -> None:
@@ -115,11 +115,15 @@ class WholePlans(WorkerHarness):
             self._copies.call("start_plan", plan)
         except CopyFailed:  # after an exception, earlier jobs of the plan may be lost, too
             self._abandoned = {job for job in in_flight if job.result is None}
-        self._num_plans += 1
-        if self._num_plans % 2:  # after other plans, the engine may call wait directly
-            self._poll()
+        self._poll_first()
         self._check_failures_reported(jobs)
         self._pages.check_writes(in_flight, self._all_blocks_to_load)
+
+    @override
+    def _poll_first(self) -> None:
+        self._num_calls += 1
+        if self._num_calls % 2:  # otherwise the engine calls wait without a question before
+            self._poll()
 
     @override
     def _advance(self) -> None:

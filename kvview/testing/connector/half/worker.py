@@ -162,7 +162,7 @@ class WorkerHarness(WorkerConnector, ABC):
             job.age += 1
         self._note_rows()
         check_held(self.stores_in_flight(), self._engine(), self._record.freed_at)
-        self._poll()
+        self._poll_first()
         self._advance()
         ended = [job for job in self._jobs.values() if self._may_report(job)]
         # Reports come from the last planned job to the first.
@@ -193,6 +193,10 @@ class WorkerHarness(WorkerConnector, ABC):
     @abstractmethod
     def _take_result(self, job: PlannedJob, result: TransferResult) -> None:
         """Receive the result of a job."""
+
+    def _poll_first(self) -> None:
+        """Ask for results before jobs that are due run."""
+        self._poll()
 
     def _is_held(self, job: PlannedJob) -> bool:
         """Whether a job may not be reported yet, although it may have ended."""
