@@ -39,7 +39,7 @@ from kvview.errors import ConfigError
 PAGE = ROOT / "docs/results.md"
 SECONDS = 3600
 """Longest time of a block of commands."""
-_LONGEST = 140  # characters of evidence
+_LONGEST = 105  # characters of evidence
 _MOST = 2  # findings of a class
 _SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
 

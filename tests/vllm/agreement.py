@@ -53,7 +53,7 @@ that do not. Of the {num_shown}, {num_in_answers} show wrong or lost answers, an
 show only wrong bytes in cached blocks, which were compared after each step. {num_right} right
 connectors, as a control, give right answers and bytes.
 
-| connector | in vLLM | in the check |
+| connector | answers in vLLM, and wrong blocks | in the check |
 |---|---|---|
 {shown}
 
@@ -63,9 +63,9 @@ Real inference does not show these mistakes in {traffic} seeds, for the reason i
 |---|---|---|---|
 {others}"""
 _IN_SHORT = {
-    "lost responses": "lost answers",
-    "wrong responses": "wrong answers",
-    WRONG_BLOCKS: WRONG_BLOCKS,
+    "lost responses": "lost",
+    "wrong responses": "wrong",
+    WRONG_BLOCKS: "blocks",
 }
 
 
@@ -110,7 +110,7 @@ class Row:
         if not self.is_shown:
             return f"| {self.name} | {self.mistake} | {self.excuse} | {self.in_the_kit} |"
         numbers = re.findall(r"(\w+ (?:responses|blocks)): (\d+)", self.in_vllm)
-        short = ", ".join(f"{_IN_SHORT[name]}: {number}" for name, number in numbers)
+        short = ", ".join(f"{number} {_IN_SHORT[name]}" for name, number in numbers)
         return f"| {self.name} | {short} | {self.in_the_kit} |"
 
 
