@@ -320,20 +320,31 @@ def _compare_rounds(
         other = replace(scenario, first_round=scenario.first_round + scenario.rounds)
         check_conserved(other, play(other).loads_of_rounds, loads := loads_when_new(other))
     if grows(result.kept_bytes, scenario.cpu_blocks):
-        confirmed = play(longer(scenario))
-        if grows(confirmed.kept_bytes, scenario.cpu_blocks):
-            raise _growth(confirmed, "equal rounds")
-        confirmed = play(with_many_keys(scenario))
-        if grows_with_keys(confirmed.kept_bytes):
-            raise _growth(confirmed, f"rounds of {2 * _MANY_BLOCKS} new keys each")
+        _confirm_growth(scenario, play)
     if sum(_growth_of_windows(result.kept_requests)) > 0:
-        kept = play(with_many_requests(scenario)).kept_requests
-        if not _has_a_pause(growth := _growth_of_windows(kept)) and growth:
-            raise InvariantBroken(
-                "CONN-10",
-                f"the halves keep ids of requests that have ended, {sum(growth)} more in "
-                f"{len(growth) * 4 * _ROUNDS_TO_CONFIRM // _WINDOWS} equal rounds; delete the "
-                f"entries of a request when it ends, also when it is aborted",
-                hint="Remove the entries of a request when it ends, and bound every table.",
-            )
+        _confirm_requests(scenario, play)
     return {"steady runs to compare": int(is_comparable(loads))}
+
+
+def _confirm_growth(scenario: Scenario, play: Callable[[Scenario], SimulationResult]) -> None:
+    """Require that memory does not grow in longer runs."""
+    confirmed = play(longer(scenario))
+    if grows(confirmed.kept_bytes, scenario.cpu_blocks):
+        raise _growth(confirmed, "equal rounds")
+    confirmed = play(with_many_keys(scenario))
+    if grows_with_keys(confirmed.kept_bytes):
+        raise _growth(confirmed, f"rounds of {2 * _MANY_BLOCKS} new keys each")
+
+
+def _confirm_requests(scenario: Scenario, play: Callable[[Scenario], SimulationResult]) -> None:
+    """Require that the halves do not keep more and more ids of ended requests."""
+    run = with_many_requests(scenario)
+    growth = _growth_of_windows(play(run).kept_requests)
+    if growth and not _has_a_pause(growth):
+        raise InvariantBroken(
+            "CONN-10",
+            f"the halves keep ids of requests that have ended, {sum(growth)} more in "
+            f"{len(growth) * run.rounds // _WINDOWS} equal rounds; delete the entries of a request "
+            f"when it ends, also when it is aborted",
+            hint="Remove the entries of a request when it ends, and bound every table.",
+        )
