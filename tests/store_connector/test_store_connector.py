@@ -107,8 +107,11 @@ def test_two_levels_are_green_in_a_few_runs() -> None:
 
 def test_pages_without_a_transform_are_stored_in_both_levels_at_once() -> None:
     given = {
-        **{"store": FOLDER, "root": "{tmp}", "mode": "eager"},
-        **{"cpu_blocks": "{blocks}/4", "store_blocks": "{blocks}"},
+        "store": FOLDER,
+        "root": "{tmp}",
+        "mode": "eager",
+        "cpu_blocks": "{blocks}/4",
+        "store_blocks": "{blocks}",
     }
     results = [simulate(StoreConnector, generate_scenario(seed), given) for seed in range(3, 6)]
     assert not any(result.failure or result.first_error for result in results)
