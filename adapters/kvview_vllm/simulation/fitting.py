@@ -38,6 +38,8 @@ class Fitting:
 
     def limit_pool(self, most: int) -> None:
         """Limit the number of blocks, and the prompts to a quarter of these."""
+        if self.scenario.num_gpu_blocks <= most:
+            return
         geometry = self.scenario.geometry
         size = geometry.scheduler_block_size
         longest = size * (most // sum(4 * size // group.block_size for group in geometry.groups))
@@ -48,8 +50,7 @@ class Fitting:
             for one in self.scenario.events
         )
         part = f"a pool of more than {most} blocks: it takes long"
-        is_large = self.scenario.num_gpu_blocks > most
-        self.drop(is_large, part, num_gpu_blocks=most, events=events)
+        self.drop(True, part, num_gpu_blocks=most, events=events)
 
     def drop_lookahead(self, has_draft_models: bool) -> None:
         """Remove slots for the next step's draft tokens, if no draft model needs them."""

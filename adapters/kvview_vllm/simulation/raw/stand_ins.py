@@ -14,8 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
-from types import ModuleType
+from functools import cache, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -48,19 +47,18 @@ def _names(connector_classes: Sequence[type]) -> set[str]:
 
 def _use_lmcache(connector_classes: Sequence[type]) -> bool:
     """Whether a connector is LMCache's, or is defined in a module that names it, to wrap it."""
-    modules = {
-        cls.__module__ for cls in connector_classes if not cls.__module__.startswith("vllm.")
-    }
-    texts = (_text_of(sys.modules.get(name)) for name in modules)
     is_lmcache = not _LMCACHE.isdisjoint(_names(connector_classes))
-    return is_lmcache or any("lmcache" in text.lower() for text in texts)
+    return is_lmcache or any(_names_lmcache(cls.__module__) for cls in connector_classes)
 
 
-def _text_of(module: ModuleType | None) -> str:
+@cache  # because each run of a seed asks twice
+def _names_lmcache(module: str) -> bool:
+    if module.startswith("vllm."):
+        return False
     try:
-        return "" if module is None else inspect.getsource(module)
-    except (OSError, TypeError):  # without a source
-        return ""
+        return "lmcache" in inspect.getsource(sys.modules[module]).lower()
+    except (KeyError, OSError, TypeError):  # without a source
+        return False
 
 
 class CopyQueue:
@@ -157,12 +155,12 @@ class StandIns:
         """
         with ExitStack() as stack:
             if not torch.cuda.is_available():
-                stack.enter_context(patch.object(torch.Tensor, "cuda", _cuda))
+                stack.enter_context(patch.object(torch.Tensor, "cuda", _itself))
                 use_in(torch, stack)
                 for name in _MAKE_TENSORS:
                     make = _without_pinning(getattr(torch, name))
                     stack.enter_context(patch.object(torch, name, make))
-                stack.enter_context(patch.object(torch.Tensor, "pin_memory", _cuda))
+                stack.enter_context(patch.object(torch.Tensor, "pin_memory", _itself))
                 for kind in _bases(connector_classes):
                     if kind.__name__ in _CUDA_ONLY:
                         module, replace = _CUDA_ONLY[kind.__name__]
@@ -182,7 +180,7 @@ class StandIns:
             _copies("lmcache_copies").end_engines()
 
 
-def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Replaces ``Tensor.cuda`` and ``Tensor.pin_memory``; returns the tensor itself."""
     return tensor
 
