@@ -52,9 +52,12 @@ _LENGTH = of_state(
 )
 """Lengths of prompts."""
 _FAULTS = of_state(
-    lambda machine: st.lists(st.sampled_from((None, *machine.pair.faults)), max_size=4)
+    lambda machine: (
+        st.lists(st.sampled_from((None, *machine.pair.faults)), max_size=4)
+        | st.sampled_from(machine.pair.faults).map(lambda fault: [fault] * 3)
+    )
 )
-"""Faults of the next messages."""
+"""Faults of the next messages: mixed, or a request for pages, its answer and the receipt alike."""
 
 
 class HandoffMachine(ContractMachine):
@@ -152,7 +155,14 @@ class HandoffMachine(ContractMachine):
         """Deliver a handoff for the first time, over an intact network."""
         self.deliver(**delivery)
 
-    @operation("HAND-7", **_ROUTED, faults=_FAULTS, lost=_LOST, pressed=_PRESSED)
+    @operation(
+        "HAND-7",
+        **_ROUTED,
+        faults=_FAULTS,
+        lost=_LOST,
+        pressed=_PRESSED,
+        has_part=st.booleans(),
+    )
     def route_disturbed(self, **delivery: Any) -> None:
         """Deliver a handoff for the first time, with faults of the next messages."""
         self.deliver(**delivery)
@@ -170,6 +180,7 @@ class HandoffMachine(ContractMachine):
         faults: Sequence[Fault | None] = (),
         lost: int = 0,
         pressed: int = 0,
+        has_part: bool = False,
         seconds_left: int | None = None,
         seconds: int = 0,
     ) -> None:
@@ -182,6 +193,7 @@ class HandoffMachine(ContractMachine):
             faults: Faults of the next messages.
             lost: Seconds in which all messages are lost.
             pressed: Seconds in which other requests overwrite the producer's free blocks.
+            has_part: Whether the consumer has just computed the first block of the prompt.
             seconds_left: Seconds before the end of the lease; None for now.
             seconds: Seconds that pass afterwards.
         """
@@ -190,11 +202,17 @@ class HandoffMachine(ContractMachine):
         network = self.run.network
         if seconds_left is not None:
             self.run.tick(max(0, int(kept.until - network.now) - seconds_left))
+        consumer = self.consumer_of(kept, to_itself)
+        if has_part:
+            num_tokens = self.run.block_size + 1
+            first = replace(kept.add, request_id=f"first{number}", num_prompt_tokens=num_tokens)
+            self.run.add(consumer, first)
+            self.run.tick(2)
         network.faults += faults
         network.cut_off_until = max(network.cut_off_until, network.now + lost)
         self.run.press(kept.engine, pressed)
         add = replace(kept.add, request_id=self.request_id(number), num_output_tokens=number)
-        self.run.route(self.consumer_of(kept, to_itself), kept, add, "right")
+        self.run.route(consumer, kept, add, "right")
         self.run.tick(seconds)
 
     def choose(self, family: int, number: int) -> Kept | None:

@@ -8,7 +8,7 @@ If the frames have changed since ``send``, the sender released or overwrote memo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal, get_args
@@ -18,12 +18,14 @@ from kvview.handoff import Frame
 Fault = Literal["lose", "late", "slow", "repeat", "cut", "flip", "replay", "elsewhere"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 """Faults of one message: lost; delivered later; read later out of the sender's memory; delivered
-twice; a frame cut or missing; a bit changed; some older messages delivered once more; delivered to
-all ranks of both engines as well."""
+twice; a frame cut or missing; delivered several times, each time with another bit changed; some
+older messages delivered once more; delivered to all ranks of both engines as well."""
 
 _MOST_KEPT = 30  # number of old messages that may be replayed
-_NUM_LAST = 6  # number of bytes at the end of a message
+_NUM_LAST = 6  # number of small numbers at the end of a frame, of which a bit is changed
 _NUM_REPLAYED = 4  # number of messages that are replayed at once
+_MOST_WEIGHT = 128  # number of bytes from which a longer frame is not changed more often
+_NUM_FLIPPED = 4  # number of bits that are changed anywhere in a frame
 
 
 @dataclass(eq=False)
@@ -160,7 +162,8 @@ class Network:
         if one.fault == "cut":
             frames = _cut(rng, frames)
         elif one.fault == "flip":
-            frames = _flipped(rng, frames)
+            self._on_the_way += [(at, place, changed) for changed in _flipped(rng, frames)]
+            return
         elif one.fault == "repeat":
             self._on_the_way.append((later, place, frames))
         elif one.fault == "replay":
@@ -183,12 +186,15 @@ def _cut(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
     )
 
 
-def _flipped(rng: Random, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Change one bit, in half of the cases a low bit near the end, where messages have numbers."""
-    place = rng.randrange(len(frames))
-    frame = bytearray(frames[place])
-    if frame and rng.random() < 0.5:
-        frame[-rng.randrange(1, 1 + min(len(frame), _NUM_LAST))] ^= 1 << rng.randrange(2)
-    elif frame:
-        frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-    return (*frames[:place], bytes(frame), *frames[place + 1 :])
+def _flipped(rng: Random, frames: tuple[bytes, ...]) -> Iterator[tuple[bytes, ...]]:
+    """Change one bit of a frame: a low bit of each of its last small numbers, or any bit."""
+    weights = [min(len(frame), _MOST_WEIGHT) for frame in frames]  # a checksum is a short frame
+    place = rng.choices(range(len(frames)), weights)[0] if any(weights) else 0
+    frame = frames[place]
+    numbers = [at for at, byte in enumerate(frame) if byte < 16 or chr(byte).isdigit()]
+    bits = [8 * at + rng.randrange(2) for at in numbers[: -_NUM_LAST - 1 : -1]]
+    bits += [rng.randrange(8 * len(frame)) for _ in range(_NUM_FLIPPED) if frame]
+    for bit in bits:
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield (*frames[:place], bytes(changed), *frames[place + 1 :])
