@@ -263,7 +263,7 @@ class SchedulerConnector(Hooked):
         return True
 
     def shutdown(self) -> None:
-        """Free every held block; may be called again, after the view was closed.
+        """Free every held block; may be called again, after the view was closed, or first of all.
 
         Examples:
             Release the blocks of stores that will no longer be reported:

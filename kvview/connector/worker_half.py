@@ -80,7 +80,7 @@ class WorkerConnector(Hooked):
         """
 
     def shutdown(self) -> None:
-        """Release memory; may be called twice.
+        """Release memory; may be called twice, and without any call before if a start fails.
 
         Examples:
             End the threads of a transfer worker, which then refuses jobs:

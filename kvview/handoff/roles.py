@@ -8,7 +8,7 @@ scheduler half frees the blocks. A fetch is a load job.
 All messages between two engines go through the wire, which the engine provides, so a connector
 opens no socket. A wire may lose, delay, repeat, reorder and cut messages.
 
-Laws: HAND-1 to HAND-9 in ``kvview/laws.toml``. ``docs/handoff.md`` draws the life of a handoff.
+Laws: HAND-1 to HAND-10 in ``kvview/laws.toml``. ``docs/handoff.md`` draws the life of a handoff.
 """
 
 from __future__ import annotations

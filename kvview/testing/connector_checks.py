@@ -60,7 +60,11 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
     if factory not in effort.shared and effort.inference:
         effort.shared[factory] = _token_runs(factory, effort)
     if factory not in effort.shared and effort.merged:
-        effort.shared[factory] = merge_shards(factory, effort.merged)  # type: ignore[arg-type]
+        effort.shared[factory] = merge_shards(
+            factory,  # type: ignore[arg-type]
+            effort.merged,
+            effort.shared.get("lines", {}),
+        )
     if factory not in effort.shared:
         number = len(effort.scenarios) or effort.seeds or NUM_SEEDS
         goes_on: GoesOn | None = effort.shared.get("goes_on")
@@ -79,6 +83,7 @@ def shared_runs(factory: Factory) -> ConnectorRuns:
             keep_going=goes_on or effort.keep_going,
             shard=effort.shard,
             scenarios=effort.scenarios,
+            lines=effort.shared.get("lines", {}),
         )
     runs: ConnectorRuns = effort.shared[factory]
     return runs

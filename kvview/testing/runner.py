@@ -6,9 +6,10 @@ import difflib
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvview.connector import Connector
 from kvview.errors import ConfigError
@@ -33,6 +34,9 @@ from kvview.testing.tier.suite import TierConformance, suite_of
 from kvview.testing.tier.transform_suite import is_transform, suite_of_transform
 from kvview.tier import is_tier_store
 from kvview.version import versions_of
+
+if TYPE_CHECKING:
+    from kvview.testing.connector.exercised.lines import LineTracer
 
 TOKEN_LAWS = ("CONN-3", "CONN-4", "CONN-11", "XFER-1")
 """The laws that real tokens show, each with its own check."""
@@ -245,9 +249,13 @@ def run_checks(
     )
     results: list[CheckResult] = []
     is_interrupted = False
+    tracer = _tracer_of_parts(factory, planned)
     for item in planned:
         try:
-            results.append(run_planned(item, effort))
+            with tracer.measuring() if item.part and tracer else nullcontext():
+                results.append(run_planned(item, effort))
+            if tracer:
+                effort.shared["lines"] = tracer.take()
             on_progress(item.check.name)
         except NotJudged:
             continue
@@ -271,6 +279,16 @@ def run_checks(
         engine=getattr(factory, "engine_name", "") if runs is None else runs.engine,
         versions=versions_of(factory),
     )
+
+
+def _tracer_of_parts(factory: Any, planned: Iterable[PlannedCheck]) -> LineTracer | None:
+    """Make a tracer of the author's files, because the checks of parts also run their lines."""
+    if not any(item.part for item in planned):
+        return None
+    from kvview.testing.connector.exercised.author_code import AuthorCode
+    from kvview.testing.connector.exercised.lines import LineTracer
+
+    return LineTracer(AuthorCode(factory).paths)
 
 
 def _goes_on_after(planned: Iterable[PlannedCheck], keep_going: bool) -> Callable[[str], bool]:

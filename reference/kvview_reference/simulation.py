@@ -384,7 +384,7 @@ def _make_request(
             add.num_output_tokens,
             new_ids,
             serial,
-            add.transfer_params,
+            add.any_params,
         )
         request.stops_after = add.stops_after
         return request
@@ -397,7 +397,7 @@ def _make_request(
         size,
         chain_hashes(ids),
         stops_after=add.stops_after,
-        transfer_params=add.transfer_params,
+        transfer_params=add.any_params,
         _serial=serial,
     )
 

@@ -47,6 +47,13 @@ def test_the_example_with_a_byte_budget_is_green() -> None:
     assert_green(sqlite_store.SQLiteStore, {"root": "{tmp}"}, seeds=3, select=[*FEW, "TIER-8"])
 
 
+@pytest.mark.slow
+def test_a_store_that_declares_it_may_keep_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    (store,) = [wrong.load() for wrong in WRONG if wrong.name == "Preallocates"]
+    monkeypatch.setattr(store, "reuses_space", True, raising=False)
+    assert_green(store, {"root": "{tmp}"}, seeds=10, select=["TIER-8", "TIER-9"])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

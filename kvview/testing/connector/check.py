@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from kvview.testing.checks import EXCEPTIONS
 from kvview.testing.connector.confirm import repeat
 from kvview.testing.connector.confirm.shrink import MAX_RUNS, Shrinker
 from kvview.testing.connector.exercised.coverage import FAILED_BY_THEMSELVES
+from kvview.testing.connector.exercised.lines import Lines
 from kvview.testing.connector.processes import Died, Processes, Task, default_processes
 from kvview.testing.connector.result import (
     ConnectorFailure,
@@ -55,6 +57,7 @@ def check_connector(
     processes: int | None = None,
     shard: tuple[int, int] = (1, 1),
     scenarios: Sequence[Scenario] = (),
+    lines: Lines = MappingProxyType({}),
 ) -> ConnectorRuns:
     """Run a connector through the scenarios of many seeds, up to the first failure.
 
@@ -86,6 +89,7 @@ def check_connector(
             The default is one process per core, but 0 for a single seed or if a fork is not safe.
         shard: Number of the shard to run, from 1, and number of shards; all seeds by default.
         scenarios: Scenarios to run, in order, instead of those of the seeds.
+        lines: Lines of the author's files that other checks have run.
 
     Returns:
         The results; after Ctrl-C, the results so far.
@@ -116,6 +120,7 @@ def check_connector(
         )
         if is_engine_connector(connector_class):
             check.tally.laws = own_runs(engines, connector_class).laws_of_own
+        check.tally.code.add(lines)
         is_interrupted = check.run(numbers, on_progress)
     seconds = time.perf_counter() - start
     return check.tally.runs(

@@ -19,6 +19,7 @@ from kvview.testing.connector.exercised.coverage import (
     is_headline,
     notes_on,
 )
+from kvview.testing.connector.exercised.lines import Lines
 from kvview.testing.connector.result import ConnectorFailure, ConnectorRuns
 from kvview.testing.connector.scenario.seed_order import in_order
 from kvview.testing.results.law_broken import Gap
@@ -141,12 +142,13 @@ class Tally:
         yield from notes_on(self.coverage)
 
 
-def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> ConnectorRuns:
+def merge_shards(connector_class: type, shards: Sequence[RunsModel], lines: Lines) -> ConnectorRuns:
     """Add up the runs of all shards of a check.
 
     Args:
         connector_class: The connector.
         shards: The runs of each shard, in any order.
+        lines: Lines of the author's files that other checks have run.
 
     Raises:
         ConfigError: The runs are not all shards of one check.
@@ -154,6 +156,7 @@ def merge_shards(connector_class: type, shards: Sequence[RunsModel]) -> Connecto
     options = _options_of_all(shards)
     first, *_ = shards
     tally = Tally(connector_class, options, AuthorCode(connector_class))
+    tally.code.add(lines)
     for runs in shards:
         tally.add_shard(runs)
     num_asked = sum(runs.num_asked for runs in shards)

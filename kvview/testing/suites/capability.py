@@ -118,6 +118,9 @@ class Capability(StrEnum):
     """The place of the store is a folder that the kit can remove while the store is open."""
     BUDGET = "budget", "tier"
     """The store takes the option ``max_bytes``, and the kit can count the bytes of its files."""
+    SHRINKS = "shrinks", "tier"
+    """The bytes of deleted, evicted and incomplete entries leave the medium; a store with
+    ``reuses_space = True`` keeps them for new entries."""
     LOOKUPS = "lookups", "tier"
     """Lookups find stored keys; a connector that makes no lookups needs no such store."""
     KILL = "kill", "tier"

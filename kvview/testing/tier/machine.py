@@ -411,6 +411,8 @@ class TierMachine(TierCalls):
             return
         what = "a store never occupies more than its budget"
         self.occupies_at_most(most, what, "max_bytes")
+        if not self.can(C.SHRINKS):
+            return
         held = (*self.model.held.values(), *self.model.either.values())
         expected = sum(held) + OVERHEAD * len(held) + NOTES
         end = time.monotonic() + self.suite.patience

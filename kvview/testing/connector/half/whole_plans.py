@@ -160,7 +160,9 @@ class WholePlans(WorkerHarness):
                 self._take_in(self._copies.race())
                 if all(job.result for job in jobs):
                     break
-        self._copies.wait([job.job_id for job in jobs if job.result is None])
+        # After an exception an engine does not wait, and the half may have lost the job.
+        left = [job for job in jobs if job.result is None and job not in self._abandoned]
+        self._copies.wait([job.job_id for job in left])
         if self._copies.num_early or too_early:
             self._copies.settle()
         self._copies.gate.close()

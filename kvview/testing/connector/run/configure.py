@@ -9,6 +9,7 @@ from typing import Any
 from kvview import ConfigError, Connector, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
 from kvview.errors import line_of
+from kvview.testing.connector.half.hook_calls import hook
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.placeholders import has_whole_size, in_size, is_sized
 
@@ -82,6 +83,19 @@ def _refuse_late(connector: Connector) -> None:
         raise
     except Exception:
         return  # the run itself reports the error when it makes the halves
+
+
+def end_before_start(connector_class: type[Connector], config: bytes) -> None:
+    """Shut down two halves whose other hooks were not called, because the engine did not start.
+
+    Raises:
+        InvariantBroken: A half raised.
+    """
+    connector = build_connector(connector_class, pickle.loads(config))
+    for name, make in (("scheduler", connector.make_scheduler), ("worker", connector.make_worker)):
+        half = make()
+        with hook(f"shutdown of a {name} half without any call before", "CONN-4"):
+            half.shutdown()
 
 
 def _pickled(config: ConnectorConfig) -> bytes:

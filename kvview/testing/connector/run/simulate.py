@@ -33,7 +33,7 @@ from kvview.testing.connector.judge.threads import (
 from kvview.testing.connector.result import Failure, SimulationResult, failure_at_the_end
 from kvview.testing.connector.run import drain
 from kvview.testing.connector.run.compute_stream import StepStream
-from kvview.testing.connector.run.configure import configure, is_of_size
+from kvview.testing.connector.run.configure import configure, end_before_start, is_of_size
 from kvview.testing.connector.run.engine import (
     EngineFactory,
     SimulatedEngine,
@@ -201,6 +201,7 @@ class Run:
         knows_size = is_of_size(given, scenario, options_of_each[0])
         self.coverage[OF_THEIR_OWN_SIZE] += not knows_size and scenario.cpu_blocks > 0
         self._is_roomy = scenario.is_roomy and knows_size and not is_in_bytes(options_of_each[0])
+        self._config = configs[0]
         # Reports name the connector by its class.
         part_class = type(connector_class.__name__, (ConnectorInHarness,), {})
         shared = Shared(
@@ -247,6 +248,8 @@ class Run:
             drain.check_skipped(self.stage, is_roomy=self._is_roomy)
             drain.reset_at_rest(self.stage)
         self._shutdown()
+        if self.scenario.ends_abruptly:
+            end_before_start(self._connector_class, self._config)
         self.threads_left = self._threads.left()
 
     def _play_round(self, place: int) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from kvview import CacheGeometry
 from kvview.targets import is_connector, target_of
 
@@ -53,10 +55,39 @@ class Add:
     max_offload_tokens: int | str | None = None
 
     @property
-    def transfer_params(self) -> Mapping[str, int | str] | None:
+    def transfer_params(self) -> Mapping[str, Any] | None:
         """Return the parameters that the client sends to the connector; None without a cap."""
         caps = {name: getattr(self, name) for name in ("max_load_tokens", "max_offload_tokens")}
         return {name: cap for name, cap in caps.items() if cap is not None} or None
+
+    @property
+    def any_params(self) -> Mapping[str, Any] | None:
+        """Return the parameters; a client with an invalid cap sets every name that is read to it.
+
+        A connector may read names of its own, and a client may send any value.
+        """
+        params = self.transfer_params or {}
+        invalid = [cap for cap in params.values() if not isinstance(cap, int) or cap < 0]
+        return _AnyParams(invalid[0]) if invalid else params or None
+
+
+class _AnyParams(dict[str, Any]):
+    """Parameters in which every name has one value."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(max_load_tokens=value, max_offload_tokens=value)
+        self._value = value
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> object:
+        return self._value
+
+    @override
+    def get(self, name: str, default: object = None) -> Any:
+        return self[name]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -140,6 +141,10 @@ class OpenedStore:
             limit = most_growth + max(self._sizes().values(), default=0)
         return Writer(target, self._filled_options(), self.namespace, keys, limit)
 
+    def files(self) -> set[Path]:
+        """Return the files in the folder, from which the store may just remove a folder."""
+        return {Path(at, name) for at, _, names in os.walk(self.folder) for name in names}
+
     def entries(self) -> set[Path]:
         """Return the files in the folder that are large enough for an entry."""
         return {path for path, size in self._sizes().items() if size >= _SMALLEST_ENTRY}
@@ -157,7 +162,7 @@ class OpenedStore:
 
     def _sizes(self) -> dict[Path, int]:
         sizes = {}
-        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+        for path in sorted(self.files()):
             with suppress(OSError):  # the store has just removed the file
                 sizes[path] = path.stat().st_size
         return sizes
