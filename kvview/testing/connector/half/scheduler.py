@@ -351,6 +351,7 @@ class SchedulerHarness(SchedulerConnector):
         self, request: RequestInfo, block_ids: BlockIds, reason: FinishReason
     ) -> None:
         self.engine_calls.on_finished(request.request_id)
+        self._record.keys.on_ended(request, block_ids)
         if reason is FinishReason.ABORTED:
             self._record.counts.on_aborted(request.request_id)
         self._call("on_request_finished", request, block_ids, reason)

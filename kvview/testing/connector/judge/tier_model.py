@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from kvview import (
+    BlockIds,
     CacheGeometry,
     CanonicalKVCacheRef,
     CPULoadStoreSpec,
@@ -19,6 +20,7 @@ from kvview import (
     OffloadingEvent,
     OffloadKey,
     RequestInfo,
+    full_blocks,
     make_offload_key,
 )
 from kvview.events.fold import FoldedEvents
@@ -286,6 +288,8 @@ class TierKeys:
         """Keys of stores that were reported as a success."""
         self.failed: set[OffloadKey] = set()
         """Keys of stores that were reported as a failure."""
+        self.offered: set[OffloadKey] = set()
+        """Keys of the full blocks that requests had when they ended."""
         self.num_events = 0
         self.was_full = False
         """Whether a key was stored again, which shows that the tier had evicted it."""
@@ -302,6 +306,15 @@ class TierKeys:
     def advertised(self) -> set[OffloadKey]:
         """Keys that any medium holds according to its events."""
         return self._events.advertised()
+
+    @property
+    def has_stored_all(self) -> bool:
+        """Whether a store of each offered key was planned."""
+        return self.offered <= self._last_stores.keys()
+
+    def on_ended(self, request: RequestInfo, block_ids: BlockIds) -> None:
+        """Add the keys of a request that has ended."""
+        self.offered.update(one.key for one in full_blocks(self._geometry, request, block_ids))
 
     def on_planned(self, job: PlannedJob) -> None:
         """Add a planned store; after a later reset its keys are not held (OFF-8)."""

@@ -112,7 +112,7 @@ def raise_stuck(stage: RunState) -> None:
 
 
 def check_skipped(stage: RunState, *, is_roomy: bool) -> None:
-    """Require that no block was skipped in a run with room for all blocks.
+    """Require that no block was skipped in a run with room for all blocks, if all were stored.
 
     Args:
         stage: The engine and its connectors.
@@ -123,12 +123,12 @@ def check_skipped(stage: RunState, *, is_roomy: bool) -> None:
     """
     for part in stage.parts:
         num_skipped = part.scheduler.num_skipped
-        if num_skipped and is_roomy:
+        # A connector may drop blocks for its own reasons, such as a full queue, and count these.
+        if num_skipped and is_roomy and part.record.keys.has_stored_all:
             raise InvariantBroken(
                 "CONN-13",
-                f"num_skipped_blocks is {num_skipped!r}, although GPU blocks and tier pages never "
-                "ran out and no transfer failed; it must only count blocks that could not be "
-                "stored",
+                f"num_skipped_blocks is {num_skipped!r}, although every block was stored; it must "
+                "only count blocks that could not be stored",
             )
 
 
