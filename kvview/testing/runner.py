@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import SkipTest
 
 from kvview.connector import Connector
 from kvview.errors import ConfigError
@@ -309,7 +310,7 @@ def run_planned(planned: PlannedCheck, effort: Effort) -> CheckResult:
         message = expected.message if expected else ""
         with use_effort(replace(planned.effort(effort), expected_message=message)):
             check.function(planned.factory)
-    except NotApplicable as skipped:
+    except (NotApplicable, SkipTest) as skipped:
         return CheckResult(check, Outcome.SKIPPED, reason=str(skipped), part=part)
     except LawBroken as broken:
         failure = broken

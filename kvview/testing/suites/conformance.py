@@ -298,6 +298,8 @@ class Conformance:
     """The machine of this suite; a script of a failure starts with it."""
     lacks: ClassVar[Collection[str]] = ()
     """The capabilities that the implementation lacks."""
+    hangs: ClassVar[bool] = False
+    """Whether a call of a test did not return, which would take the time limit in each test."""
     settings: ClassVar[settings | None] = None
     """The settings of Hypothesis; None for those of the profile, with ``num_calls`` calls."""
     num_runs: ClassVar[int] = 100
@@ -372,17 +374,33 @@ def run_machine(suite: type[Conformance], options: settings, seed: int | None = 
     options = settings(
         options, deadline=None, suppress_health_check=list(HealthCheck), backend=backend
     )
-    with watchdog.limit(_CALL_SECONDS), watchdog.watching():
+    with _watched(suite):
         try:
             run_state_machine_as_test(machine, settings=options)
             if machine.found:  # it was caught before Hypothesis saw it, and later runs were skipped
                 raise machine.found[0]
-        except _DoesNotReturn as error:
-            raise error.failure from None
         except Flaky as error:
             raise _flaky(machine.found[0]) if machine.found else error from None
         finally:
             machine.shrinks_until = None
+
+
+@contextmanager
+def _watched(suite: type[Conformance]) -> Iterator[None]:
+    """Watch all calls; after one that does not return, other tests of the suite are skipped.
+
+    Raises:
+        LawBroken: A call did not return.
+        SkipTest: A call of an earlier test did not return.
+    """
+    if suite.hangs:
+        raise SkipTest("a call of an earlier test did not return")
+    with watchdog.limit(_CALL_SECONDS), watchdog.watching():
+        try:
+            yield
+        except _DoesNotReturn as error:
+            suite.hangs = True
+            raise error.failure from None
 
 
 def find_failures(suite: type[Conformance], effort: Effort) -> dict[str, LawBroken]:
@@ -474,11 +492,9 @@ def example(law: str, *needs: Capability) -> Callable[[FunctionT], FunctionT]:
                 raise SkipTest(f"the implementation lacks {', '.join(lacking)}")
             machine = suite.Machine()
             machine.only_law = law
-            with watchdog.limit(_CALL_SECONDS), watchdog.watching():
+            with _watched(type(suite)):
                 try:
                     function(suite, machine)
-                except _DoesNotReturn as error:
-                    raise error.failure from None
                 finally:
                     machine.teardown()
 

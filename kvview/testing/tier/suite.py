@@ -21,6 +21,7 @@ from kvview.testing.placeholders import FOLDER, in_size
 from kvview.testing.results.law_broken import Gap
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Conformance, example, failures_of, runs_of
+from kvview.testing.supervision import watchdog
 from kvview.testing.tier.machine import NOTES, TierMachine
 from kvview.testing.tier.model import OVERHEAD, bytes_of
 from kvview.testing.tier.under_test.io_watch import files_of_at_most, open_files
@@ -40,6 +41,7 @@ _BLOCKS, _BLOCK_BYTES = 4096, 65_536
 
 _BUDGET_OF_NO_EFFECT = 64 << 20
 _FEWEST_RUNS = 15
+_TRIAL_SECONDS = 5.0  # of CPU time
 _STALE = 1.2  # seconds after which no result of an earlier lookup is returned
 
 _LARGE = 4 << 20  # bytes of a page whose write takes long
@@ -500,13 +502,14 @@ def _try(suite: TierConformance) -> tuple[bool, bool]:
         return True, False
     has_files = True
     try:
-        opened.store.put(1, [key], [page])
-        if finished(opened.store, suite.patience) == [True]:
-            has_files = opened.occupied_bytes() > 0
-        opened = opened.reopen()
-        opened.store.get(1, [key], [memoryview(bytearray(4096))])
-        return has_files, finished(opened.store, suite.patience) == [True]
-    except Exception:  # the checks find it
+        with watchdog.limit(_TRIAL_SECONDS), watchdog.watching(), watchdog.calling():
+            opened.store.put(1, [key], [page])
+            if finished(opened.store, suite.patience) == [True]:
+                has_files = opened.occupied_bytes() > 0
+            opened = opened.reopen()
+            opened.store.get(1, [key], [memoryview(bytearray(4096))])
+            return has_files, finished(opened.store, suite.patience) == [True]
+    except (Exception, watchdog.HookTimeout):  # the checks find it
         return has_files, False
     finally:
         opened.end()

@@ -17,6 +17,7 @@ from kvview.connector.hook_errors import places_in
 from kvview.errors import one_line
 from kvview.targets import target_of
 from kvview.testing.placeholders import in_folder
+from kvview.testing.supervision import watchdog
 from kvview.testing.supervision.source_lines import at_places
 from kvview.testing.tier.under_test.io_watch import break_connections, open_sockets
 from kvview.testing.tier.under_test.writer import Writer
@@ -25,6 +26,7 @@ from kvview.tier import Namespace, Threaded, TierStore
 _SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
 
 _SLOW_REMOVAL = 0.003  # seconds
+_CLOSE_SECONDS = 1.0  # of CPU time
 
 
 class OpenedStore:
@@ -150,9 +152,15 @@ class OpenedStore:
         return {path for path, size in self._sizes().items() if size >= _SMALLEST_ENTRY}
 
     def end(self) -> None:
-        """Close the store and remove the folder."""
+        """Close the store, which the checks do not rely on, and remove the folder."""
         self.resume()
-        self.store.close()
+        limit = watchdog.limit(_CLOSE_SECONDS)
+        with suppress(watchdog.HookTimeout), limit, watchdog.watching(), watchdog.calling():
+            self.store.close()
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # the folder is a file after lose_medium
             self.folder.unlink()

@@ -94,9 +94,13 @@ class TierCalls(ContractMachine):
 
     @override
     def teardown(self) -> None:
+        self.begin_operation("TIER-11")
         while self.all_opened:
-            with suppress(Exception):
-                self.all_opened.pop(0).end()
+            opened = self.all_opened.pop(0)
+            opened.resume()
+            with suppress(Exception):  # but not the error of a call that does not return
+                self.call(opened.store, "close")
+            opened.remove()
 
     # --- calls of the scheduler ---
 
