@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize
 from kvview.errors import KVViewError, TierJobError
 from kvview.testing.suites.capability import Capability as C
 from kvview.testing.suites.conformance import Needs, observable, of_state, operation
-from kvview.testing.tier.model import OVERHEAD, TWIN, bytes_of
+from kvview.testing.tier.model import FLAT, OVERHEAD, TWIN, bytes_of
 from kvview.testing.tier.under_test.io_watch import slow_renames
 from kvview.testing.tier.under_test.store_calls import TierCalls, finished, sized
 from kvview.tier import Namespace
@@ -35,6 +35,7 @@ _new_keys = st.one_of(
     st.integers(1, 100).map(lambda length: Random(length).randbytes(length)),
     st.sampled_from(_SPECIAL),
     st.integers(0, 5).map(lambda number: b"%b%d" % (TWIN, number)),
+    st.integers(1, 30).map(lambda number: b"%b%d" % (FLAT, number)),
 )
 _changes: tuple[Callable[[bytes], bytes], ...] = (
     lambda key: key[:-1] or b"k",
@@ -57,6 +58,13 @@ def _all_keys(machine: TierMachine) -> st.SearchStrategy[list[bytes]]:
 
 
 _known, _keys = of_state(_known_keys), of_state(_all_keys)
+
+
+def _other_value(value: Any, change: str) -> Any:
+    """Change a value of a namespace, a text perhaps only in its punctuation."""
+    if isinstance(value, int):
+        return value + 1
+    return value.replace("-", change) if "-" in value else f"{value}{change}"
 
 
 def _has_budget(machine: TierMachine) -> bool:
@@ -318,16 +326,16 @@ class TierMachine(TierCalls):
         C.NAMESPACES,
         when=lambda machine: not _has_budget(machine),
         field=st.sampled_from([field.name for field in fields(Namespace)]),
+        change=st.sampled_from(("x", " ", "_", "/")),
         keys=_keys,
     )
-    def open_another_namespace(self, field: str, keys: list[bytes]) -> None:
+    def open_another_namespace(self, field: str, change: str, keys: list[bytes]) -> None:
         """Open the same place for a namespace that differs in one field."""
         self.blame("TIER-10")
         self.remember(keys)
         self.submit("put", sized(keys))
         self.wait()
-        value = getattr(self.opened.namespace, field)
-        value += 1 if isinstance(value, int) else "x"
+        value = _other_value(getattr(self.opened.namespace, field), change)
         other = self.open_in_place(**{field: value})
         if isinstance(other, KVViewError):
             is_named = str(value) in str(other)
@@ -360,7 +368,7 @@ class TierMachine(TierCalls):
     @operation(
         "TIER-1",
         C.VERIFIES,
-        how=st.sampled_from(("flip", "lose the end", "swap")),
+        how=st.sampled_from(("flip", "lose the start", "lose the end", "swap")),
         is_large=st.booleans(),
         is_loaded=st.booleans(),
     )

@@ -20,8 +20,9 @@ OVERHEAD = 512
 """Bytes that a store may occupy for an entry in addition to its page."""
 
 
-TWIN = b"twin"
-"""Start of the keys whose pages are equal, as those of equal prefixes under two salts are."""
+TWIN, FLAT = b"twin", b"flat"
+"""Starts of the keys whose pages are equal, as those of equal prefixes under two salts are, and of
+the keys whose pages have one byte only and compress well."""
 
 _MOST_REFUSED = 10  # keys; a store that refuses three keys in ten never reaches this number
 
@@ -29,6 +30,8 @@ _MOST_REFUSED = 10  # keys; a store that refuses three keys in ten never reaches
 @lru_cache(maxsize=256)
 def bytes_of(key: bytes, num_bytes: int) -> bytes:
     """Return the bytes that the checks put under a key."""
+    if key.startswith(FLAT):
+        return key[-1:] * num_bytes
     return random.Random(TWIN if key.startswith(TWIN) else key).randbytes(num_bytes)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -51,7 +52,7 @@ class OpenedStore:
         self._make, self._made_of, self._options = make, made_of, options
         self.folder = folder or Path(tempfile.mkdtemp(prefix="kvview-tier-"))
         weights = self.folder.name  # new weights, because stores may share a server
-        self.namespace = namespace or Namespace("kit", weights, kv_dtype="int8", block_size=16)
+        self.namespace = namespace or Namespace("a-kit", weights, kv_dtype="int8", block_size=16)
         self._num_damaged = 0
         self._gate = threading.Event()
         self._gate.set()
@@ -96,8 +97,8 @@ class OpenedStore:
         A store may have mapped a file, and a shorter file would end the process with SIGBUS.
 
         Args:
-            how: ``"flip"`` changes a bit, ``"lose the end"`` writes zeros as after a power cut, and
-                ``"swap"`` exchanges neighbours as far as they go.
+            how: ``"flip"`` changes a bit, ``"lose the start"`` and ``"lose the end"`` write zeros
+                as after a power cut, and ``"swap"`` exchanges neighbours as far as they go.
         """
         contents = {}
         for path in self.entries():
@@ -112,10 +113,15 @@ class OpenedStore:
             elif how == "swap":
                 other = contents[by_size[min(number ^ 1, len(by_size) - 1)]]
                 wrong = other[: len(right)] + right[len(other) :]
+            elif how == "lose the start":
+                wrong = bytes(at) + right[at:]
             else:
                 wrong = right[:at] + bytes(len(right) - at)
-            with suppress(OSError), path.open("r+b") as file:
-                file.write(wrong)
+            with suppress(OSError):
+                times = path.stat()
+                with path.open("r+b") as file:
+                    file.write(wrong)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a medium that fails
         self._num_damaged += len(contents)
 
     def lose_medium(self) -> None:
@@ -128,20 +134,24 @@ class OpenedStore:
         """Break the connections that were opened after this store; return their number."""
         return break_connections(self._foreign_sockets)
 
-    def start_writer(self, keys: Mapping[bytes, int], most_growth: int | None = None) -> Writer:
+    def start_writer(
+        self, keys: Mapping[bytes, int], most_growth: int | None = None, run: str = ""
+    ) -> Writer:
         """Start a process that opens the same folder and puts keys.
 
         Args:
             keys: Keys, each with the number of bytes of its page.
             most_growth: Number of bytes more than those of the largest file after which the system
                 ends the process in the middle of a write; None for no limit.
+            run: Run of the process; empty for the namespace of this store.
         """
         target = importable(self._made_of)
         assert target is not None, "without a target there is no capability KILL"
         limit = None
         if most_growth is not None:
             limit = most_growth + max(self._sizes().values(), default=0)
-        return Writer(target, self._filled_options(), self.namespace, keys, limit)
+        namespace = replace(self.namespace, run=run) if run else self.namespace
+        return Writer(target, self._filled_options(), namespace, keys, limit)
 
     def files(self) -> set[Path]:
         """Return the files in the folder, from which the store may just remove a folder."""
