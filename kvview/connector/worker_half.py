@@ -50,7 +50,7 @@ class WorkerConnector(Hooked):
         """Return the results of jobs that ended since the last call; never blocks.
 
         Examples:
-            Take the results to which a thread appends, without a lock:
+            Take the results to which a thread appends; single operations of a list need no lock:
 
             >>> class Mine(WorkerConnector):
             ...     done = [TransferResult(7, success=True)]  # by the thread
@@ -64,8 +64,8 @@ class WorkerConnector(Hooked):
     def wait(self, job_ids: Sequence[int]) -> None:
         """Block until these jobs have ended; ``get_finished`` still returns their results.
 
-        An engine whose loads end within the step calls it before the forward pass. A half without
-        threads ends the copies here, and asks ``ComputeEvent.query`` until compute has ended.
+        An engine whose loads end within the step calls it before the forward pass, and then calls
+        ``get_finished`` until the loads are reported. So a half without threads may leave it out.
 
         Examples:
             Wait for a thread, and leave the results to ``get_finished``:

@@ -15,17 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from kvview import (
     Connector,
     ConnectorError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
     HookError,
     SchedulerConnector,
     StepPlan,
+    TransferJob,
+    TransferResult,
     ViewClosedError,
     WorkerConnector,
 )
 from kvview.connector.hooks import hooks_of
+from kvview_vllm.connector import worker
+from kvview_vllm.connector.containment import Faults
+from kvview_vllm.connector.messages import KVViewMetadata
 from kvview_vllm.releases import installed
 from kvview_vllm.simulation.scheduler.capabilities import can_fail_loads
 from kvview_vllm.simulation.scheduler.cpu_scheduler import connector_config
@@ -209,3 +217,38 @@ def test_a_setting_that_loses_responses_is_one_warning(
     for warning in warnings:
         assert EXAMPLE in warning
         assert 'Add "kv_load_failure_policy": "recompute" next to "kv_connector"' in warning
+
+
+class ReportsLater(WorkerConnector):
+    """Has no ``wait``, and reports its jobs in the third call after their plan."""
+
+    def __init__(self) -> None:
+        self.jobs: list[int] = []
+        self.num_calls = 0
+
+    @override
+    def start_plan(self, plan: StepPlan) -> None:
+        self.jobs += [job.job_id for job in plan.loads]
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        self.num_calls += 1
+        jobs, self.jobs = (self.jobs, []) if self.num_calls == 3 else ([], self.jobs)
+        return [TransferResult(job_id, success=True) for job_id in jobs]
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.0])
+def test_a_step_waits_for_the_loads_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    # WORK-1
+    monkeypatch.setattr(worker, "_LONGEST_LOAD", seconds)
+    load = TransferJob(1, CPULoadStoreSpec([0]), GPULoadStoreSpec([1], [1], [0]), "r1")
+    faults = Faults("my.py:Mine", "worker", resumes=False)
+    side = worker.WorkerSide(ReportsLater(), None, 0, installed().connector, faults)
+    message = KVViewMetadata("me", StepPlan([load]), wait_for_loads=True, acknowledged=())
+    if seconds:
+        side.start(message)
+        return
+    with pytest.raises(ConnectorError, match=r"WORK-1: .* ReportsLater does not report"):
+        side.start(message)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ from kvview_vllm.transfer import canonical_kv_caches
 
 _logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_STATS = 1.0
+_SECONDS_BETWEEN_POLLS = 0.0002
+_LONGEST_LOAD = 30.0  # seconds
 
 
 class WorkerSide:
@@ -109,15 +111,22 @@ class WorkerSide:
                     self._half.wait([job.job_id for job in plan.loads])
                 except HookError as error:
                     self._give_up(error)
-            self.poll()
-            late = [job.job_id for job in plan.loads if job.job_id not in self._unacknowledged]
-            if late:
-                raise ConnectorError(
-                    f"WORK-1: connector {self._faults.target}: {type(self._half).__name__}.wait "
-                    f"returned before get_finished reported load jobs {late}, although the step "
-                    f"computes on their bytes"
-                )
+            self._poll_until_loaded([job.job_id for job in plan.loads])
             self._loaded.clear()  # because the engine waits for asynchronous loads only
+
+    def _poll_until_loaded(self, job_ids: Sequence[int]) -> None:
+        """Wait for loads whose bytes the step needs, also if ``wait`` of the half does nothing."""
+        end = time.monotonic() + _LONGEST_LOAD
+        self.poll()
+        while late := [job_id for job_id in job_ids if job_id not in self._unacknowledged]:
+            if time.monotonic() > end:
+                raise ConnectorError(
+                    f"WORK-1: connector {self._faults.target}: get_finished of "
+                    f"{type(self._half).__name__} does not report load jobs {late} within "
+                    f"{_LONGEST_LOAD:g} s, although the step computes on their bytes"
+                )
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+            self.poll()
 
     def wait_for_all(self) -> None:
         """Wait for all jobs in flight."""
