@@ -110,6 +110,8 @@ class StepInfo:
            requests, it returns a decoding request once in ``block_size`` steps.
         3. A connector that does not call ``filling`` in a step must read ``scheduled`` in the next
            step.
+        4. The KV of these blocks may be read in the next step (XFER-6), with the block table of
+           that step, because a window or a state may have freed blocks meanwhile.
 
         Returns:
             Each request once, in any order.

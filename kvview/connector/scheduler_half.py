@@ -112,7 +112,7 @@ class SchedulerConnector(Hooked):
         num_computed_tokens: int,
         num_external_tokens: int,
     ) -> None:
-        """Receive the blocks of a request that is about to start.
+        """Receive the blocks of a request that starts, perhaps again, because its load failed.
 
         Args:
             request: The request.
@@ -138,7 +138,7 @@ class SchedulerConnector(Hooked):
         """Return the jobs that the worker half starts in this step; called once per step.
 
         1. The plan must contain all loads of every request whose blocks were allocated
-           with external tokens since the last plan.
+           with external tokens since the last plan; at least one, even if it reads no block.
 
         Examples:
             Pass each load on once, in the first plan after its blocks were allocated:
@@ -216,7 +216,7 @@ class SchedulerConnector(Hooked):
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call (EVENT-1 to EVENT-5).
+        """Return the events since the last call, in their order (EVENT-1 to EVENT-5).
 
         Examples:
             Advertise the keys of the stores that have ended since the last call:
@@ -247,7 +247,7 @@ class SchedulerConnector(Hooked):
         return False
 
     def reset_cache(self) -> bool:
-        """Drop all offloaded KV; returns False if the KV cannot be dropped now (CONN-11).
+        """Drop all offloaded KV; returns False, and is called again, if this cannot be done now.
 
         Examples:
             Forget the tier after new weights, but not during a copy:
@@ -296,4 +296,4 @@ class SupportsSkippedBlocks(Protocol):
 
     num_skipped_blocks: int
     """Blocks since the start that could have been stored but were not, because the pin budget
-    was used up, too few blocks were free, or the tier was busy."""
+    was used up, too few blocks were free, or the tier or a queue was full; once per attempt."""
