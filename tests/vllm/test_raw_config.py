@@ -29,6 +29,17 @@ def test_the_reference_engine_refuses_a_raw_connector_in_one_line() -> None:
         simulate(HostConnector, scenario, engines=load_engines())
 
 
+class NeedsADraftModel(HostConnector):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("a draft model is required")
+
+
+def test_a_connector_that_refuses_the_settings_does_not_run(engines: VLLMEngines) -> None:
+    """Not red, because no law is broken (hs-connectors 0.9.0)."""
+    with pytest.raises(ConfigError, match="NeedsADraftModel refuses these settings: a draft model"):
+        simulate(NeedsADraftModel, generate_scenario(1), engines=engines)
+
+
 class TakesTwoArguments(HostConnector):
     def __init__(self, vllm_config: Any, role: Any) -> None:
         super().__init__(vllm_config, role)

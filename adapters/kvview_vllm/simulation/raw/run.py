@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from kvview.errors import ConfigError
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
@@ -77,6 +78,7 @@ class RawRun(Run):
             self._transfer_config = in_folder(self._transfer_config, folder)
             result = self._run()
         if (why := self._why_one_rank(result)) is None:
+            self._raise_refusal(result)
             return result
         scenario = replace(self.scenario, ranks=(), ends_abruptly=False)
         alone = RawRun(self._connector_class, scenario, self._options).run()
@@ -92,6 +94,16 @@ class RawRun(Run):
         if self.stage.built is None and (refusal := _REFUSAL.search(message)):
             return f"the connector refuses them: {refusal[1]}"
         return None
+
+    def _raise_refusal(self, result: SimulationResult) -> None:
+        """Raise an error if the constructor refuses the settings, as vLLM's own constructors do."""
+        message = result.failure.message if result.failure else ""
+        is_at_start = self.stage.built is None and message.startswith("__init__ raised")
+        if is_at_start and (refusal := _REFUSAL.search(message)):
+            raise ConfigError(
+                f"{self._connector_class.__name__} refuses these settings: {refusal[1]}; change "
+                "them with --option or --kv-transfer-config"
+            )
 
     def _run(self) -> SimulationResult:
         classes = classes_of(self._connector_class, self._transfer_config)
