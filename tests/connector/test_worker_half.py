@@ -82,6 +82,8 @@ def test_a_load_may_still_write_while_blocks_are_compared(
 class OnAThread(HostCacheWorker):
     """Copies on a thread, which waits for the compute of some plans only."""
 
+    thread: threading.Thread | None = None
+
     def waits_for_compute(self, plan: StepPlan) -> bool:
         return True
 
@@ -89,8 +91,8 @@ class OnAThread(HostCacheWorker):
         super().register_kv_caches(kv_caches)
         self.inbox: SimpleQueue[tuple[Any, StepPlan] | None] = SimpleQueue()
         self.ended: defaultdict[int, threading.Event] = defaultdict(threading.Event)
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        self.thread = thread = threading.Thread(target=self.run, daemon=True)
+        thread.start()
 
     def start_plan(self, plan: StepPlan) -> None:
         for job in (*plan.loads, *plan.stores):
@@ -115,8 +117,9 @@ class OnAThread(HostCacheWorker):
             self.ended[job].wait()
 
     def shutdown(self) -> None:
-        self.inbox.put(None)
-        self.thread.join()
+        if self.thread is not None:
+            self.inbox.put(None)
+            self.thread.join()
 
 
 class LoadsTooEarly(OnAThread):

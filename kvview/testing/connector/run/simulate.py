@@ -185,6 +185,7 @@ class Run:
         self._events = EventPlayer(self.stage, self.scenario, unique_ids=unique_ids)
         self._loaded: list[int] = []  # number of loaded tokens so far, at the end of each round
         self._memory = KeptObjects(self.scenario.rounds, confirms=confirms(self.scenario))
+        self._config: bytes | None = None  # of a connector that the run itself builds
         self._configure(connector_class, options_of_each)
         # Created here, after the halves that were only built to test the options.
         self._threads = ThreadWatch()
@@ -248,7 +249,7 @@ class Run:
             drain.check_skipped(self.stage, is_roomy=self._is_roomy)
             drain.reset_at_rest(self.stage)
         self._shutdown()
-        if self.scenario.ends_abruptly:
+        if self.scenario.ends_abruptly and self._config is not None:
             end_before_start(self._connector_class, self._config)
         self.threads_left = self._threads.left()
 
