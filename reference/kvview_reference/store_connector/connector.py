@@ -159,7 +159,8 @@ class StoreConnector(Connector):
     def admits(self, block: FullBlock, request: RequestInfo) -> bool:
         """Whether a computed block is stored; other blocks must be computed again.
 
-        The method is called on the scheduler's thread, so it must not wait.
+        The method is called on the scheduler's thread, perhaps again for a block, so it must not
+        wait. A client may send any value in ``request.content.transfer_params``.
         """
         return True
 

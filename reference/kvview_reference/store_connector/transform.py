@@ -11,6 +11,8 @@ class Transform:
     3. In memory a page occupies the bytes that ``encode`` returned. In a store every page is padded
        to ``max_bytes``, because the pages of a store have one size. To save space in a store,
        compress in the ``write`` of the store.
+    4. With ``weights``, other processes decode the pages, so both methods must depend on their
+       arguments only, not on a secret of the process.
     """
 
     def max_bytes(self, page_bytes: int) -> int:
