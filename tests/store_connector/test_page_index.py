@@ -32,14 +32,14 @@ def index(tmp_path: Path) -> Iterator[PageIndex]:
         policy="lru",
         store_threshold=1,
         max_bytes=lambda page_bytes: page_bytes,
-        shared=GuardedTier(FolderStore(namespace, str(tmp_path)), namespace),
+        shared=(store := GuardedTier(FolderStore(namespace, str(tmp_path)), namespace)),
         has_names=True,
         events=False,
         admits=None,
     )
     made = PageIndex(CacheGeometry.single(4), settings, [64])
     yield made
-    made.close()
+    store.close()
 
 
 def is_found(index: PageIndex, key: OffloadKey) -> bool:

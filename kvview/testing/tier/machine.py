@@ -24,6 +24,7 @@ _BUDGETS = (100_000, 400_000, 3_000_000)
 NOTES = 64 << 10  # maximum of bytes for a store's own notes; a log of SQLite has 32 KiB
 _SLACK = 30_000  # maximum difference between the usage and the medium
 _SPECIAL = (b"..", b"/", b"a/a", b"\0", b"a\0", b"\n", b" ", b"%61", b"\xff", b"*", b"-", b"a.tmp")
+_FLAT_KEYS = tuple(b"%b%d" % (FLAT, number) for number in range(20))
 _NEVER_PUT = b"never put"
 _MOST_KNOWN = 60
 
@@ -33,9 +34,8 @@ _budgets = of_state(lambda machine: st.sampled_from((None,) * 3 + _BUDGETS * mac
 _new_keys = st.one_of(
     st.integers(0, 999).map(lambda number: b"key %d" % number),
     st.integers(1, 100).map(lambda length: Random(length).randbytes(length)),
-    st.sampled_from(_SPECIAL),
+    st.sampled_from((*_SPECIAL, *_FLAT_KEYS)),
     st.integers(0, 5).map(lambda number: b"%b%d" % (TWIN, number)),
-    st.integers(1, 30).map(lambda number: b"%b%d" % (FLAT, number)),
 )
 _changes: tuple[Callable[[bytes], bytes], ...] = (
     lambda key: key[:-1] or b"k",

@@ -380,11 +380,6 @@ class PageIndex:
         """Return the changes since the last call, if they are recorded."""
         return [event for level in self._levels for event in level.take_events()]
 
-    def close(self) -> None:
-        """Close the store that lookups use."""
-        if self._settings.shared is not None:
-            self._settings.shared.close()
-
 
 def _reserve(
     level: Level | None, keys: Sequence[OffloadKey]

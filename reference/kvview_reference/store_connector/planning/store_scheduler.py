@@ -333,8 +333,8 @@ class StoreScheduler(SchedulerConnector):
             self._release(store)
         self._stores.clear()
         self._gpu = None
-        if self._ready_index is not None:
-            self._ready_index.close()
+        if self._settings.shared is not None:  # also if the engine never was ready
+            self._settings.shared.close()
 
     def _release(self, store: _Store) -> None:
         if self._gpu is not None:
