@@ -255,7 +255,7 @@ def run_checks(
         try:
             with tracer.measuring() if item.part and tracer else nullcontext():
                 results.append(run_planned(item, effort))
-            if tracer:
+            if item.part and tracer:
                 effort.shared["lines"] = tracer.take()
             on_progress(item.check.name)
         except NotJudged:

@@ -106,12 +106,13 @@ class WorkerSide:
         elif plan:
             self._lose((*plan.loads, *plan.stores))
         if metadata.wait_for_loads and (plan.loads or lost):
-            if plan.loads and not self._faults.is_out:
+            job_ids = [job.job_id for job in plan.loads]
+            if job_ids and not self._faults.is_out:
                 try:
-                    self._half.wait([job.job_id for job in plan.loads])
+                    self._half.wait(job_ids)
                 except HookError as error:
                     self._give_up(error)
-            self._poll_until_loaded([job.job_id for job in plan.loads])
+            self._poll_until_loaded(job_ids)
             self._loaded.clear()  # because the engine waits for asynchronous loads only
 
     def _poll_until_loaded(self, job_ids: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from kvview import ConfigError, Connector, ConnectorConfig
 from kvview.connector.hook_errors import build_connector
 from kvview.errors import line_of
-from kvview.testing.connector.half.hook_calls import hook
+from kvview.testing.connector.half.hook_calls import hook, make_half
 from kvview.testing.connector.scenario.scenario import Scenario
 from kvview.testing.placeholders import has_whole_size, in_size, is_sized
 
@@ -91,9 +91,8 @@ def end_before_start(connector_class: type[Connector], config: bytes) -> None:
     Raises:
         InvariantBroken: A half raised.
     """
-    connector = build_connector(connector_class, pickle.loads(config))
-    for name, make in (("scheduler", connector.make_scheduler), ("worker", connector.make_worker)):
-        half = make()
+    for name in ("scheduler", "worker"):
+        half = make_half(f"make_{name}", connector_class, config)
         with hook(f"shutdown of a {name} half without any call before", "CONN-4"):
             half.shutdown()
 
