@@ -95,8 +95,7 @@ def partition(
     ):
         found = load_target(target)
         cpu_scheduler.prepare()
-        release = f"vllm {engine_version()}"
-        runner = f"model runner {capabilities.default_runner()}"
+        engine = f"vllm {engine_version()}, model runner {capabilities.default_runner()}"
         from kvview_vllm.partition.layouts import layout_pairs
         from kvview_vllm.partition.matrix import check_partition
         from kvview_vllm.partition.pairs import all_pairs
@@ -111,11 +110,11 @@ def partition(
     rows = [ResultFinding(cell.pair.name, str(cell.outcome), cell.detail) for cell in cells]
     by_class = {"keys": rows[: len(keys)], "layouts": rows[len(keys) :]}
     replaced = sorted({part for cell in cells for part in cell.replaced})
-    code = _print_verdict(console, f"{target} on {release}, {runner}", rows, by_class)
+    code = _print_verdict(console, f"{target} on {engine}", rows, by_class)
     for part in replaced:
         console.print(Text(f"not checked, because this check replaces it: {part}", style="yellow"))
     profiles = [_profile(name, by_class[name]) for name in names]
-    write_result(result_file, target, profiles, versions_of(found), replaced, release)
+    write_result(result_file, target, profiles, versions_of(found), replaced, engine)
     sys.exit(code)
 
 
