@@ -7,4 +7,5 @@ from kvview.handoff.roles import (
     HandoffScheduler as HandoffScheduler,
     HandoffWorker as HandoffWorker,
     Wire as Wire,
+    require_no_wire as require_no_wire,
 )

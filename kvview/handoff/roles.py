@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from kvview.connector import BlockIds, RequestInfo, SchedulerConnector, WorkerConnector
 from kvview.connector.hooks import Hooked
+from kvview.errors import ConfigError
 from kvview.handoff.params import Peer
 
 Frame = bytes | bytearray | memoryview
@@ -166,3 +167,25 @@ class HandoffWorker(WorkerConnector, Hooked):
             >>> half.deadline
             30.0
         """
+
+
+def require_no_wire(scheduler: SchedulerConnector, owner: str) -> None:
+    """Refuse a half for handoffs in an engine that has no wire.
+
+    Args:
+        scheduler: The scheduler half.
+        owner: Name of the connector.
+
+    Raises:
+        ConfigError: The half is a :class:`HandoffScheduler`.
+
+    Examples:
+        A plain half needs no wire:
+
+        >>> require_no_wire(SchedulerConnector(), "Mine")
+    """
+    if isinstance(scheduler, HandoffScheduler):
+        raise ConfigError(
+            f"connector {owner} hands KV to other engines, and this engine has no wire; check it "
+            f"with kvview check --pd"
+        )

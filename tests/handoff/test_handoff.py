@@ -76,3 +76,9 @@ def test_engines_that_split_the_kv_differently_have_different_layouts() -> None:
 def test_the_command_checks_a_connector(target: str, code: int, text: str) -> None:
     result = CliRunner().invoke(cli, ["check", target, "--pd", "--seeds", "6"])
     assert (result.exit_code, text in result.output) == (code, True), result.output
+
+
+def test_a_check_without_a_wire_refuses_a_connector_for_handoffs() -> None:
+    target = "kvview_reference.handoff.pull:PullConnector"
+    result = CliRunner().invoke(cli, ["check", target, "--seeds", "6"])
+    assert (result.exit_code, "kvview check --pd" in result.output) == (2, True), result.output

@@ -16,7 +16,6 @@ from kvview.testing.connector.exercised.author_code import AuthorCode
 from kvview.testing.connector.exercised.coverage import EVENTS_WANTED
 from kvview.testing.connector.exercised.lines import Lines, LineTracer
 from kvview.testing.connector.result import SimulationResult
-from kvview.testing.connector.run.configure import configure
 from kvview.testing.connector.run.engine import EngineFactory, own_runs
 from kvview.testing.connector.run.simulate import simulate
 from kvview.testing.connector.scenario.generate import generate_scenario
@@ -222,8 +221,7 @@ class SeedRunner:
             return False
         scenario = Scenario(CacheGeometry.single(4), num_gpu_blocks=8, events=())
         try:
-            with in_fresh_folders(self._options) as (options,):
-                configure(self._connector_class, scenario, options)
+            self.simulate(scenario)
         except ConfigError:
             return False
         return True

@@ -43,6 +43,7 @@ from kvview import (
     full_blocks,
 )
 from kvview.connector.job_tracker import EndedJob, JobTracker, check_promise
+from kvview.handoff import require_no_wire
 from kvview.testing.connector.judge.kv_bytes import KVBytes
 from kvview.testing.connector.run.compute_stream import StepStream
 from kvview.version import require_contract
@@ -113,9 +114,13 @@ class Engine:
         pin_budget: Share of the pool's blocks that the connector may hold; None for no limit.
 
     Raises:
-        ConfigError: A size is invalid, or the blocks do not fit in memory.
+        ConfigError: A size is invalid, the blocks do not fit in memory, or the connector hands KV
+            over.
         UnsupportedContractError: The connector was written for another contract.
     """
+
+    has_wire = False
+    """Whether the engine can hand KV to other engines."""
 
     def __init__(
         self,
@@ -180,6 +185,8 @@ class Engine:
         owner = type(connector).__name__
         self.view = guard_pool(self.kv_cache.pool, owner, pin_budget)
         self.scheduler_connector = connector.make_scheduler()
+        if not self.has_wire:
+            require_no_wire(self.scheduler_connector, owner)
         self.scheduler_connector.bind_gpu_block_pool_view(self.view)
         self.scheduler_connector.on_engine_ready(
             EngineFacts(

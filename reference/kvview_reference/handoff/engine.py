@@ -16,6 +16,8 @@ from kvview_reference.engine.request import Request, Status
 class PDEngine(Engine):
     """An engine that offers and accepts handoffs, after :meth:`bind_handoffs`."""
 
+    has_wire = True
+
     offered: dict[str, tuple[Mapping[str, Any], BlockIds]]
     """Parameters that the router has not taken yet, and the block table, by request id."""
 

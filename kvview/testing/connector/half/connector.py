@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from kvview import Connector, ConnectorConfig, SchedulerConnector, WorkerConnector
+from kvview.handoff import require_no_wire
 from kvview.testing.connector.half.hook_calls import make_half
 from kvview.testing.connector.half.job_by_job import JobByJob
 from kvview.testing.connector.half.process import RemoteWorker
@@ -40,6 +41,7 @@ class ConnectorInHarness(Connector):
     @override
     def make_scheduler(self) -> SchedulerConnector:
         half: SchedulerConnector = make_half("make_scheduler", self._connector_class, self._config)
+        require_no_wire(half, self._connector_class.__qualname__)
         self.halves.append(half)
         shared = self._shared
         self.scheduler = SchedulerHarness(
