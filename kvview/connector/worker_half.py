@@ -65,7 +65,8 @@ class WorkerConnector(Hooked):
         """Block until these jobs have ended; ``get_finished`` still returns their results.
 
         An engine whose loads end within the step calls it before the forward pass, and then calls
-        ``get_finished`` until the loads are reported. So a half without threads may leave it out.
+        ``get_finished`` until the loads are reported. So a half may leave it out if each call of
+        ``get_finished`` ends all jobs whose compute has ended.
 
         Examples:
             Wait for a thread, and leave the results to ``get_finished``:
