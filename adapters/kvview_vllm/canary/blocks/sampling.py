@@ -7,9 +7,9 @@
 - CANARY-3 The blocks of a handoff (``kv_transfer_params``) **must not** be compared, because
   another engine computed them, with other rounding errors.
 
-A request is read in the steps in which it gets blocks, because a block is full before the next
-block of the request is allocated. Each hash is tested once, before anything else is read, because
-most blocks are not sampled.
+A request is read in the steps in which it gets blocks, and while a sampled block of its prompt is
+not full. Each hash is tested once, before anything else is read, because most blocks are not
+sampled.
 
 Source: ``Scheduler.schedule``, vllm/v1/core/sched/scheduler.py, 0.11.0 to 0.33.0.
 """
@@ -66,6 +66,7 @@ class Sampler:
             if not isinstance(group, Mamba)
         ]
         self._followed: dict[str, _Followed] = {}
+        self._unfilled: dict[str, _Followed] = {}  # those with a sampled block that is not full
         self._promised: dict[str, tuple[int, bool]] = {}  # first token, whether between steps
         self._loading: set[str] = set()
         self._work = Work()
@@ -89,6 +90,7 @@ class Sampler:
         """Note allocated blocks, and the blocks that a load fills."""
         name = request.request_id
         self._followed[name] = _Followed(request)
+        self._unfilled.pop(name, None)
         start, is_async = self._promised.pop(name, (0, False))
         if not num_tokens or request.kv_transfer_params:
             return
@@ -102,7 +104,7 @@ class Sampler:
             (self._loading if is_async else self._work.within_step).add(name)
 
     def on_step(self, output: Any) -> None:
-        """Find the sampled blocks that are full after a step, of the requests that get blocks."""
+        """Find the sampled blocks that are full after a step."""
         lengths, followed, sample = output.num_scheduled_tokens, self._followed, self._sample
         cached = output.scheduled_cached_reqs
         grown = zip(
@@ -122,15 +124,20 @@ class Sampler:
             one.num_tested = len(hashes)
             one.sampled += [n for n in range(first, len(hashes)) if not hashes[n][0] % sample]
             if one.sampled:
-                self._find_full(one, lengths[name])
+                self._unfilled[name] = one
+        for name in [name for name in self._unfilled if name in lengths]:
+            self._find_full(name, lengths[name])
 
-    def _find_full(self, one: _Followed, length: int) -> None:
+    def _find_full(self, name: str, length: int) -> None:
         """Find the sampled blocks of a request that are full after a step."""
+        one = self._unfilled[name]
         hashes, before = one.request.block_hashes, one.request.num_computed_tokens
         last = min((before + length) // self._hash_size, len(hashes))
         full = [number for number in one.sampled if number < last]
         if full:
             one.sampled = [number for number in one.sampled if number >= last]
+            if not one.sampled:
+                del self._unfilled[name]
             # vLLM has freed the blocks that a window left behind, without a notification.
             kept = [g.num_skipped_tokens(before) // g.block_size for _, g in self._groups]
             self._work.computed += self._places(hashes, full, one.tables(), kept)
@@ -143,6 +150,7 @@ class Sampler:
         """Forget a request; its blocks may be allocated again."""
         name = request.request_id
         self._followed.pop(name, None)
+        self._unfilled.pop(name, None)
         self._promised.pop(name, None)
         if name in self._loading:
             self._loading.discard(name)
