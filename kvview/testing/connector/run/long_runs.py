@@ -198,8 +198,9 @@ def with_many_keys(scenario: Scenario) -> Scenario:
     """Make a run with so many new keys that a bounded history of keys is full in its last third.
 
     Each round has two long prompts, whose blocks are computed in one step. The first prompt is
-    loaded again, and dropped by a reset, so that also a tier without a limit drops its keys. The
-    next round replaces the blocks of the second prompt.
+    loaded again, and dropped by a reset, so that also a tier without a limit drops its keys (up to
+    vLLM 0.12 no reset reaches connectors, so such a tier grows). The next round replaces the blocks
+    of the second prompt.
     """
     size = scenario.geometry.scheduler_block_size
     length = size * _MANY_BLOCKS + 1
@@ -332,7 +333,8 @@ def _confirm_growth(scenario: Scenario, play: Callable[[Scenario], SimulationRes
     if grows(confirmed.kept_bytes, scenario.cpu_blocks):
         raise _growth(confirmed, "equal rounds")
     confirmed = play(with_many_keys(scenario))
-    if grows_with_keys(confirmed.kept_bytes):
+    has_resets = any(isinstance(event, Reset) for event in confirmed.scenario.events)
+    if has_resets and grows_with_keys(confirmed.kept_bytes):
         raise _growth(confirmed, f"rounds of {2 * _MANY_BLOCKS} new keys each")
 
 
