@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 from unittest.mock import patch
 
+from kvview import ConfigError
 from kvview.errors import MissingLibraryError, line_of
 from kvview.targets import load_target, name_target
 from kvview.testing.connector.exercised.coverage import replaced_parts
@@ -150,7 +151,10 @@ class _Play:
             except MissingLibraryError:  # no verdict
                 raise
             except Exception as error:  # whatever the connector or vLLM raises is the result
-                return Cell(self.pair, PairOutcome.FAILED, line_of(error))
+                # vLLM or the connector does not accept the configuration of an engine.
+                is_refused = self._engine is None and isinstance(error, ConfigError)
+                outcome = PairOutcome.REFUSED if is_refused else PairOutcome.FAILED
+                return Cell(self.pair, outcome, line_of(error))
 
     def _serve(
         self,

@@ -197,7 +197,7 @@ class RawHarness(VLLMHarness):
         super().__init__(scenario, scheduler, longest, plays_handoffs=settings.plays_handoffs)
         recorder.record_pool(scheduler.pool)
         if can_name_groups() and "take_events" in overridden(connector_class):
-            recorder.events = ReportedEvents(scheduler.real)
+            recorder.events = ReportedEvents(scheduler.real, geometry.hash_block_size)
 
     def _configure(
         self,

@@ -18,7 +18,6 @@ from typing import Any
 
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.releases.compat.versions import vllm
-from kvview_vllm.releases.cpu.worker_caches import BLOCK_SIZE
 
 _Hash = int | bytes | None  # of a block in events; None before the first block
 
@@ -28,13 +27,15 @@ class ReportedEvents:
 
     Args:
         scheduler: vLLM's scheduler.
+        hash_block_size: Tokens of a block hash.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, hash_block_size: int) -> None:
         events = vllm("distributed.kv_events")
         self._stored, self._removed = events.BlockStored, events.BlockRemoved
         self._convert = vllm("v1.core.kv_cache_utils").maybe_convert_block_hash
         self._scheduler = scheduler
+        self._hash_size = hash_block_size
         self._requests: dict[str, Any] = {}  # that ran when events were last taken, or later
         self._next: defaultdict[tuple[_Hash, tuple[int, ...]], set[_Hash]] = defaultdict(set)
         self._hashes: set[_Hash] = {None}
@@ -66,8 +67,9 @@ class ReportedEvents:
 
     def _learn(self, request: Any) -> None:
         parent: _Hash = None
+        size = self._hash_size
         for number, block_hash in enumerate(map(self._convert, request.block_hashes)):
-            tokens = request.all_token_ids[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
+            tokens = request.all_token_ids[number * size : (number + 1) * size]
             self._next[parent, tuple(tokens)].add(block_hash)
             self._hashes.add(block_hash)
             parent = block_hash
@@ -122,8 +124,8 @@ class ReportedEvents:
 
     def _after(self, places: Collection[_Hash], tokens: tuple[int, ...]) -> set[_Hash]:
         """Return the blocks that these tokens can end at, after one of some blocks."""
-        for start in range(0, len(tokens), BLOCK_SIZE):
-            block = tokens[start : start + BLOCK_SIZE]
+        for start in range(0, len(tokens), self._hash_size):
+            block = tokens[start : start + self._hash_size]
             places = {end for one in places for end in self._next.get((one, block), ())}
         return {*places}
 
