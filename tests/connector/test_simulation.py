@@ -433,18 +433,22 @@ def test_conn10_other_rounds_confirm_that_a_run_loads_little(is_leak: bool) -> N
     assert (result.failure is not None) == is_leak
 
 
-@pytest.mark.parametrize("is_leak", [False, True])
-def test_conn10_many_keys_confirm_that_memory_grows(is_leak: bool) -> None:
-    """Equal rounds load the same keys again, so their memory does not grow with the keys."""
+@pytest.mark.parametrize(("is_leak", "num_resets"), [(False, 9), (True, 9), (True, 0)])
+def test_conn10_many_keys_confirm_that_memory_grows(is_leak: bool, num_resets: int) -> None:
+    """Equal rounds load the same keys again, so their memory does not grow with the keys.
+
+    Without resets, a tier without a limit keeps each key.
+    """
+    coverage = {"resets of connectors": num_resets}
 
     def play(scenario: Scenario) -> SimulationResult:
         grows_now = is_leak and scenario.cpu_blocks > 1_000
         sizes = tuple(10**6 * window * grows_now for window in range(6))
-        return SimulationResult(scenario, None, (), {}, (0,) * scenario.rounds, sizes)
+        return SimulationResult(scenario, None, (), coverage, (0,) * scenario.rounds, sizes)
 
     grown = replace(play(steady_scenario(0)), kept_bytes=tuple(range(0, 6 * 10**6, 10**6)))
     result = with_rounds_compared(grown, play)
-    assert (result.failure is not None) == is_leak
+    assert (result.failure is not None) == (is_leak and num_resets > 0)
 
 
 class Growing(SchedulerConnector):

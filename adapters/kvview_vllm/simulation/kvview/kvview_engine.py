@@ -146,9 +146,10 @@ class KVViewHarness(VLLMHarness):
         else:
             parallel.tensor_parallel_size = len(stages)
         caches = [configs.kv_cache_of(stage) for stage in stages]
-        scheduler = VLLMScheduler(configs.vllm, configs.kv_cache, geometry)
+        is_v2 = capabilities.runs_v2(scenario)
+        scheduler = VLLMScheduler(configs.vllm, configs.kv_cache, geometry, is_v2=is_v2)
         super().__init__(scenario, scheduler, plays_handoffs=life is not None)
-        with named("building the scheduler"):
+        with named("building the scheduler"), model_runner.chosen(is_v2=is_v2):
             self._workers = [
                 cpu_scheduler.make_worker_connector(configs.vllm, cache, rank)
                 for rank, cache in enumerate(caches)
@@ -161,7 +162,6 @@ class KVViewHarness(VLLMHarness):
         self._compute = Compute(
             geometry, scenario.num_gpu_blocks, PAGE_BYTES, num_layers=sum(map(len, stages))
         )
-        is_v2 = capabilities.runs_v2(scenario)
         with named("register_kv_caches"):
             self._runners = [*self._make_runners(configs.vllm, caches, stages, is_v2=is_v2)]
         self._stream = stream

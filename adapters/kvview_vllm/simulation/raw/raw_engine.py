@@ -184,7 +184,8 @@ class RawHarness(VLLMHarness):
                 make = partial(make_worker, number)
                 workers.append(RemoteRawWorker(make) if self._has_process else make())
             with registered(recorded):
-                scheduler = VLLMScheduler(*own, geometry, plain=settings.is_plain)
+                is_v2 = capabilities.runs_v2(scenario)
+                scheduler = VLLMScheduler(*own, geometry, is_v2=is_v2, plain=settings.is_plain)
             self.worker: Any = workers[0]
             if scenario.ranks:
                 delays = [fate.move_after for fate in scenario.fates]

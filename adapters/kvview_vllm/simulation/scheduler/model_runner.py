@@ -9,10 +9,12 @@ vllm/v1/worker/gpu/kv_connector.py and gpu/model_runner.py, 0.15.0 to 0.33.0; vl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 
@@ -25,6 +27,14 @@ from kvview_vllm.releases.compat.calls import (
     make_known,
 )
 from kvview_vllm.releases.compat.versions import vllm
+
+
+def chosen(*, is_v2: bool) -> AbstractContextManager[Any]:
+    """Let the parts of vLLM that are made in the context choose this model runner, as on a GPU.
+
+    On a CPU they would choose V1. For V2, a scheduler sends a resumed request like a new one.
+    """
+    return patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(is_v2)))
 
 
 class ModelRunner(Protocol):

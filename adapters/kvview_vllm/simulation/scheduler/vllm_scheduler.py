@@ -81,6 +81,7 @@ class VLLMScheduler:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: vLLM's ``KVCacheConfig``.
         geometry: Result of :func:`~kvview_vllm.geometry.read_geometry` for both configurations.
+        is_v2: Whether Model Runner V2 runs the steps.
         plain: Whether to make vLLM's own class instead of the ``ViewScheduler`` derived from it.
     """
 
@@ -90,9 +91,10 @@ class VLLMScheduler:
         kv_cache_config: Any,
         geometry: CacheGeometry,
         *,
+        is_v2: bool,
         plain: bool = False,
     ) -> None:
-        with named("building the scheduler"):
+        with named("building the scheduler"), model_runner.chosen(is_v2=is_v2):
             self.real = cpu_scheduler.make_scheduler(
                 vllm_config, kv_cache_config, geometry, plain=plain
             )

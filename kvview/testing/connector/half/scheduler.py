@@ -100,7 +100,8 @@ class JobCounts:
                 self._left_alone.discard(job)
 
     def on_reset_requested(self) -> None:
-        """Count the loads in flight before a reset."""
+        """Count a reset, and the loads in flight before it."""
+        self.coverage["resets of connectors"] += 1
         self.coverage["resets with loads in flight"] += bool(self._loading)
         for job in self._loading:
             self._count("reset", job)

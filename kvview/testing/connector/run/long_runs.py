@@ -333,8 +333,7 @@ def _confirm_growth(scenario: Scenario, play: Callable[[Scenario], SimulationRes
     if grows(confirmed.kept_bytes, scenario.cpu_blocks):
         raise _growth(confirmed, "equal rounds")
     confirmed = play(with_many_keys(scenario))
-    has_resets = any(isinstance(event, Reset) for event in confirmed.scenario.events)
-    if has_resets and grows_with_keys(confirmed.kept_bytes):
+    if confirmed.coverage.get("resets of connectors") and grows_with_keys(confirmed.kept_bytes):
         raise _growth(confirmed, f"rounds of {2 * _MANY_BLOCKS} new keys each")
 
 

@@ -26,6 +26,7 @@ from kvview_vllm.simulation.scheduler.model_runner import (
     RunnerV1,
     RunnerV2,
     active,
+    chosen,
 )
 from kvview_vllm.simulation.scheduler.vllm_scheduler import named
 
@@ -104,7 +105,7 @@ class RawWorker:
         add_layers(vllm_config, kind)
         self._role: Any = None
         # As in a worker's wrapper, because connectors read the current configuration.
-        with vllm("config").set_current_vllm_config(vllm_config):
+        with chosen(is_v2=is_v2), vllm("config").set_current_vllm_config(vllm_config):
             if connect is not None:
                 with named("building the worker's side"):
                     self._role = connect()
