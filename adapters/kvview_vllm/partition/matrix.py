@@ -20,9 +20,10 @@ from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
 from kvview_vllm.partition.pair_engine import PartitionEngine
 from kvview_vllm.partition.pairs import PROMPT, RESTART, EngineSettings, Pair
-from kvview_vllm.releases.cpu.process_groups import process_groups
+from kvview_vllm.releases.cpu.process_groups import CANNOT_COMMUNICATE, process_groups
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
+from kvview_vllm.simulation.raw.worker.token_bytes import NEVER_WRITTEN
 from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 
@@ -217,7 +218,10 @@ class _Play:
         pair, engine, cause = self.pair, self._engine, broken.__cause__
         if engine is None and cause is not None and str(cause):
             return Cell(pair, PairOutcome.REFUSED, line_of(cause))
-        if broken.law == "XFER-1" and cause is None and pair.num_same_tokens < len(PROMPT):
+        if CANNOT_COMMUNICATE in broken.message:
+            return Cell(pair, PairOutcome.NOT_CHECKED, line_of(broken.message))
+        is_other_kv = broken.law == "XFER-1" and NEVER_WRITTEN not in broken.message
+        if is_other_kv and cause is None and pair.num_same_tokens < len(PROMPT):
             has_equal_hashes = engine is not None and engine.last_hashes == self._hashes
             is_vllm = has_equal_hashes and pair.second_engine is None
             outcome = PairOutcome.SHARED_BY_VLLM if is_vllm else PairOutcome.SHARED_WRONGLY

@@ -6,6 +6,7 @@ same.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,6 +18,9 @@ from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview_vllm.canary.call_laws import CallLaws
 from kvview_vllm.releases.cpu.worker_caches import is_hook, overridden
 from kvview_vllm.simulation.raw.reported_events import ReportedEvents
+
+REFUSAL = re.compile(r"raised (?:ValueError|NotImplementedError) (.*?)(?: at \S+:\d+:|$)")
+"""The message of an exception with which a constructor refuses settings, as vLLM's own do."""
 
 _LAW_OF_METHOD = {
     "__init__": "CONN-1",

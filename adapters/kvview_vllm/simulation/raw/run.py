@@ -6,7 +6,6 @@ connector and with its loads off. A failure without the connector is a failure o
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from kvview.testing.supervision import watchdog
 from kvview_vllm.canary.call_laws import stuck_ends, stuck_loads, stuck_queries
 from kvview_vllm.releases.cpu.process_groups import CANNOT_COMMUNICATE, process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
-from kvview_vllm.simulation.raw.call_recorder import CallRecorder
+from kvview_vllm.simulation.raw.call_recorder import REFUSAL, CallRecorder
 from kvview_vllm.simulation.raw.raw_engine import RawHarness
 from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.run.engine import SimulatedEngine
     from kvview.testing.connector.scenario.scenario import Scenario
-
-
-# Exceptions with which constructors refuse settings, as vLLM's own do.
-_REFUSAL = re.compile(r"raised (?:ValueError|NotImplementedError) (.*?)(?: at \S+:\d+:|$)")
 
 
 class RawRun(Run):
@@ -91,7 +86,7 @@ class RawRun(Run):
         message = result.failure.message
         if CANNOT_COMMUNICATE in message:
             return f"the connector uses their process group, and {CANNOT_COMMUNICATE}"
-        if self.stage.built is None and (refusal := _REFUSAL.search(message)):
+        if self.stage.built is None and (refusal := REFUSAL.search(message)):
             return f"the connector refuses them: {refusal[1]}"
         return None
 
@@ -99,7 +94,7 @@ class RawRun(Run):
         """Raise an error if the constructor refuses the settings, as vLLM's own constructors do."""
         message = result.failure.message if result.failure else ""
         is_at_start = self.stage.built is None and message.startswith("__init__ raised")
-        if is_at_start and (refusal := _REFUSAL.search(message)):
+        if is_at_start and (refusal := REFUSAL.search(message)):
             raise ConfigError(
                 f"{self._connector_class.__name__} refuses these settings: {refusal[1]}; change "
                 "them with --option or --kv-transfer-config"

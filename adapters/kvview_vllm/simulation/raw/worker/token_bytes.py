@@ -23,6 +23,8 @@ import torch
 from kvview import CacheGroup, Mamba
 from kvview_vllm.simulation.scheduler.requests import PlannedRequest
 
+NEVER_WRITTEN = "memory that was never written"
+
 _MASK = (1 << 30) - 1
 _LAYER_STEP = 7919
 
@@ -100,7 +102,7 @@ class TokenWords:
     def name(self, word: int | None) -> str:
         """Describe the content of a word, for reports."""
         if word is None:
-            return "memory that was never written"
+            return NEVER_WRITTEN
         return self._names.get(word, "the bytes of no token")
 
 
