@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from docs.parts import ROOT, with_parts, write
@@ -39,8 +40,8 @@ from kvview.errors import ConfigError
 PAGE = ROOT / "docs/results.md"
 SECONDS = 3600
 """Longest time of a block of commands."""
-_LONGEST = 105  # characters of evidence
-_MOST = 2  # findings of a class
+_LONGEST = 60  # characters of evidence
+_MOST = 1  # findings of a class
 _SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
 
 
@@ -109,8 +110,8 @@ def page() -> str:
         reason = _short(errors[0]) if errors else row.submission.about.reason
         lines.append(f"| {_link(row)} | {row.release} | {reason} |")
     lines += ["", "## Details", ""]
-    for row in ran:
-        lines += _details(row)
+    for _, group in groupby(ran, key=lambda row: row.submission.folder):
+        lines += _details([*group])
     return with_parts(PAGE, verdicts="\n".join(lines))
 
 
@@ -141,41 +142,46 @@ def _link(row: Row) -> str:
     return f"[{submission.name}](../results/{submission.folder}/README.md)"
 
 
-def _details(row: Row) -> Iterator[str]:
-    about = row.submission.about
-    signs = " ".join(f"{CLASSES[each.name]} {_SIGNS[each.verdict]}" for each in row.profiles())
+def _details(rows: Sequence[Row]) -> Iterator[str]:
+    """Describe all rows of one implementation."""
+    submission = rows[0].submission
     yield '<details markdown="1">'
-    yield f"<summary>{row.submission.name}, vLLM {row.release}: {signs}</summary>"
+    yield f"<summary>{submission.name}, vLLM {'; '.join(map(_signs, rows))}</summary>"
     yield ""
-    files = [f"[{r.file}](../results/{row.submission.folder}/{r.file})" for r in row.reports]
-    dates = ", ".join(sorted({report.result.date for report in row.reports}))
-    owner = about.owner if about.project == "none" else f"[{about.owner}]({about.project})"
-    yield f"Owner: {owner}. Reports of {dates}: {', '.join(files)}."
-    if row.replaced:
-        yield f"Replaced, so not checked: {'; '.join(row.replaced)}."
+    dates = sorted({report.result.date for row in rows for report in row.reports})
+    yield f"Owner: {submission.about.owner}. Reports of {', '.join(dates)}."
+    for row in rows:
+        if row.replaced:
+            yield f"{row.release}: replaced, so not checked: {'; '.join(row.replaced)}."
     yield ""
-    for profile in row.profiles():
-        if profile.findings and profile.verdict != "could not run":
-            yield from _findings(profile, about.upstream.get(profile.name, ""))
+    for name in CLASSES:
+        if found := [line for row in rows if name in row.verdicts for line in _findings(row, name)]:
+            link = submission.about.upstream.get(name, "")
+            yield f"**{CLASSES[name]}**{': ' + link if link else ''}"
+            yield ""
+            yield from found
+            yield ""
     yield "</details>"
     yield ""
 
 
-def _findings(profile: Profile, link: str) -> Iterator[str]:
+def _signs(row: Row) -> str:
+    signs = (f"{CLASSES[each.name]} {_SIGNS[each.verdict]}" for each in row.profiles())
+    return f"{row.release}: {' '.join(signs)}"
+
+
+def _findings(row: Row, name: str) -> Iterator[str]:
+    """Yield the first findings of a class, in one line each."""
     subjects: dict[tuple[str, str], list[str]] = {}
-    for finding in profile.findings:
+    for finding in row.verdicts[name].findings:
         if finding.outcome in (*RED, "not checked", "expected failure"):
             key = (finding.outcome, _short(finding.evidence))
             subjects.setdefault(key, []).append(finding.subject)
-    if subjects:
-        yield f"**{CLASSES[profile.name]}**: {profile.verdict}.{' ' + link if link else ''}"
-        yield ""
     for (outcome, evidence), (first, *others) in [*subjects.items()][:_MOST]:
         more = f" and {len(others)} more" if others else ""
-        yield f"- {outcome}: {first}{more}{': ' + evidence if evidence else ''}"
+        yield f"- {row.release}, {outcome}: {first}{more}{': ' + evidence if evidence else ''}"
     if len(subjects) > _MOST:
         yield f"- {len(subjects) - _MOST} more in the report"
-    yield ""
 
 
 def _short(text: str) -> str:

@@ -5,7 +5,8 @@ nano-LMcache must be in ``PYTHONPATH``. ``python nano_lmcache.py`` stores a prom
 which the first chunk of 16 is computed, and prints how many of the stored tokens were computed.
 Expected: all of them. It then loads them with the attention metadata in the forward context and as
 a keyword argument, as before a full CUDA graph, and for a request that Model Runner V1 resumes
-after a preemption. Expected: one load each time.
+after a preemption. Expected: one load each time. At last it looks up a request whose prompt and
+answer are on the GPU. Expected: no promised tokens.
 """
 
 import os
@@ -68,3 +69,8 @@ cached = SimpleNamespace(
 )
 resumed: Any = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
 print(f"a resumed request: {len(connector.build_connector_meta(resumed).requests)} loads")
+
+os.makedirs(connector._dir(PROMPT), exist_ok=True)
+answered: Any = SimpleNamespace(request_id="request", prompt_token_ids=PROMPT)
+promised, _ = connector.get_num_new_matched_tokens(answered, 3 * BLOCK)
+print(f"a resumed request with 48 tokens on the GPU, 33 of its prompt: {promised} promised tokens")
