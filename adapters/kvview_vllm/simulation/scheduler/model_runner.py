@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 
@@ -28,13 +27,23 @@ from kvview_vllm.releases.compat.calls import (
 )
 from kvview_vllm.releases.compat.versions import vllm
 
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
-def chosen(*, is_v2: bool) -> AbstractContextManager[Any]:
+
+@contextmanager
+def chosen(*, is_v2: bool) -> Iterator[None]:
     """Let the parts of vLLM that are made in the context choose this model runner, as on a GPU.
 
     On a CPU they would choose V1. For V2, a scheduler sends a resumed request like a new one.
     """
-    return patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(is_v2)))
+    before = os.environ.get(_RUNNER)
+    os.environ[_RUNNER] = str(int(is_v2))
+    try:
+        yield
+    finally:
+        del os.environ[_RUNNER]
+        if before is not None:
+            os.environ[_RUNNER] = before
 
 
 class ModelRunner(Protocol):
