@@ -58,8 +58,8 @@ def require_vllm() -> str:
     version = engine_version()
     if not any(list(folder.glob("_C*.so")) for folder in folders):
         raise ConfigError(
-            f"--inference needs a vLLM that can run, but only the Python sources of {version} "
-            f"are installed: {_INSTALL}"
+            f"--inference needs a vLLM that can run, but only Python sources (vLLM {version}) are "
+            f"installed: {_INSTALL}"
         )
     try:
         for name in ("vllm", "vllm.v1.engine.llm_engine", "transformers"):
