@@ -62,6 +62,7 @@ class Recorder:
         self._num_dropped = 0
         self._requests: OrderedDict[int, bytes] = OrderedDict()
         self._request_bytes = 0
+        self._started: set[int] = set()  # requests that have not finished
         self._most_request_bytes = limit_bytes - self._most_record_bytes
 
     @property
@@ -85,14 +86,18 @@ class Recorder:
 
     def on_step(self, output: Any) -> None:
         """Record a step."""
-        self._add(
-            "build_connector_meta",
-            output.total_num_scheduled_tokens,
-            [hash(one.req_id) for one in output.scheduled_new_reqs],
-            _keys(outputs.preempted_requests(output)),
-            _keys(outputs.resumed_requests(output.scheduled_cached_reqs)),
-            _keys(output.finished_req_ids),
-        )
+        new = [hash(one.req_id) for one in output.scheduled_new_reqs]
+        preempted = _keys(outputs.preempted_requests(output))
+        resumed = _keys(outputs.resumed_requests(output.scheduled_cached_reqs))
+        finished = _keys(output.finished_req_ids)
+        self._started.difference_update(finished)
+        # For Model Runner V2, a resumed request comes like a new one.
+        if not self._started.isdisjoint(new):
+            resumed += [key for key in new if key in self._started]
+            new = [key for key in new if key not in self._started]
+        self._started.update(new)
+        tokens = output.total_num_scheduled_tokens
+        self._add("build_connector_meta", tokens, new, preempted, resumed, finished)
 
     def on_finished(self, request: Any, answer: Any) -> None:
         """Record the end of a request."""
