@@ -19,7 +19,7 @@ from kvview_vllm.recorder import Recorder, on_signal
 from kvview_vllm.recorder.incident import IncidentModel, read_incident
 from kvview_vllm.recorder.played import make_replay
 from kvview_vllm.recorder.ring import positions
-from tests.recorder.calls import Calls, make_recorder, make_request, play_reuse
+from tests.recorder.calls import BLOCK_SIZE, Calls, make_recorder, make_request, play_reuse
 
 RIGHT = "kvview_reference.store_connector:StoreConnector"
 RAISES = "tests.testing.test_connector_checks:Raises"
@@ -78,6 +78,17 @@ def test_an_incident_has_the_calls_in_numbers(incident: Path) -> None:
     (loaded,) = (record for record in found.records if record.received)
     assert loaded.received == [3]
     assert found.engine.num_blocks == 60
+
+
+def test_a_request_that_comes_like_a_new_one_again_is_resumed() -> None:
+    recorder = make_recorder()
+    calls, request = Calls(recorder), make_request("a", [0] * BLOCK_SIZE)
+    for _ in range(2):
+        calls.step(request)
+    calls.step(finished=["a"])
+    calls.step(request)  # another request with the same id
+    found = [(record.new, record.resumed) for record in exported(recorder).records]
+    assert found == [([1], []), ([], [1]), ([], []), ([1], [])]
 
 
 @pytest.mark.parametrize("number", [0, 1, 31, 32, 33, 100, 1000, 6_250, 100_000])
