@@ -40,7 +40,8 @@ from kvview.errors import ConfigError
 PAGE = ROOT / "docs/results.md"
 SECONDS = 3600
 """Longest time of a block of commands."""
-_LONGEST = 60  # characters of evidence
+_LONGEST = 54  # characters of evidence, beside the link to a report
+_LONGEST_REASON = 105  # characters
 _MOST = 1  # findings of a class
 _SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
 
@@ -107,7 +108,7 @@ def page() -> str:
     lines += ["", "## Not run", "", "| implementation | vLLM | reason |", "|---|---|---|"]
     for row in (row for row in found if not row.verdicts):
         errors = [finding.evidence for each in row.profiles() for finding in each.findings]
-        reason = _short(errors[0]) if errors else row.submission.about.reason
+        reason = _short(errors[0], _LONGEST_REASON) if errors else row.submission.about.reason
         lines.append(f"| {_link(row)} | {row.release} | {reason} |")
     lines += ["", "## Details", ""]
     for _, group in groupby(ran, key=lambda row: row.submission.folder):
@@ -149,14 +150,16 @@ def _details(rows: Sequence[Row]) -> Iterator[str]:
     yield f"<summary>{submission.name}, vLLM {'; '.join(map(_signs, rows))}</summary>"
     yield ""
     dates = sorted({report.result.date for row in rows for report in row.reports})
-    yield f"Owner: {submission.about.owner}. Reports of {', '.join(dates)}."
+    about = submission.about
+    owner = about.owner if about.project == "none" else f"[{about.owner}]({about.project})"
+    yield f"Owner: {owner}. Reports of {', '.join(dates)}."
     for row in rows:
         if row.replaced:
             yield f"{row.release}: replaced, so not checked: {'; '.join(row.replaced)}."
     yield ""
     for name in CLASSES:
         if found := [line for row in rows if name in row.verdicts for line in _findings(row, name)]:
-            link = submission.about.upstream.get(name, "")
+            link = about.upstream.get(name, "")
             yield f"**{CLASSES[name]}**{': ' + link if link else ''}"
             yield ""
             yield from found
@@ -184,8 +187,8 @@ def _findings(row: Row, name: str) -> Iterator[str]:
         yield f"- {len(subjects) - _MOST} more in the report"
 
 
-def _short(text: str) -> str:
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+def _short(text: str, longest: int = _LONGEST) -> str:
+    text = text if len(text) <= longest else f"{text[:longest]}..."
     return re.sub(r"([|*_{])", r"\\\1", text).replace("<", "&lt;")
 
 

@@ -23,7 +23,7 @@ from kvview_vllm.inference.runner_v2 import use_runner
 from kvview_vllm.inference.server import Server
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD, SeededTraffic, Served
 from kvview_vllm.metrics.connector_metrics import Meter
-from kvview_vllm.simulation.raw.call_recorder import REFUSAL, CallRecorder, make_recorded
+from kvview_vllm.simulation.raw.call_recorder import CallRecorder, make_recorded, refused_settings
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import registered
 from kvview_vllm.simulation.scheduler.model_runner import invalid_blocks
@@ -242,7 +242,7 @@ def _record_broken(error: BaseException, served: Served) -> None:
             served.is_refused = not served.is_up
         if isinstance(cause, InvariantBroken):
             served.law, served.message = cause.law, cause.message
-            if cause.message.startswith("__init__ raised") and REFUSAL.search(cause.message):
+            if refused_settings(cause.message) is not None:
                 served.is_refused = not served.is_up
             return
         cause = cause.__cause__ or cause.__context__

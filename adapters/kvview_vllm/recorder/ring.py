@@ -62,8 +62,8 @@ class Recorder:
         self._num_dropped = 0
         self._requests: OrderedDict[int, bytes] = OrderedDict()
         self._request_bytes = 0
-        self._started: set[int] = set()  # requests that have not finished
         self._most_request_bytes = limit_bytes - self._most_record_bytes
+        self._started: set[int] = set()  # requests that have not finished
 
     @property
     def num_bytes(self) -> int:

@@ -109,7 +109,7 @@ class SeedRunner:
         try:
             result = self.simulate(scenario)
         except ConfigError:
-            if not self._takes_one_group():
+            if not self._takes_one_group:
                 raise
             return SeedResult(None)
         if result.failure is not None:
@@ -215,6 +215,7 @@ class SeedRunner:
             return False
         return True
 
+    @cached_property
     def _takes_one_group(self) -> bool:
         """Whether the connector refuses the geometry, not the options."""
         if not self._is_own:

@@ -22,6 +22,13 @@ from kvview_vllm.simulation.raw.reported_events import ReportedEvents
 REFUSAL = re.compile(r"raised (?:ValueError|NotImplementedError) (.*?)(?: at \S+:\d+:|$)")
 """The message of an exception with which a constructor refuses settings, as vLLM's own do."""
 
+
+def refused_settings(message: str) -> str | None:
+    """Return the reason with which a constructor refuses its settings; None for other messages."""
+    found = REFUSAL.search(message) if message.startswith("__init__ raised") else None
+    return found[1] if found else None
+
+
 _LAW_OF_METHOD = {
     "__init__": "CONN-1",
     "bind_gpu_block_pool": "CONN-1",

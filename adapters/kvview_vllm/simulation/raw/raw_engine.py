@@ -149,6 +149,7 @@ class RawHarness(VLLMHarness):
             scenario, recorded, transfer_config, ranks, is_connected=is_connected
         )
         geometry = read_geometry(config, cache_configs[0])
+        is_v2 = capabilities.runs_v2(scenario)
 
         def make_worker(rank: int = 0) -> RawWorker:
             stage = 0
@@ -172,7 +173,7 @@ class RawHarness(VLLMHarness):
                 recorder,
                 stand_ins,
                 rank,
-                is_v2=capabilities.runs_v2(scenario),
+                is_v2=is_v2,
             )
 
         own = copy.deepcopy(config), config_of_scheduler(cache_configs)
@@ -184,7 +185,6 @@ class RawHarness(VLLMHarness):
                 make = partial(make_worker, number)
                 workers.append(RemoteRawWorker(make) if self._has_process else make())
             with registered(recorded):
-                is_v2 = capabilities.runs_v2(scenario)
                 scheduler = VLLMScheduler(*own, geometry, is_v2=is_v2, plain=settings.is_plain)
             self.worker: Any = workers[0]
             if scenario.ranks:

@@ -22,7 +22,7 @@ from kvview.testing.supervision import watchdog
 from kvview_vllm.canary.call_laws import stuck_ends, stuck_loads, stuck_queries
 from kvview_vllm.releases.cpu.process_groups import CANNOT_COMMUNICATE, process_groups
 from kvview_vllm.releases.cpu.worker_caches import BLOCK_BYTES
-from kvview_vllm.simulation.raw.call_recorder import REFUSAL, CallRecorder
+from kvview_vllm.simulation.raw.call_recorder import REFUSAL, CallRecorder, refused_settings
 from kvview_vllm.simulation.raw.raw_engine import RawHarness
 from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
@@ -93,10 +93,9 @@ class RawRun(Run):
     def _raise_refusal(self, result: SimulationResult) -> None:
         """Raise an error if the constructor refuses the settings, as vLLM's own constructors do."""
         message = result.failure.message if result.failure else ""
-        is_at_start = self.stage.built is None and message.startswith("__init__ raised")
-        if is_at_start and (refusal := REFUSAL.search(message)):
+        if self.stage.built is None and (reason := refused_settings(message)) is not None:
             raise ConfigError(
-                f"{self._connector_class.__name__} refuses these settings: {refusal[1]}; change "
+                f"{self._connector_class.__name__} refuses these settings: {reason}; change "
                 "them with --option or --kv-transfer-config"
             )
 

@@ -36,6 +36,7 @@ def chosen(*, is_v2: bool) -> Iterator[None]:
 
     On a CPU they would choose V1. For V2, a scheduler sends a resumed request like a new one.
     """
+    # Only this variable is restored, because a connector may set others when it is built.
     before = os.environ.get(_RUNNER)
     os.environ[_RUNNER] = str(int(is_v2))
     try:
