@@ -65,7 +65,7 @@ def versions_of(target: object = None) -> dict[str, str]:
     }
     names = {name for name in _NAMED if name in sys.modules}
     top = str(getattr(target, "__module__", "")).partition(".")[0]
-    names.update(_distributions().get(top, ()))
+    names.update(distributions_of(top))
     for name in sorted(names - {"kvview"}):
         if version := version_of(name):
             found[name] = version
@@ -94,6 +94,11 @@ def installed_commit() -> str | None:
         return None
     commit = json.loads(record or "{}").get("vcs_info", {}).get("commit_id")
     return None if commit is None else str(commit)
+
+
+def distributions_of(module: str) -> list[str]:
+    """Return the installed distributions that contain a top-level module."""
+    return _distributions().get(module, [])
 
 
 @cache

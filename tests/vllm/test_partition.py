@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 pytest.importorskip("vllm.v1.core.block_pool", reason="needs a vLLM release")
 
 from docs import make_results
+from kvview.testing.supervision import watchdog
 from kvview_vllm.connector import KVViewConnector
 from kvview_vllm.partition.command import partition
 from kvview_vllm.partition.matrix import PairOutcome, check_partition
@@ -101,6 +103,29 @@ def test_a_second_engine_that_is_refused_is_no_failure() -> None:
         PairOutcome.REFUSED,
         "blocks of 32 tokens are not supported",
     )
+
+
+class Waits(HostConnector):
+    def get_num_new_matched_tokens(self, request: Any, num_computed: int) -> Any:
+        Event().wait()
+
+
+def test_the_check_ends_although_a_method_never_returns() -> None:
+    pairs = [pair for pair in all_pairs() if pair.second_engine is None][:4]
+    with watchdog.limit(0.2):
+        cells = list(check_partition(Waits, {}, pairs))
+    assert [cell.outcome for cell in cells] == [
+        *[PairOutcome.FAILED] * watchdog.MAX_TIMEOUTS,
+        *[PairOutcome.NOT_CHECKED] * 2,
+    ]
+    assert "get_num_new_matched_tokens did not return" in cells[0].detail
+
+
+def test_a_method_may_wait_for_the_other_ranks() -> None:
+    with watchdog.limit(0.2):
+        (cell,) = check_partition(Waits, {}, [BY_NAME["another tensor-parallel rank"]])
+    assert cell.outcome is PairOutcome.NOT_CHECKED
+    assert cell.detail.endswith("it may wait for the ranks that do not run here")
 
 
 def test_a_copy_of_the_offloading_connector_in_another_package_runs(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvview import CacheGeometry
 from kvview.targets import has_store, is_engine_connector, name_target
-from kvview.testing.placeholders import in_folder
+from kvview.testing.placeholders import in_folder, in_size
+from kvview_vllm.inference.models import TOKEN_BYTES
 from kvview_vllm.inference.server import BLOCK_SIZE
 from kvview_vllm.inference.traffic import REJECTED_DRAFTS, STEPS_AHEAD
 from kvview_vllm.releases.compat.versions import vllm
@@ -23,6 +24,7 @@ from kvview_vllm.simulation.scheduler import cpu_scheduler
 
 HOST_BLOCKS = 56
 """Blocks for a connector with the option ``cpu_blocks``, too few for all KV."""
+_BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 _HOST_BLOCKS_ABOVE_A_STORE = 8  # most pages must go to the store, and come from there
 
 _NGRAM = {
@@ -100,12 +102,12 @@ class Configured:
 
     def __init__(self, connector_class: type, options: Mapping[str, Any]) -> None:
         self.is_own = not is_engine_connector(connector_class)
-        self._options = dict(options)
         if self.is_own:
-            self._config = self._of_kvview(connector_class)
+            self._config = self._of_kvview(connector_class, options)
             self.vllm_class: type = importlib.import_module("kvview_vllm.connector").KVViewConnector
         else:
-            self._config = {"kv_role": "kv_both", **split_options(options)}
+            sized = in_size(split_options(options), HOST_BLOCKS, _BLOCK_BYTES)
+            self._config = {"kv_role": "kv_both", **sized}
             self._config["kv_connector"] = connector_class.__name__
             self._config["kv_connector_module_path"] = connector_class.__module__
             self.vllm_class = connector_class
@@ -142,13 +144,14 @@ class Configured:
             more["scheduler_cls"] = "kvview_vllm.scheduler.AsyncViewScheduler"
         return more
 
-    def _of_kvview(self, connector_class: type) -> dict[str, Any]:
+    def _of_kvview(self, connector_class: type, options: Mapping[str, Any]) -> dict[str, Any]:
         from kvview.testing.connector.run.configure import configure
         from kvview.testing.connector.scenario.scenario import Scenario
 
         number = _HOST_BLOCKS_ABOVE_A_STORE if has_store(connector_class) else HOST_BLOCKS
         scenario = Scenario(CacheGeometry.single(BLOCK_SIZE), 18, (), cpu_blocks=number)
-        taken = pickle.loads(configure(connector_class, scenario, self._options)).options
+        sized = in_size(options, number, _BLOCK_BYTES)
+        taken = pickle.loads(configure(connector_class, scenario, sized)).options
         config = cpu_scheduler.connector_config(name_target(connector_class), **taken)
         config["kv_load_failure_policy"] = "recompute"
         # Because the check looks for faults.

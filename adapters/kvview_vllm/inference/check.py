@@ -181,6 +181,7 @@ class _Check:
         if broken is not None:
             self._broken.append(broken)
             self.coverage.update(served.coverage)
+            self.coverage["loads"] += _num_loads(served)
         elif not served.law:
             self._count(arrangement, served, control)
 
@@ -299,7 +300,7 @@ class _Check:
             event, why = arrangement.proof
             self.gaps.append(Gap(f"{event} in {name}", f"{why} in {name}: it is not counted"))
             return
-        loads = coverage["loads between steps"] + coverage["loads within a step"]
+        loads = _num_loads(served)
         self.coverage.update(coverage)
         # A loaded block was stored before.
         self.coverage.update({"loads": loads, "stores": loads, f"loads in {name}": loads})
@@ -343,3 +344,7 @@ class _Check:
             f"    options={self.options!r})\n"
             "assert report.is_clean, report.summary()"
         )
+
+
+def _num_loads(served: Served) -> int:
+    return served.coverage["loads between steps"] + served.coverage["loads within a step"]

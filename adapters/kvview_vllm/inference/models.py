@@ -12,6 +12,10 @@ FIRST_TOKEN = 4
 KINDS = ("llama", "gemma")
 """Kinds of models: one group of full attention, or sliding windows and full attention."""
 
+_LAYERS_OF_GROUP, _KV_HEADS, _HEAD_DIM = 2, 2, 32
+TOKEN_BYTES = _LAYERS_OF_GROUP * 2 * _KV_HEADS * _HEAD_DIM * 4
+"""Bytes of the keys and values of one token in one group, in float32."""
+
 
 def make_model(kind: str, folder: Path) -> Path:
     """Write a tiny random model and its word-level tokenizer.
@@ -35,19 +39,21 @@ def make_model(kind: str, folder: Path) -> Path:
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
         "max_position_embeddings": 2048,
     }
     if kind == "llama":
-        config = transformers.LlamaConfig(num_hidden_layers=2, torch_dtype="float32", **sizes)
+        config = transformers.LlamaConfig(
+            num_hidden_layers=_LAYERS_OF_GROUP, torch_dtype="float32", **sizes
+        )
         model = transformers.LlamaForCausalLM(config)
     else:
         config = transformers.Gemma3TextConfig(
-            num_hidden_layers=4,
+            num_hidden_layers=2 * _LAYERS_OF_GROUP,
             sliding_window=64,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "full_attention"] * _LAYERS_OF_GROUP,
+            query_pre_attn_scalar=_HEAD_DIM,
             tie_word_embeddings=False,
             **sizes,
         )

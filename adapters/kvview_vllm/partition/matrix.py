@@ -18,6 +18,7 @@ from kvview.targets import load_target, name_target
 from kvview.testing.connector.exercised.coverage import replaced_parts
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.placeholders import in_folder
+from kvview.testing.supervision import watchdog
 from kvview_vllm.partition.pair_engine import PartitionEngine
 from kvview_vllm.partition.pairs import PROMPT, RESTART, EngineSettings, Pair
 from kvview_vllm.releases.cpu.process_groups import CANNOT_COMMUNICATE, process_groups
@@ -56,12 +57,14 @@ class Cell:
         outcome: The result.
         detail: The evidence or the reason, in one line; may be empty.
         replaced: Parts of the connector that a stand-in replaced, because they need CUDA.
+        is_timeout: Whether a method did not return.
     """
 
     pair: Pair
     outcome: PairOutcome
     detail: str = ""
     replaced: frozenset[str] = frozenset()
+    is_timeout: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -83,17 +86,24 @@ def check_partition(
         pairs: The pairs; each control precedes the pairs that it controls.
 
     Yields:
-        One cell for each pair, in the order of the pairs.
+        One cell for each pair, in the order of the pairs. After two pairs with a method that does
+        not return, the other pairs are not played.
 
     Raises:
         MissingLibraryError: The connector needs a library that is not installed.
     """
     is_shared = {False: False, True: False}  # equal requests: in one engine, after a restart
+    num_timeouts = 0
     for pair in pairs:
+        if num_timeouts == watchdog.MAX_TIMEOUTS:
+            detail = f"not played, because methods did not return in {num_timeouts} rows"
+            yield Cell(pair, PairOutcome.NOT_CHECKED, detail)
+            continue
         stand_ins = StandIns(())
         cell = _Play(connector_class, options, pair, stand_ins).run()
         replaced = frozenset(replaced_parts(dict.fromkeys(stand_ins.used, 1)))
         cell = replace(cell, replaced=replaced)
+        num_timeouts += cell.is_timeout
         if replaced and cell.outcome in (PairOutcome.EXACT, PairOutcome.WRONG):
             # The bytes are those of the stand-in, which is neither credited nor blamed.
             cell = replace(cell, outcome=PairOutcome.NOT_CHECKED, detail=", ".join(replaced))
@@ -145,6 +155,7 @@ class _Play:
             given = in_folder(split_options(self.options), folder)
             classes = classes_of(self.connector_class, given)
             stack.enter_context(self.stand_ins.installed(classes))
+            stack.enter_context(watchdog.watching())
             try:
                 return self._cell(self._serve(folder, given, classes, is_first, is_second))
             except InvariantBroken as broken:
@@ -220,6 +231,10 @@ class _Play:
             return Cell(pair, PairOutcome.REFUSED, line_of(cause))
         if CANNOT_COMMUNICATE in broken.message:
             return Cell(pair, PairOutcome.NOT_CHECKED, line_of(broken.message))
+        engines = [pair.first_engine, pair.second_engine or pair.first_engine]
+        if broken.is_timeout and any(each.ranks != (1, 1) for each in engines):
+            detail = f"{line_of(broken.message)}; it may wait for the ranks that do not run here"
+            return Cell(pair, PairOutcome.NOT_CHECKED, detail)
         is_other_kv = broken.law == "XFER-1" and NEVER_WRITTEN not in broken.message
         if is_other_kv and cause is None and pair.num_same_tokens < len(PROMPT):
             has_equal_hashes = engine is not None and engine.last_hashes == self._hashes
@@ -228,7 +243,8 @@ class _Play:
             return Cell(pair, outcome, str(pair))
         is_wrong = pair.is_of_layouts and broken.law in ("XFER-1", "XFER-2")
         outcome = PairOutcome.WRONG if is_wrong else PairOutcome.FAILED
-        return Cell(pair, outcome, line_of(f"{broken.law}: {broken.message}"))
+        detail = line_of(f"{broken.law}: {broken.message}")
+        return Cell(pair, outcome, detail, is_timeout=broken.is_timeout)
 
 
 def _live_in_another_process(
@@ -250,13 +266,11 @@ def _live_in_another_process(
     if process.exitcode:
         detail = f"the process of the first life ended with exit code {process.exitcode}"
         return Cell(RESTART, PairOutcome.FAILED, detail)
-    outcome, detail = results.get()
-    is_wrong = outcome in (PairOutcome.FAILED, PairOutcome.REFUSED)
-    return Cell(RESTART, outcome, detail) if is_wrong else None
+    cell = results.get()
+    return cell if cell.outcome in (PairOutcome.FAILED, PairOutcome.REFUSED) else None
 
 
 def _live_first(target: str, options: Mapping[str, Any], folder: str, results: Any) -> None:
     cpu_scheduler.prepare()
     play = _Play(load_target(target), options, RESTART, StandIns(()))
-    cell = play.live(folder, is_first=True, is_second=False)
-    results.put((cell.outcome, cell.detail))
+    results.put(play.live(folder, is_first=True, is_second=False))

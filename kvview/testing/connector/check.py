@@ -33,8 +33,6 @@ from kvview.testing.connector.tally import Tally
 from kvview.testing.placeholders import in_size
 from kvview.testing.supervision import watchdog
 
-# Maximum of seeds with a hook that does not return, because each takes the whole time limit.
-_MAX_TIMEOUTS = 2
 _SAMPLE = repeat.EVERY // 2
 _TRIES = 50  # runs that a script makes if its failure is not deterministic
 
@@ -187,8 +185,9 @@ class _Check:
                 self.tally.num_seeds += 1
                 if on_progress is not None:
                     on_progress(self.tally.num_seeds, len(self.tally.failures))
-                if self._num_timeouts == _MAX_TIMEOUTS and self.tally.num_seeds < len(seeds):
-                    end = f"ended after {self.tally.num_seeds} of {len(seeds)} seeds"
+                num_seeds = self.tally.num_seeds
+                if self._num_timeouts == watchdog.MAX_TIMEOUTS and num_seeds < len(seeds):
+                    end = f"ended after {num_seeds} of {len(seeds)} seeds"
                     self.tally.notes.append(f"{end}: hooks do not return")
                     return
                 has_failed = bool(self.tally.failures) and self.tally.failures[-1].seed == seed

@@ -26,6 +26,9 @@ from types import FrameType
 HOOK_SECONDS = 30.0
 """Default limit of CPU seconds for one call of a hook."""
 
+MAX_TIMEOUTS = 2
+"""Calls without a return after which a check ends, because each takes the whole time limit."""
+
 _TICK = 1.0
 _WAITS = 4  # factor of the limit for a hook that uses no CPU
 _DEAF = 8  # factor of the limit after which the stack is written to stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +30,9 @@ _CUDA_ONLY = {
     "SimpleCPUOffloadConnector": ("simple_offload_copies", "replace_backend"),
 }
 _LMCACHE = frozenset({"LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"})
+# Not a comment about LMCache, because importing LMCache takes seconds, and vLLM 0.32 cannot start
+# an engine after the import.
+_NAMES_LMCACHE = re.compile(r"lmcache\.|import lmcache|LMCacheConnector")
 _MAKE_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "empty_like", "zeros_like")
 
 
@@ -56,7 +60,7 @@ def _names_lmcache(module: str) -> bool:
     if module.startswith("vllm."):
         return False
     try:
-        return "lmcache" in inspect.getsource(sys.modules[module]).lower()
+        return bool(_NAMES_LMCACHE.search(inspect.getsource(sys.modules[module])))
     except (KeyError, OSError, TypeError):  # without a source
         return False
 
