@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -26,7 +27,8 @@ LIMIT_BYTES = 8 << 20
 """Memory of a recorder."""
 
 _SHARE_OF_RECORDS = 0.75  # of the limit; the rest is for descriptions of requests
-_BYTES_PER_RECORD = 24  # a place in the ring and its share of the ring's blocks
+_PAGE = 64  # records that are packed together, because one at a time costs twice as much
+_BYTES_OF_PAGE = _PAGE * 400  # of the records that are not packed yet
 _BYTES_PER_REQUEST = 400  # an entry of the table, with the key
 _MARSHAL = 2  # the last version without references, which cost more time than they save bytes
 _EVERY_BLOCK = 32  # the first blocks of a request, each of whose hashes is kept
@@ -56,8 +58,9 @@ class Recorder:
         self, vllm_config: Any, kv_cache_config: Any, limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self._engine = _engine(vllm_config, kv_cache_config)
-        self._records: deque[bytes] = deque()
-        self._record_bytes = 0
+        self._page: list[tuple[Any, ...]] = []  # the last records
+        self._pages: deque[bytes] = deque()  # those before, packed
+        self._record_bytes = _BYTES_OF_PAGE
         self._most_record_bytes = int(limit_bytes * _SHARE_OF_RECORDS)
         self._num_dropped = 0
         self._requests: OrderedDict[int, bytes] = OrderedDict()
@@ -122,20 +125,26 @@ class Recorder:
         self._add("reset_cache")
 
     def _add(self, *record: Any) -> None:
-        text = marshal.dumps((time.monotonic_ns(), *record), _MARSHAL)
-        self._records.append(text)
-        self._record_bytes += sys.getsizeof(text) + _BYTES_PER_RECORD
+        self._page.append((time.monotonic_ns(), *record))
+        if len(self._page) >= _PAGE:
+            self._pack()
+
+    def _pack(self) -> None:
+        packed = marshal.dumps(self._page, _MARSHAL)
+        self._page = []
+        self._pages.append(packed)
+        self._record_bytes += sys.getsizeof(packed)
         while self._record_bytes > self._most_record_bytes:
-            self._record_bytes -= sys.getsizeof(self._records.popleft()) + _BYTES_PER_RECORD
-            self._num_dropped += 1
+            self._record_bytes -= sys.getsizeof(self._pages.popleft())
+            self._num_dropped += _PAGE
 
     def _describe(self, key: int, request: Any) -> None:
         """Keep the lengths of a request, and some of its hashes, which show shared prefixes."""
-        at = positions(len(request.block_hashes))
-        kept = [hash(request.block_hashes[one]) for one in at]
-        facts = request.num_prompt_tokens, request.max_tokens, at, kept
-        self._requests[key] = text = marshal.dumps(facts, _MARSHAL)
-        self._request_bytes += sys.getsizeof(text) + _BYTES_PER_REQUEST
+        hashes = request.block_hashes
+        kept = array("q", [hash(hashes[one]) for one in positions(len(hashes))])
+        facts = request.num_prompt_tokens, request.max_tokens, len(hashes), kept.tobytes()
+        self._requests[key] = packed = marshal.dumps(facts, _MARSHAL)
+        self._request_bytes += sys.getsizeof(packed) + _BYTES_PER_REQUEST
         while self._request_bytes > self._most_request_bytes:
             _, dropped = self._requests.popitem(last=False)
             self._request_bytes -= sys.getsizeof(dropped) + _BYTES_PER_REQUEST
@@ -150,17 +159,18 @@ class Recorder:
         """
         numbers: defaultdict[int, int] = defaultdict(count(1).__next__)
         hashes: defaultdict[int, int] = defaultdict(count(1).__next__)
-        records = [_exported(marshal.loads(record), numbers) for record in [*self._records]]
+        pages = [*map(marshal.loads, self._pages), [*self._page]]
+        records = [_exported(record, numbers) for page in pages for record in page]
         requests = []
-        for key, text in [*self._requests.items()]:
-            num_prompt_tokens, max_tokens, at, kept = marshal.loads(text)
+        for key, packed in [*self._requests.items()]:
+            num_prompt_tokens, max_tokens, num_hashes, kept = marshal.loads(packed)
             requests.append(
                 {
                     "request": numbers[key],
                     "num_prompt_tokens": num_prompt_tokens,
                     "max_tokens": max_tokens,
-                    "positions": [*at],
-                    "hashes": [hashes[one] for one in kept],
+                    "positions": [*positions(num_hashes)],
+                    "hashes": [hashes[one] for one in array("q", kept)],
                 }
             )
         return {

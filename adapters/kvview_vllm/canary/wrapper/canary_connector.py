@@ -85,7 +85,7 @@ class CanaryOneGroupConnector(DelegatingConnector):
         self._folder = IncidentFolder(options.incidents, half)
         self._incidents = Incidents(options.connector, half, self._folder, self._counts)
         aborts_wait = calls.aborted_loads_keep_blocks()
-        self._laws = CallLaws(self._incidents.report, aborts_wait, _has_siblings())
+        self._laws = CallLaws(self._report_call, aborts_wait, _has_siblings())
         self._recorder: Recorder | None = None
         self._sampler: Sampler | None = None
         self._worker: CanaryWorker | None = None
@@ -144,8 +144,10 @@ class CanaryOneGroupConnector(DelegatingConnector):
                     self._listeners[name] = [one for one in methods if one.__self__ is not part]
                 name = type(part).__name__
                 _logger.warning("canary: %s is off, because %s", name, line_of(error))
-        if self._recorder is not None and (incidents := self._incidents.take()):
-            self._write_calls(incidents[0][0])
+
+    def _report_call(self, law: str, message: str) -> None:
+        self._incidents.report(law, message)
+        self._write_calls(law)
 
     def _write_calls(self, law: str) -> None:
         if self._recorder is not None:
