@@ -8,6 +8,7 @@ a call that raises has changed nothing.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import unicodedata
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from kvview.laws import titled
 from kvview.urls import law_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _LAW = re.compile(r"[A-Z]+-\d+")
 _LONGEST_LINE = 1000
@@ -140,6 +141,12 @@ def split_law(message: str) -> tuple[str, str]:
     """Split a message into the law at its start (empty without one) and the other text."""
     law, colon, rest = message.partition(": ")
     return (law, rest) if colon and _LAW.fullmatch(law) else ("", message)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message with the known names that are close to a wrong one, or ""."""
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def one_line(error: BaseException) -> str:

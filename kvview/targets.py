@@ -28,7 +28,7 @@ from typing_extensions import TypeIs
 from kvview.connector import Connector, SchedulerConnector, WorkerConnector
 from kvview.connector.hook_errors import where
 from kvview.connector.hooks import TARGET_PREFIX
-from kvview.errors import ConfigError, one_line
+from kvview.errors import ConfigError, did_you_mean, one_line
 
 _ENGINE_BASES = {"KVConnectorBase_V1"}  # compared by name, so that no engine is imported here
 
@@ -98,9 +98,8 @@ def load_target(target: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(
-                f"target {target!r}: {location} has no {name!r}; it has: {_names_in(module)}"
-            )
+            close = did_you_mean(part, dir(found)) or f"; it has: {_names_in(module)}"
+            raise ConfigError(f"target {target!r}: {location} has no {name!r}{close}")
         found = getattr(found, part)
     return found
 

@@ -12,7 +12,7 @@ from functools import cache
 
 from kvview.errors import UnsupportedContractError
 
-__version__ = "1.0.0"
+__version__ = "1.0.0.dev0"
 
 CONTRACT_VERSION = "1.0"
 """Major and minor version. A minor release adds optional features; a major one may break code."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import SkipTest
 
 from kvview.connector import Connector
-from kvview.errors import ConfigError
+from kvview.errors import ConfigError, did_you_mean
 from kvview.testing.checks import EXCEPTIONS, Check, FindGaps, checks_for, coverage_check
 from kvview.testing.connector_checks import (
     LAWS,
@@ -357,6 +356,6 @@ def _require_known(
     for name in names:
         if not any(matches(name, check) for check in checks):
             known = [check.name for check in checks] + sorted({check.law for check in checks})
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise ConfigError(f"{what}: {name!r} matches no check of this contract{hint}")
+            raise ConfigError(
+                f"{what}: {name!r} matches no check of this contract{did_you_mean(name, known)}"
+            )

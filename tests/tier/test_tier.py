@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,26 @@ def test_an_exception_of_an_authors_call_is_logged_once(
     assert moved(store, "put", b"a", b"b") == [False, False]
     store.close()
     assert caplog.text.count("Wrong.write: TypeError: an author's mistake") == 1
+
+
+def test_a_method_without_a_result_has_failed_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class ForgetsToReturn(FolderStore):
+        def write(self, key: bytes, page: memoryview, /) -> bool:  # type: ignore[return]
+            super().write(key, page)
+
+    store = ForgetsToReturn(HERE, str(tmp_path))
+    assert moved(store, "put", b"a") == [False]
+    store.close()
+    assert "ForgetsToReturn.write: TypeError: write returned None, expected True" in caplog.text
+
+
+def test_a_removal_that_raises_ends_no_thread(tmp_path: Path) -> None:
+    def raises(key: bytes, number: int) -> None:
+        raise ValueError(number)
+
+    store = FolderStore(HERE, str(tmp_path), threads=1)
+    store.remove_later([b"a"], partial(raises, number=1))  # a function without a name
+    assert moved(store, "put", b"a") == [True]
+    store.close()

@@ -232,9 +232,10 @@ class TierModel:
             is_there = any(key in some for some in (self.held, self.either, self.gone))
             may_be_found = (is_there or self.is_faulty) and key not in self.failed
             law = "TIER-4" if key in self.failed else "TIER-7"
-            yield law, f"key {short_repr(key)} is a miss", may_be_found
+            what = f"key {short_repr(key)} is a miss, because it was not stored or was deleted"
+            yield law, f"{what} (Threaded: by remove_later)", may_be_found
         elif not flag:
-            what = f"key {short_repr(key)}, which is held, is found"
+            what = f"key {short_repr(key)}, which is held, is found (by default, has finds no key)"
             yield "TIER-7", what, not self.must_be_found(key)
 
     def _moves(self, key: bytes) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from kvview.errors import ConfigError, KVViewError, one_line
+from kvview.errors import ConfigError, KVViewError, did_you_mean, one_line
 from kvview.testing.checks import CHECKS, coverage_check
 from kvview.testing.effort import current_effort
 from kvview.testing.placeholders import FOLDER, in_size
@@ -539,10 +539,12 @@ def _require_options(store: type[TierStore], options: Mapping[str, Any]) -> None
     try:
         signature.bind(None, **options)
     except TypeError as error:
-        hint = f"--option NAME=VALUE, {FOLDER} in a text is a new folder"
+        known = signature.parameters
+        close = "".join(did_you_mean(one, known) for one in options if one not in known)
         raise ConfigError(
             f"{name}{signature} must accept a namespace and the options {sorted(options)}: "
-            f"{one_line(error)}; set options with {hint}"
+            f"{one_line(error)}; set options with --option NAME=VALUE, {FOLDER} in a text is a "
+            f"new folder{close}"
         ) from None
 
 

@@ -18,6 +18,18 @@ from kvview.tier.store import require_tier_job
 
 _log = logging.getLogger(__name__)
 _MAX_THREADS = 1024
+_REMOVE = "remove"
+
+
+def flag_of(method: str, answer: object) -> bool:
+    """Return the result of a store's method as a flag.
+
+    Raises:
+        TypeError: The method returned None, because its author forgot to return a flag.
+    """
+    if answer is None:
+        raise TypeError(f"{method} returned None, expected True if it succeeded and False if not")
+    return bool(answer)
 
 
 @dataclass(slots=True, eq=False)
@@ -220,12 +232,12 @@ class Threaded(ABC):
             del task  # because it refers to the pages of its job
 
     def __move(self, job: int, entry: _Job, part: range) -> None:
-        move = self.read_into if entry.is_get else self.write
+        name = "read_into" if entry.is_get else "write"
         for number in part:
             key = entry.keys[number]
             if removal := entry.removals.get(key):
                 self.__wait_for(removal)
-            flag = self.__tried(move, key, entry.pages[number])
+            flag = self.__tried(name, getattr(self, name), key, entry.pages[number])
             with self._changed:
                 entry.flags[number] = flag
                 if flag and not entry.is_get:
@@ -255,7 +267,7 @@ class Threaded(ABC):
             self.__wait_for(earlier)
         removal.earlier.clear()
         for key in removal.keys:
-            self.__tried(removal.remove, key)
+            self.__tried(_REMOVE, removal.remove, key)
         with self._changed:
             removal.has_ended = True
             for key in removal.keys:
@@ -265,20 +277,20 @@ class Threaded(ABC):
             self._changed.notify_all()
 
     def __ask(self, keys: list[bytes]) -> None:
-        flags = [self.__tried(self.has, key) for key in keys]
+        flags = [self.__tried("has", self.has, key) for key in keys]
         with self._changed:
             for key, flag in zip(keys, flags, strict=True):
                 self._answers.looked_up(key, flag)
         self.__wake_up()
 
-    def __tried(self, call: Callable[..., object], *args: object) -> bool:
+    def __tried(self, name: str, call: Callable[..., object], *args: object) -> bool:
         try:
-            return bool(call(*args))
+            answer = call(*args)
+            return name == _REMOVE or flag_of(name, answer)
         except Exception as error:
-            kind = f"{call.__name__} {type(error).__name__}"
+            kind = f"{name} {type(error).__name__}"
             if kind not in self.__logged:
                 self.__logged.add(kind)
                 level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
-                name = f"{type(self).__name__}.{call.__name__}"
-                _log.log(level, "%s: %s", name, one_line(error))
+                _log.log(level, "%s.%s: %s", type(self).__name__, name, one_line(error))
             return False

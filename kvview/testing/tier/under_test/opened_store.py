@@ -23,6 +23,7 @@ from kvview.testing.supervision.source_lines import at_places
 from kvview.testing.tier.under_test.io_watch import break_connections, open_sockets
 from kvview.testing.tier.under_test.writer import Writer
 from kvview.tier import Namespace, Threaded, TierStore
+from kvview.tier.bases.threaded import flag_of
 
 _SMALLEST_ENTRY = 290  # minimum of bytes of an entry; smaller files are the store's own notes
 
@@ -196,7 +197,7 @@ class OpenedStore:
                 self.callers.add(threading.get_ident())
                 self._gate.wait()
                 try:
-                    return bool(getattr(make, name)(store, *args))
+                    return flag_of(name, getattr(make, name)(store, *args))
                 except Exception as error:
                     places = places_in(walk_tb(error.__traceback__), make.__module__)
                     first = f"; the first exception: {one_line(error)}{at_places(places)}"
