@@ -38,7 +38,7 @@ def make_recorder(limit_bytes: int = 1 << 20, num_blocks: int = 60) -> Recorder:
         cache_config=SimpleNamespace(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks),
         kv_transfer_config=SimpleNamespace(kv_connector="MyConnector", kv_role="kv_both"),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=128),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         speculative_config=None,
     )
     groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=BLOCK_SIZE))]

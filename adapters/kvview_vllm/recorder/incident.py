@@ -44,6 +44,7 @@ class EngineModel(_Model):
         max_running: Maximum number of requests that are computed at the same time.
         max_tokens_per_step: Token budget of a step.
         num_ranks: Number of ranks of tensor parallelism.
+        num_stages: Number of stages of pipeline parallelism.
         num_draft_tokens: Draft tokens of a step with speculative decoding.
     """
 
@@ -55,6 +56,7 @@ class EngineModel(_Model):
     max_tokens_per_step: int = Field(ge=1)
     has_async_scheduling: bool
     num_ranks: int = Field(ge=1)
+    num_stages: int = Field(ge=1)
     num_draft_tokens: int = Field(ge=0)
 
 

@@ -22,6 +22,7 @@ from kvview import (
 )
 from kvview.testing.connector.scenario.scenario import (
     NUM_LAYERS,
+    PAGE_BYTES,
     Abort,
     Add,
     Event,
@@ -33,7 +34,13 @@ from kvview.testing.connector.scenario.scenario import (
     Step,
 )
 from kvview.testing.repetition import Replay
-from kvview_vllm.recorder.incident import GroupModel, IncidentModel, RecordModel, RequestModel
+from kvview_vllm.recorder.incident import (
+    EngineModel,
+    GroupModel,
+    IncidentModel,
+    RecordModel,
+    RequestModel,
+)
 from kvview_vllm.recorder.prompts import Prompts, num_shared
 
 _BLOCK_SIZE = 16  # of the simulation of raw connectors
@@ -95,7 +102,7 @@ class _Story:
         most = max((record.num_scheduled_tokens for record in self._records), default=1)
         budget = min(engine.max_tokens_per_step, 4 * most)
         pool = min(engine.num_blocks // self._factor, _MOST_BLOCKS)
-        drafts = engine.num_draft_tokens
+        drafts, ranks = engine.num_draft_tokens, _ranks(engine)
         plain = Scenario(
             CacheGeometry(_BLOCK_SIZE, _BLOCK_SIZE, groups),
             num_gpu_blocks=max(needed + 3, pool),
@@ -105,7 +112,8 @@ class _Story:
             max_tokens_per_step=max(_BLOCK_SIZE, self._scaled(budget)),
             decode_tokens=1,
             drafts=((drafts, drafts), (drafts, 0)) if drafts else (),
-            ranks=(NUM_LAYERS,) * engine.num_ranks if engine.num_ranks > 1 else (),
+            group_pages=((PAGE_BYTES,) * sum(ranks),) * len(groups) if ranks else (),
+            ranks=ranks,
         )
         apart = replace(plain, steps_in_flight=2, worker_half="in_a_process", compute_lags=True)
         kinds = [plain, apart] if not engine.has_async_scheduling else [apart, plain]
@@ -218,6 +226,13 @@ def _requests_of(record: RecordModel) -> Iterator[int]:
     if record.request is not None:
         yield record.request
     yield from record.new
+
+
+def _ranks(engine: EngineModel) -> tuple[int, ...]:
+    """Return the tensors of each rank: every rank has all layers, or two stages share them."""
+    if engine.num_stages > 1:
+        return (1, NUM_LAYERS - 1) if engine.num_ranks == 1 else (1, NUM_LAYERS)
+    return (NUM_LAYERS,) * engine.num_ranks if engine.num_ranks > 1 else ()
 
 
 def _group(group: GroupModel) -> CacheGroup:

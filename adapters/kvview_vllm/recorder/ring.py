@@ -240,5 +240,6 @@ def _engine(config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "max_tokens_per_step": scheduler.max_num_batched_tokens,
         "has_async_scheduling": outputs.has_async_scheduling(scheduler),
         "num_ranks": config.parallel_config.tensor_parallel_size,
+        "num_stages": config.parallel_config.pipeline_parallel_size,
         "num_draft_tokens": speculation.num_speculative_tokens if speculation else 0,
     }
