@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -295,6 +297,28 @@ def test_a_connector_that_cannot_have_simulated_ranks_runs_in_one(
     assert result.failure is None, result.failure
     assert result.coverage["loads"]
     assert result.coverage[f"left out: several ranks: {why}"]
+
+
+class TakesTime(HostConnector):
+    """Its thread stores the blocks of a request for a second, as over a network."""
+
+    def put(self, request_id: str, is_load: bool, copies: Any) -> None:
+        if is_load:
+            super().put(request_id, is_load, copies)
+            return
+        job = partial(super().put, request_id, is_load, copies)
+        timer = threading.Timer(1.0, job)
+        timer.daemon = True
+        timer.start()
+
+
+@pytest.mark.parametrize("half", ["job_by_job", "in_a_process"])
+def test_a_store_may_take_a_second(engines: VLLMEngines, half: Any) -> None:
+    scenario = replace(
+        generate_scenario(0), events=(Add("a", 1, 40, 1), Step(2)), worker_half=half, ranks=()
+    )
+    result = simulate(TakesTime, scenario, engines=engines)
+    assert result.failure is None, result.failure
 
 
 class PinsMemory(HostConnector):

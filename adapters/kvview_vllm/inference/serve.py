@@ -236,20 +236,21 @@ def _named(connector_class: type) -> dict[str, Any]:
 
 def _record_broken(error: BaseException, served: Served) -> None:
     """Record the law that an error breaks, and its message."""
+    is_refused = False
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConfigError) or isinstance(cause.__cause__, ConfigError):
-            served.is_refused = not served.is_up
-        if isinstance(cause, InvariantBroken):
-            served.law, served.message = cause.law, cause.message
-            if refused_settings(cause.message) is not None:
-                served.is_refused = not served.is_up
-            return
+    while cause is not None and not isinstance(cause, InvariantBroken):
+        is_refused |= isinstance(cause, ConfigError)
         cause = cause.__cause__ or cause.__context__
-    text = line_of(error)
-    if in_worker := _OF_WORKER.search(text):
-        text = in_worker[1]
-    law, message = split_law(text)
-    when = "the engine ended" if served.is_up else "the engine did not start"
-    served.law = law or "ENGINE"
-    served.message = message if law else f"{when}: {type(error).__name__}: {message}"
+    if cause is not None:
+        served.law, served.message = cause.law, cause.message
+        is_refused |= isinstance(cause.__cause__, ConfigError)
+    else:
+        text = line_of(error)
+        if in_worker := _OF_WORKER.search(text):
+            text = in_worker[1]
+        law, message = split_law(text)
+        when = "the engine ended" if served.is_up else "the engine did not start"
+        served.law = law or "ENGINE"
+        served.message = message if law else f"{when}: {type(error).__name__}: {message}"
+    is_refused |= refused_settings(served.message) is not None
+    served.is_refused = is_refused and not served.is_up

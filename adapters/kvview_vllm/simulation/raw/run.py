@@ -7,6 +7,7 @@ connector and with its loads off. A failure without the connector is a failure o
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,17 @@ from kvview_vllm.simulation.raw.raw_engine import RawHarness
 from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
+from kvview_vllm.simulation.raw.worker.role import THREADS
 from kvview_vllm.simulation.scheduler import capabilities
 
 if TYPE_CHECKING:
     from kvview.testing.connector.result import SimulationResult
     from kvview.testing.connector.run.engine import SimulatedEngine
     from kvview.testing.connector.scenario.scenario import Scenario
+
+
+_SECONDS_A_STEP = 0.05
+_MOST_WAITS = 100  # in all 5 s, because a save over a network may take a second
 
 
 class RawRun(Run):
@@ -63,6 +69,8 @@ class RawRun(Run):
         self._transfer_config = split_options(in_size(options, size, BLOCK_BYTES))
         self._recorder = CallRecorder(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
+        self._work_left: object = None
+        self._num_waits = 0  # without a change of the remaining work
         for name in [name for name in self.coverage if name.startswith("seeds/")]:
             del self.coverage[name]  # because the ends of loads are not known
 
@@ -141,6 +149,9 @@ class RawRun(Run):
         unfinished, held = engine.unfinished(), engine.held_blocks()
         loading = [name for name, status in unfinished.items() if status == "loading"]
         ended = engine.finished_requests()
+        if self._threads_may_work((dict(unfinished), list(ended), dict(held))):
+            time.sleep(_SECONDS_A_STEP)
+            return
         waiting = [name for name in unfinished if name in recorder.laws.unanswered]
         law, message = "CONN-3", "has_pending_push_work stays true forever"
         if loading:
@@ -165,6 +176,13 @@ class RawRun(Run):
                 f"requests {list(unfinished)} wait forever, and the connector has no work",
             )
         raise InvariantBroken(law, message)
+
+    def _threads_may_work(self, work: object) -> bool:
+        """Whether a thread of the connector may still end a transfer of the remaining work."""
+        if work != self._work_left:
+            self._work_left, self._num_waits = work, 0
+        self._num_waits += 1
+        return THREADS in self._recorder.seen and self._num_waits <= _MOST_WAITS
 
     def _message_of_held(self, held: Mapping[int, int]) -> str:
         places = self._recorder.laws.places

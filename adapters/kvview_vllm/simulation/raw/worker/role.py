@@ -7,6 +7,7 @@ Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to 0.33.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.call_recorder import CallRecorder
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 
+THREADS = "threads of a worker"
+"""Entry of the coverage if the worker's process has threads."""
 _LOST = 0x1057  # the word of each slot after a sleep
 _PATIENCE = 150.0  # longer than a hook may take, so that a slow hook is named first
 
@@ -175,7 +178,8 @@ class RawWorker:
         return self._seen()
 
     def _seen(self) -> set[str]:
-        return {f"left out: {part}" for part in self._recorder.left_out} | self._stand_ins.used
+        seen = {f"left out: {part}" for part in self._recorder.left_out} | self._stand_ins.used
+        return seen | {THREADS} if threading.active_count() > 1 else seen
 
     def close(self) -> None:
         """Do nothing, because this worker has no process to end."""
