@@ -149,10 +149,10 @@ def _details(rows: Sequence[Row]) -> Iterator[str]:
     yield '<details markdown="1">'
     yield f"<summary>{submission.name}, vLLM {'; '.join(map(_signs, rows))}</summary>"
     yield ""
-    dates = sorted({report.result.date for row in rows for report in row.reports})
+    newest = max(report.result.date for row in rows for report in row.reports)
     about = submission.about
     owner = about.owner if about.project == "none" else f"[{about.owner}]({about.project})"
-    yield f"Owner: {owner}. Reports of {', '.join(dates)}."
+    yield f"{owner}, reported {newest}."
     for row in rows:
         if row.replaced:
             yield f"{row.release}: replaced, so not checked: {'; '.join(row.replaced)}."
@@ -184,7 +184,7 @@ def _findings(row: Row, name: str) -> Iterator[str]:
         more = f" and {len(others)} more" if others else ""
         yield f"- {row.release}, {outcome}: {first}{more}{': ' + evidence if evidence else ''}"
     if len(subjects) > _MOST:
-        yield f"- {len(subjects) - _MOST} more in the report"
+        yield f"- {len(subjects) - _MOST} more"
 
 
 def _short(text: str, longest: int = _LONGEST) -> str:

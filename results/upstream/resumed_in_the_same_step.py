@@ -2,13 +2,14 @@
 
 ``POST /reset_prefix_cache?reset_running_requests=true`` preempts running requests between two
 steps. The next ``SchedulerOutput`` of vLLM 0.33.0 then names such a request twice: in
-``preempted_req_ids`` and, if it has its blocks again, in ``resumed_req_ids``.
+``preempted_req_ids`` and, if the request has its blocks again, in ``resumed_req_ids`` (Model Runner
+V1) or in ``scheduled_new_reqs`` (Model Runner V2). If the request waits for a load that starts in
+the same step, only ``preempted_req_ids`` names it.
 
-This script needs no GPU, no model and no kvview. ``python resumed_in_the_same_step.py`` passes this
-output to the schedulers of the installed connectors: MooncakeStoreConnector of vLLM 0.33.0, and
-openlake-vllm 0.8.1 and redhare 0.6.0 if they are installed. Expected: each prints metadata. Then
-it passes the output in which the preempted request waits for a load that starts in the same step,
-which redhare never plans, so the request waits forever. Expected: each prints 1 planned load.
+This script needs no GPU, no model and no kvview. ``python resumed_in_the_same_step.py`` passes
+these outputs to the schedulers of the installed connectors: MooncakeStoreConnector of vLLM 0.33.0,
+and openlake-vllm 0.8.1 and redhare 0.6.0 if they are installed. Each line has the number of planned
+jobs if the request was preempted in an earlier step, and in the same step. Expected: 1 and 1.
 """
 
 from importlib import import_module
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 BLOCKS = ([1, 2, 3],)
+TOKENS = list(range(48))
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 SCHEDULERS = {
     "MooncakeStoreConnector": (f"{V1}.mooncake.store.scheduler", "MooncakeStoreScheduler"),
@@ -24,23 +26,24 @@ SCHEDULERS = {
 }
 
 request = SimpleNamespace(
-    request_id="a", num_computed_tokens=0, all_token_ids=list(range(48)), block_hashes=[b"h"] * 3
+    request_id="a",
+    num_computed_tokens=0,
+    num_tokens=48,
+    num_prompt_tokens=48,
+    all_token_ids=TOKENS,
+    block_hashes=[b"h"] * 3,
 )
-allocated = SimpleNamespace(get_block_ids=lambda: BLOCKS)
-cached = SimpleNamespace(
+allocated = SimpleNamespace(get_block_ids=lambda **_: BLOCKS)
+resumed = SimpleNamespace(
     req_ids=["a"], new_block_ids=[BLOCKS], resumed_req_ids={"a"}, num_computed_tokens=[0]
 )
-output = SimpleNamespace(
-    finished_req_ids=set(),
-    preempted_req_ids={"a"},
-    scheduled_new_reqs=[],
-    scheduled_cached_reqs=cached,
-    num_scheduled_tokens={"a": 48},
-)
-
-waits = SimpleNamespace(**vars(output) | {"scheduled_cached_reqs": SimpleNamespace(req_ids=[])})
-waits.num_scheduled_tokens = {}
-waits.kv_connector_block_state = None
+new = SimpleNamespace(req_id="a", block_ids=BLOCKS, num_computed_tokens=0, prefill_token_ids=TOKENS)
+none = SimpleNamespace(req_ids=[])
+STEPS = {  # new requests, cached requests, tokens to load
+    "Model Runner V1": ([], resumed, 0),
+    "Model Runner V2": ([new], none, 0),
+    "a load": ([], none, 48),
+}
 
 
 def make_scheduler(cls: Any) -> Any:
@@ -52,13 +55,15 @@ def make_scheduler(cls: Any) -> Any:
         "_request_trackers": {},
         "_unfinished_requests": {},
         "_unfinished_request_ids": set(),
-        "_preempted_req_ids": set(),
+        "_preempted_req_ids": {"a"},  # in an earlier step
         "_async_save_req_ids": set(),
         "_pending_partial_tails": {},
         "_finished_partial_tail_metas": {},
         "_partial_tail_load_pins": {},
         "_store_group_ids": (0,),
         "_block_size": 16,
+        "_sched_bs": 16,
+        "_capacity_only": False,
         "chunk_size": 16,
         "discard_partial_chunks": True,
         "enable_kv_events": False,
@@ -72,27 +77,33 @@ def make_scheduler(cls: Any) -> Any:
     return scheduler
 
 
-for name, (module, kind) in SCHEDULERS.items():
+def planned(module: Any, kind: str, step: Any, preempted: set[str]) -> str:
+    new_requests, cached, num_tokens = step
+    scheduler = make_scheduler(getattr(module, kind))
+    if num_tokens:
+        load = getattr(module, "PendingLoad", None) or module.LoadSpec
+        scheduler.load_specs["a"] = scheduler._loads["a"] = load(0, num_tokens, False)
+    scheduler.update_state_after_alloc(request, allocated, num_tokens)
+    output = SimpleNamespace(
+        finished_req_ids=set(),
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=new_requests,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={} if num_tokens else {"a": 48},
+        kv_connector_block_state=None,
+    )
     try:
-        cls: Any = getattr(import_module(module), kind)
+        return str(len(scheduler.build_connector_meta(output).requests))
+    except Exception as error:
+        return f"{type(error).__name__} {error}".strip()
+
+
+for name, (path, kind) in SCHEDULERS.items():
+    try:
+        module = import_module(path)
     except ImportError as error:
         print(f"{name}: not installed ({error})")
         continue
-    try:
-        scheduler = make_scheduler(cls)
-        scheduler.update_state_after_alloc(request, allocated, 0)
-        print(f"{name}: {scheduler.build_connector_meta(output)}")
-    except Exception as error:
-        print(f"{name}: {type(error).__name__}: {error}")
-
-for preempted in ({"a"}, set()):  # without a preemption, as a control
-    try:
-        scheduler = make_scheduler(getattr(import_module("redhare.vllm_connector.scheduler"), kind))
-        data = import_module("redhare.vllm_connector.data")
-        scheduler.load_specs["a"] = data.LoadSpec(0, 48, False)
-        scheduler.update_state_after_alloc(request, allocated, 48)
-        waits.preempted_req_ids = preempted
-        num_planned = len(scheduler.build_connector_meta(waits).requests)
-        print(f"{kind}, a load after {len(preempted)} preemptions: {num_planned} planned")
-    except ImportError as error:
-        print(f"{kind}: not installed ({error})")
+    for label, step in STEPS.items():
+        earlier, same = (planned(module, kind, step, each) for each in (set(), {"a"}))
+        print(f"{name}, {label}: {earlier} (earlier step), {same} (same step)")

@@ -47,7 +47,7 @@ def make_recorder(limit_bytes: int = 1 << 20, num_blocks: int = 60) -> Recorder:
 
 
 class Calls:
-    """The calls of one scheduler, all of which a recorder receives.
+    """The calls of one scheduler, all of which a recorder receives, and the number of its records.
 
     Args:
         recorder: Receives each call.
@@ -55,7 +55,7 @@ class Calls:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.num_calls = 0
+        self.num_records = 0
 
     def serve(self, request: Any, num_computed: int = 0, num_promised: int = 0) -> None:
         """Play a request from its first lookup to its end."""
@@ -70,11 +70,11 @@ class Calls:
         self.recorder.on_finished(request, (True, None))
         self.step(finished=[request.request_id])
         self.report(finished_sending={request.request_id})
-        self.num_calls += 3
+        self.num_records += 3 if num_promised else 2
 
     def step(self, new: Any = None, finished: Sequence[str] = ()) -> None:
         """Play a step, which schedules a new request if one is given."""
-        self.num_calls += 1
+        self.num_records += 1
         started = [] if new is None else [SimpleNamespace(req_id=new.request_id)]
         output = SimpleNamespace(
             total_num_scheduled_tokens=0 if new is None else new.num_prompt_tokens,
@@ -86,7 +86,7 @@ class Calls:
 
     def report(self, **fields: Any) -> None:
         """Play a report of the workers."""
-        self.num_calls += 1
+        self.num_records += 1
         empty = dict.fromkeys(("finished_sending", "finished_recving"))
         self.recorder.on_output(SimpleNamespace(**{**empty, **fields}))
 

@@ -50,14 +50,14 @@ def test_memory_is_bounded_under_100_000_hooks() -> None:
     recorder = make_recorder(limit)
     calls = Calls(recorder)
     number = 0
-    while calls.num_calls < 100_000:
+    while calls.num_records < 100_000:
         calls.serve(make_request(f"r{number}", [number], num_output=100))
         number += 1
     assert recorder.num_bytes <= limit
     held = size_of(recorder._pages) + size_of(recorder._requests)
     assert limit / 2 < held <= limit, "most of the memory is used"
     found = exported(recorder)
-    assert found.num_dropped + len(found.records) == calls.num_calls
+    assert found.num_dropped + len(found.records) == calls.num_records
     notes = make_replay(found).notes
     assert notes[0] == f"the incident is a window: {found.num_dropped} earlier calls are not played"
 

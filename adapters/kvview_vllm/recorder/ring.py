@@ -84,8 +84,9 @@ class Recorder:
         self._add(_PROMISE, key, num_computed, num_tokens, bool(is_async))
 
     def on_allocated(self, request: Any, blocks: Any, num_tokens: int) -> None:
-        """Record an allocation."""
-        self._add("update_state_after_alloc", hash(request.request_id), num_tokens)
+        """Record the start of a load; most allocations load nothing."""
+        if num_tokens:
+            self._add("update_state_after_alloc", hash(request.request_id), num_tokens)
 
     def on_step(self, output: Any) -> None:
         """Record a step."""
