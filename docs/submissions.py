@@ -42,6 +42,9 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(r"^## Reproduce$(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _REPORT = re.compile(r"(?P<release>[\w.]+)-(?P<check>[a-z][a-z-]*)\.json")
 _WRITTEN = "--report-json"
+_FOLDER = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_MISSING = re.compile(r"cannot be imported: ModuleNotFoundError: No module named '(?!vllm)")
+_LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 
 
 class About(BaseModel):
@@ -100,11 +103,20 @@ class Submission:
 
     def faults(self) -> Iterator[str]:
         """Return the faults of the folder, each in one line."""
+        if not _FOLDER.fullmatch(self.folder):
+            yield "the name of the folder has only lower-case letters, digits and hyphens"
         if self.about.project != "none" and not self.about.project.startswith("https://"):
             project = self.about.project
             yield f"README.md: project is {project!r}, expected an https address or 'none'"
         if not self.reports and not self.about.reason:
             yield "README.md: no report; add RELEASE-CHECK.json, or the reason why nothing can run"
+        profiles = [profile for report in self.reports for profile in report.result.profiles]
+        bad = {profile.name for profile in profiles if profile.verdict != "green"}
+        for name in sorted(self.about.upstream.keys() - bad):
+            yield f"README.md: upstream.{name}, but no report has a fault of {name}"
+        for path in _LINK.findall(" ".join(self.about.upstream.values())):
+            if not (ROOT / "docs" / path).exists():
+                yield f"README.md: upstream links {path}, which is no file below docs/"
         commands = {
             file: (line, script) for script in self.scripts for file, line in self.written(script)
         }
@@ -134,7 +146,8 @@ class Submission:
         if release and release != report.release:
             right = f"{release}-CHECK.json"
             yield f"{report.file}: the report is about {result.engine}; name it {right}"
-        if version not in result.versions and not any(version in each for each in self.scripts):
+        pinned = re.compile(rf"(?<![\w.]){re.escape(version)}(?![\w.]*\w)")
+        if version not in result.versions and not any(map(pinned.search, self.scripts)):
             yield (
                 f"README.md: the version {version!r} is neither in Reproduce nor a package in the "
                 f"versions of {report.file}; pin it"
@@ -149,6 +162,8 @@ class Submission:
                     f"{report.file}: {profile.name} is {profile.verdict!r}, but its counts make it "
                     f"{expected!r}; reports are unmodified"
                 )
+            if absent := next((f for f in profile.findings if _MISSING.search(f.evidence)), None):
+                yield f"{report.file}: a module was not installed: {absent.evidence}"
             if profile.verdict == "red" and profile.name not in self.about.upstream:
                 yield (
                     f"README.md: {report.file} is red for {profile.name}; link a thread, or give "

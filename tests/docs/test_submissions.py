@@ -74,6 +74,8 @@ def test_the_example_of_the_rules_is_a_readme() -> None:
         ("https", "http", "README.md: project is 'http://example.com/mine'"),
         ("mine==1.0", "mine", "README.md: the commands for 0.33.0-check.json lack the line"),
         ('"mine==1.0"', '"main"', "README.md: the version 'main' is neither in Reproduce nor"),
+        ('"mine==1.0"', '"3.0"', "README.md: the version '3.0' is neither in Reproduce nor"),
+        ('1.0"\n', '1.0"\n[upstream]\nkeys = "a reason"\n', "README.md: upstream.keys, but"),
         ("## Reproduce", "## Notes", "README.md: expected a section 'Reproduce'"),
         ("0.33.0-check.json", "0.33.0.json", "README.md: Reproduce has no command with"),
         ("--engine vllm", "--seeds 2", "0.33.0-check.json: its command is 'kvview check"),
@@ -92,6 +94,21 @@ def test_each_fault_of_a_readme_is_one_line(folder: Path, old: str, new: str, me
         ({"target": None}, "0.33.0-check.json: not a file of --report-json: target"),
         ({"engine": "vllm 0.32.0"}, "0.33.0-check.json: the report is about vllm 0.32.0"),
         ({"counts": {"passed": 30, "failed": 1}}, "0.33.0-check.json: connector is 'green', but"),
+        (
+            {
+                "verdict": "could not run",
+                "counts": {},
+                "findings": [
+                    {
+                        "subject": "mine:Mine",
+                        "outcome": "could not run",
+                        "evidence": "target 'mine:Mine' cannot be imported: "
+                        "ModuleNotFoundError: No module named 'mine'",
+                    }
+                ],
+            },
+            "0.33.0-check.json: a module was not installed: target 'mine:Mine'",
+        ),
         ({"name": "speed"}, "0.33.0-check.json: the class 'speed' is not one of"),
         (
             {"verdict": "red", "counts": {"failed": 1}},
@@ -108,6 +125,28 @@ def test_each_fault_of_a_report_is_one_line(
     (folder / "0.33.0-check.json").write_text(json.dumps(report))
     (line,) = faults([folder])
     assert line.startswith(f"results/mine/{message}")
+
+
+def test_a_link_to_a_missing_script_is_a_fault(folder: Path) -> None:
+    link = "[script](../results/upstream/nothing.py)"
+    text = README.replace('1.0"\n', f'1.0"\n[upstream]\nconnector = "{link}"\n', 1)
+    (folder / "README.md").write_text(text)
+    assert "../results/upstream/nothing.py, which is no file" in faults([folder])[1]
+
+
+def test_a_helper_beside_the_reports_runs_from_its_folder(folder: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps(REPORT))
+    copy = f"cp {report} results/mine/0.33.0-check.json"
+    command = f"[ results/mine/server.py = $(echo results/min)e/server.py ] && {copy}"
+    text = re.sub(r"(?<=```sh\n).*?(?=```)", f"{command}\n", README, flags=re.DOTALL)
+    (folder / "README.md").write_text(text)
+    assert list(run(read(folder))) == []
+
+
+def test_the_name_of_a_folder_has_lower_case(folder: Path) -> None:
+    other = folder.rename(folder.with_name("Mine"))
+    assert "results/Mine/the name of the folder has only lower-case" in faults([other])[0]
 
 
 def test_a_file_with_another_name_is_a_fault(folder: Path) -> None:
