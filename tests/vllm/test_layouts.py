@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from kvview_vllm.releases.cpu.worker_caches import allocate, can_allocate_states
 from kvview_vllm.simulation.raw.worker import role as worker
 from kvview_vllm.simulation.scheduler import cpu_scheduler
 from tests.vllm.layout_connectors import FAULTS, Fault, InjectsFault
+from tests.vllm.raw_connectors import HostConnector
 
 cpu_scheduler.prepare()
 
@@ -179,3 +180,22 @@ def test_the_offloading_connector_passes_wrong_pages_in_some_layouts(
     outcomes = {cell.pair.name: cell.outcome for cell in cells}
     assert {name for name in outcomes if outcomes[name] is expected} == wrong
     assert {outcomes[name] for name in outcomes if name not in wrong} == {PairOutcome.EXACT}
+
+
+class NotesTheMetadata(HostConnector):
+    """Notes the class of the metadata of each layer, on which layer-wise connectors branch."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kw: Any) -> None:
+        self.seen.add(type(attn_metadata).__name__)
+        assert len(attn_metadata.slot_mapping)
+
+
+def test_layers_get_the_metadata_of_their_backend() -> None:
+    pairs = {pair.name.split(",")[0].split()[0]: pair for pair in PAIRS}
+    for backend in ("FLASH_ATTN", "TRITON_ATTN"):
+        if backend in pairs:
+            next(iter(check_partition(NotesTheMetadata, {}, [pairs[backend]])))
+    expected = {"FlashAttentionMetadata", "TritonAttentionMetadata"}
+    assert NotesTheMetadata.seen == {one for one in expected if one[:5].upper() in str([*pairs])}

@@ -13,7 +13,8 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvview import CacheGroup, ChunkedLocalAttention, FullAttention, Mamba, SlidingWindow
 from kvview_vllm.releases.build.samples import make_attention_spec
@@ -151,6 +152,23 @@ def resolve_layout(vllm_config: Any, name: str, specs: Sequence[Any]) -> None:
         utils.resolve_kv_cache_layout(vllm_config, [[name]], specs)
     else:
         use_layout(vllm_config, name)
+
+
+def metadata_class(backend: Any) -> type:
+    """Return the class of a step's metadata, which the builder of an attention backend names.
+
+    Connectors branch on this class, as vLLM's ``ExampleConnector`` does.
+    """
+    try:
+        kinds = backend.get_builder_cls().__mro__
+    except Exception:  # the builder needs a GPU or a package
+        return SimpleNamespace
+    bases = [base for kind in kinds for base in vars(kind).get("__orig_bases__", ())]
+    for argument in (one for base in bases for one in get_args(base)):
+        found = getattr(argument, "__bound__", argument)
+        if isinstance(found, type):
+            return found
+    return SimpleNamespace
 
 
 def make_layers(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvview import CacheGroup
 from kvview.testing.connector.half.process import Child, Serve
 from kvview_vllm.releases.compat.versions import vllm
-from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate
+from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate, metadata_class
 from kvview_vllm.simulation.raw.worker.token_bytes import (
     RequestInStep,
     TokenCompute,
@@ -126,6 +126,8 @@ class RawWorker:
         drafts = kind.draft_layers()
         self._of_target = [n for n, name in enumerate(self._layers) if name not in drafts]
         self._of_drafts = [n for n, name in enumerate(self._layers) if name in drafts]
+        backends = {name: backend for name, (backend, _) in kind.named_layers().items()}
+        self._metadata_classes = [metadata_class(backends[name]) for name in self._layers]
         of_layers = [number for _, number in members]
         self._compute = TokenCompute(self.caches.slots, groups, of_layers, rank)
 
@@ -191,14 +193,9 @@ class RawWorker:
             return None, self._forward(step, every, {}) if step.batch else []
         if not step.batch:
             return self._runner.no_forward(output), []
-        by_group = [
-            attention_metadata(self._compute, step.batch, number)
-            for number in range(len(self._compute.groups))
-        ]
-        numbers = self._compute.group_of_layer
-        attention = {
-            layer: by_group[number] for layer, number in zip(self._layers, numbers, strict=True)
-        }
+        places = [*zip(self._compute.group_of_layer, self._metadata_classes, strict=True)]
+        made = {one: attention_metadata(self._compute, step.batch, *one) for one in {*places}}
+        attention = dict(zip(self._layers, map(made.__getitem__, places), strict=True))
         with self._runner.forward(output, attention) as calls_layers:
             attention = attention if calls_layers else {}
             wrong = self._forward(step, self._of_target, attention)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -227,13 +228,16 @@ def _word(state: int) -> int:
     return (state ^ (state >> 31)) & _MASK
 
 
-def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], group: int) -> object:
+def attention_metadata(
+    compute: TokenCompute, batch: Sequence[RequestInStep], group: int, kind: Any
+) -> object:
     """Make the metadata of a step that layer-wise connectors read: slots, tables and lengths.
 
     Args:
         compute: The compute, which has the slots.
         batch: The requests of the step.
         group: Group of the layer.
+        kind: Class of the metadata.
     """
     tables = [one.tables[group] for one in batch]
     width = max(map(len, tables))
@@ -241,15 +245,20 @@ def attention_metadata(compute: TokenCompute, batch: Sequence[RequestInStep], gr
     block_table = torch.tensor(rows, dtype=torch.int32)
     ends = [one.end for one in batch]
     lengths = [one.end - one.start for one in batch]
-    return SimpleNamespace(
-        slot_mapping=torch.cat([compute.slots_of(one, group) for one in batch]),
-        block_table=block_table,
-        block_table_tensor=block_table,
-        seq_lens=torch.tensor(ends, dtype=torch.int32),
-        query_start_loc=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32),
-        num_actual_tokens=sum(lengths),
-        max_seq_len=max(ends),
-        max_query_len=max(lengths),
-        num_reqs=len(batch),
-        causal=True,
-    )
+    values: dict[str, object] = {
+        "slot_mapping": torch.cat([compute.slots_of(one, group) for one in batch]),
+        "block_table": block_table,
+        "block_table_tensor": block_table,
+        "seq_lens": torch.tensor(ends, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32),
+        "num_actual_tokens": sum(lengths),
+        "max_seq_len": max(ends),
+        "max_query_len": max(lengths),
+        "num_reqs": len(batch),
+        "causal": True,
+    }
+    metadata: object = kind.__new__(kind)  # its constructor needs more than a connector reads
+    for name, value in values.items():
+        with suppress(AttributeError):  # a property of this class
+            object.__setattr__(metadata, name, value)
+    return metadata
