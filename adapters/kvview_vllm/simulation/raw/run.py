@@ -7,6 +7,7 @@ connector and with its loads off. A failure without the connector is a failure o
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from typing_extensions import override
 
 from kvview.errors import ConfigError
+from kvview.testing.connector.exercised.coverage import IN_REAL_TIME
 from kvview.testing.connector.judge.invariants import InvariantBroken
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
@@ -28,7 +30,6 @@ from kvview_vllm.simulation.raw.raw_engine import RawHarness
 from kvview_vllm.simulation.raw.raw_scenarios import RawEngines
 from kvview_vllm.simulation.raw.stand_ins import StandIns
 from kvview_vllm.simulation.raw.transfer_config import classes_of, split_options
-from kvview_vllm.simulation.raw.worker.role import THREADS
 from kvview_vllm.simulation.scheduler import capabilities
 
 if TYPE_CHECKING:
@@ -140,6 +141,11 @@ class RawRun(Run):
         return self.harness
 
     @override
+    def _play_round(self, place: int) -> None:
+        super()._play_round(place)
+        self._note_threads()
+
+    @override
     def _num_tokens_loaded(self) -> int:
         return self._recorder.coverage["tokens to load"]
 
@@ -182,7 +188,13 @@ class RawRun(Run):
         if work != self._work_left:
             self._work_left, self._num_waits = work, 0
         self._num_waits += 1
-        return THREADS in self._recorder.seen and self._num_waits <= _MOST_WAITS
+        self._note_threads()
+        return IN_REAL_TIME in self._recorder.seen and self._num_waits <= _MOST_WAITS
+
+    def _note_threads(self) -> None:
+        """Note threads of the scheduler's process; a worker reports its own."""
+        if threading.active_count() > 1:
+            self._recorder.seen.add(IN_REAL_TIME)
 
     def _message_of_held(self, held: Mapping[int, int]) -> str:
         places = self._recorder.laws.places

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvview import CacheGroup
+from kvview.testing.connector.exercised.coverage import IN_REAL_TIME
 from kvview.testing.connector.half.process import Child, Serve
 from kvview_vllm.releases.compat.versions import vllm
 from kvview_vllm.releases.cpu.worker_caches import CacheKind, add_layers, allocate, metadata_class
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from kvview_vllm.simulation.raw.call_recorder import CallRecorder
     from kvview_vllm.simulation.raw.stand_ins import StandIns
 
-THREADS = "threads of a worker"
-"""Entry of the coverage if the worker's process has threads."""
 _LOST = 0x1057  # the word of each slot after a sleep
 _PATIENCE = 150.0  # longer than a hook may take, so that a slow hook is named first
 
@@ -181,7 +180,7 @@ class RawWorker:
 
     def _seen(self) -> set[str]:
         seen = {f"left out: {part}" for part in self._recorder.left_out} | self._stand_ins.used
-        return seen | {THREADS} if threading.active_count() > 1 else seen
+        return seen | {IN_REAL_TIME} if threading.active_count() > 1 else seen
 
     def close(self) -> None:
         """Do nothing, because this worker has no process to end."""
