@@ -130,8 +130,8 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
     return gaps
 
 
-IN_REAL_TIME = "threads in real time"
-"""Coverage name for a raw connector with threads, whose transfers take time instead of steps."""
+IN_REAL_TIME = "threads or processes in real time"
+"""Coverage name for a raw connector that has some, so its transfers take time instead of steps."""
 REPLACED = "replaced: "
 """Prefix of the coverage names of parts of the connector that the engine replaced."""
 

@@ -6,6 +6,7 @@ Source: ``execute_model`` of vllm/v1/worker/gpu_model_runner.py, 0.12.0 to 0.33.
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -180,7 +181,8 @@ class RawWorker:
 
     def _seen(self) -> set[str]:
         seen = {f"left out: {part}" for part in self._recorder.left_out} | self._stand_ins.used
-        return seen | {IN_REAL_TIME} if threading.active_count() > 1 else seen
+        works_apart = threading.active_count() > 1 or multiprocessing.active_children()
+        return seen | {IN_REAL_TIME} if works_apart else seen
 
     def close(self) -> None:
         """Do nothing, because this worker has no process to end."""
