@@ -14,8 +14,7 @@ import signal
 import sys
 import threading
 import time
-from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import count
@@ -26,13 +25,12 @@ from kvview_vllm.releases.compat import outputs
 LIMIT_BYTES = 8 << 20
 """Memory of a recorder."""
 
-_SHARE_OF_RECORDS = 0.75  # of the limit; the rest is for descriptions of requests
-_PAGE = 64  # records that are packed together, because one at a time costs twice as much
-_BYTES_OF_PAGE = _PAGE * 400  # of the records that are not packed yet
-_BYTES_PER_REQUEST = 400  # an entry of the table, with the key
+_PAGE = 512  # values of records that are packed together; one at a time costs twice as much
+_BYTES_OF_PAGE = _PAGE * 50  # of the records that are not packed yet
 _MARSHAL = 2  # the last version without references, which cost more time than they save bytes
 _EVERY_BLOCK = 32  # the first blocks of a request, each of whose hashes is kept
 
+_REQUEST = "request"  # a record that describes a request
 _PROMISE = "get_num_new_matched_tokens"
 _FIELDS = {
     _PROMISE: ("request", "num_computed_tokens", "num_promised_tokens", "is_async"),
@@ -51,7 +49,7 @@ class Recorder:
     Args:
         vllm_config: vLLM's ``VllmConfig``.
         kv_cache_config: vLLM's ``KVCacheConfig``; None in 0.11.0.
-        limit_bytes: Memory of the ring and of the descriptions of requests.
+        limit_bytes: Memory of the ring.
     """
 
     def __init__(
@@ -59,27 +57,34 @@ class Recorder:
     ) -> None:
         self._engine = _engine(vllm_config, kv_cache_config)
         self._page: list[tuple[Any, ...]] = []  # the last records
-        self._pages: deque[bytes] = deque()  # those before, packed
-        self._record_bytes = _BYTES_OF_PAGE
-        self._most_record_bytes = int(limit_bytes * _SHARE_OF_RECORDS)
+        self._num_values = 0  # in them
+        self._pages: deque[tuple[bytes, int]] = deque()  # those before, packed, with the calls
+        self._num_bytes = _BYTES_OF_PAGE
+        self._most_bytes = limit_bytes
         self._num_dropped = 0
-        self._requests: OrderedDict[int, bytes] = OrderedDict()
-        self._request_bytes = 0
-        self._most_request_bytes = limit_bytes - self._most_record_bytes
-        self._started: set[int] = set()  # requests that have not finished
+        self._described: set[int] = set()  # requests that have not ended
+        self._started: set[int] = set()  # those of them that a step has scheduled
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the records and descriptions."""
-        return self._record_bytes + self._request_bytes
+        """Memory of the records."""
+        return self._num_bytes
 
     # --- hooks ---
 
     def on_promise(self, request: Any, num_computed: int, answer: Any) -> None:
-        """Record a promise, and describe the request at its first one."""
+        """Record a promise, and describe the request at its first one.
+
+        A description has the lengths of the request, and some of its hashes, which show shared
+        prefixes.
+        """
         key = hash(request.request_id)
-        if key not in self._requests:
-            self._describe(key, request)
+        if key not in self._described:
+            self._described.add(key)
+            hashes = request.block_hashes
+            kept = [hash(hashes[one]) for one in positions(len(hashes))]
+            lengths = request.num_prompt_tokens, request.max_tokens, len(hashes)
+            self._add(_REQUEST, key, *lengths, *kept)
         num_tokens, is_async = answer if isinstance(answer, tuple) else (None, False)
         self._add(_PROMISE, key, num_computed, num_tokens, bool(is_async))
 
@@ -105,9 +110,11 @@ class Recorder:
 
     def on_finished(self, request: Any, answer: Any) -> None:
         """Record the end of a request."""
+        key = hash(request.request_id)
+        self._described.discard(key)
         self._add(
             "request_finished",
-            hash(request.request_id),
+            key,
             request.status.name,
             request.num_tokens,
             bool(answer[0]),
@@ -127,28 +134,20 @@ class Recorder:
 
     def _add(self, *record: Any) -> None:
         self._page.append((time.monotonic_ns(), *record))
-        if len(self._page) >= _PAGE:
+        self._num_values += len(record)
+        if self._num_values >= _PAGE:
             self._pack()
 
     def _pack(self) -> None:
         packed = marshal.dumps(self._page, _MARSHAL)
-        self._page = []
-        self._pages.append(packed)
-        self._record_bytes += sys.getsizeof(packed)
-        while self._record_bytes > self._most_record_bytes:
-            self._record_bytes -= sys.getsizeof(self._pages.popleft())
-            self._num_dropped += _PAGE
-
-    def _describe(self, key: int, request: Any) -> None:
-        """Keep the lengths of a request, and some of its hashes, which show shared prefixes."""
-        hashes = request.block_hashes
-        kept = array("q", [hash(hashes[one]) for one in positions(len(hashes))])
-        facts = request.num_prompt_tokens, request.max_tokens, len(hashes), kept.tobytes()
-        self._requests[key] = packed = marshal.dumps(facts, _MARSHAL)
-        self._request_bytes += sys.getsizeof(packed) + _BYTES_PER_REQUEST
-        while self._request_bytes > self._most_request_bytes:
-            _, dropped = self._requests.popitem(last=False)
-            self._request_bytes -= sys.getsizeof(dropped) + _BYTES_PER_REQUEST
+        num_calls = sum(record[1] != _REQUEST for record in self._page)
+        self._page, self._num_values = [], 0
+        self._pages.append((packed, num_calls))
+        self._num_bytes += sys.getsizeof(packed)
+        while self._num_bytes > self._most_bytes:
+            dropped, num_dropped = self._pages.popleft()
+            self._num_bytes -= sys.getsizeof(dropped)
+            self._num_dropped += num_dropped
 
     # --- incidents ---
 
@@ -160,26 +159,26 @@ class Recorder:
         """
         numbers: defaultdict[int, int] = defaultdict(count(1).__next__)
         hashes: defaultdict[int, int] = defaultdict(count(1).__next__)
-        pages = [*map(marshal.loads, self._pages), [*self._page]]
-        records = [_exported(record, numbers) for page in pages for record in page]
-        requests = []
-        for key, packed in [*self._requests.items()]:
-            num_prompt_tokens, max_tokens, num_hashes, kept = marshal.loads(packed)
-            requests.append(
-                {
-                    "request": numbers[key],
-                    "num_prompt_tokens": num_prompt_tokens,
-                    "max_tokens": max_tokens,
-                    "positions": [*positions(num_hashes)],
-                    "hashes": [hashes[one] for one in array("q", kept)],
-                }
-            )
+        pages = [marshal.loads(packed) for packed, _ in self._pages]
+        every = [record for page in [*pages, [*self._page]] for record in page]
+        records = [_exported(record, numbers) for record in every if record[1] != _REQUEST]
+        requests = {}
+        for _, _, key, num_prompt_tokens, max_tokens, num_hashes, *kept in (
+            record for record in every if record[1] == _REQUEST
+        ):
+            requests[key] = {
+                "request": numbers[key],
+                "num_prompt_tokens": num_prompt_tokens,
+                "max_tokens": max_tokens,
+                "positions": [*positions(num_hashes)],
+                "hashes": [hashes[one] for one in kept],
+            }
         return {
             "schema_version": 1,
             "law": law,
             "num_dropped": self._num_dropped,
             "engine": self._engine,
-            "requests": requests,
+            "requests": [*requests.values()],
             "records": records,
         }
 
