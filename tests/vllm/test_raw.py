@@ -299,6 +299,14 @@ def test_a_connector_that_cannot_have_simulated_ranks_runs_in_one(
     assert result.coverage[f"left out: several ranks: {why}"]
 
 
+@pytest.mark.newest
+def test_a_block_that_vllm_forgets_is_not_the_connectors(engines: VLLMEngines) -> None:
+    options = {"within_step": True, "delay": 100}
+    found = simulate(GroupsConnector, generate_scenario(6), options, engines=engines)
+    assert found.failure is None, found.failure
+    assert any(part.startswith("left out: loads within a step beside") for part in found.coverage)
+
+
 class TakesTime(HostConnector):
     """Its thread stores the blocks of a request for a second, as over a network."""
 

@@ -44,6 +44,14 @@ def stuck_ends(requests: Collection[str]) -> tuple[str, str]:
     )
 
 
+def stuck_aborts(requests: Collection[str]) -> tuple[str, str]:
+    """Return law and message for aborted requests whose loads are never reported."""
+    return "CONN-4", (
+        f"requests {list(requests)} were aborted while loading and keep their blocks: get_finished "
+        f"of the worker must still name them when their loads have ended"
+    )
+
+
 def stuck_queries(requests: Collection[str]) -> tuple[str, str]:
     """Return law and message for requests that are never answered."""
     return "CONN-2", (
@@ -88,6 +96,11 @@ class CallLaws:
     def unanswered(self) -> Collection[str]:
         """Requests whose last result was None."""
         return self._unanswered.keys()
+
+    @property
+    def loading(self) -> Collection[str]:
+        """Requests whose load between steps was not reported."""
+        return self._loading.keys()
 
     def _start(self) -> tuple[float, int]:
         return self._clock(), self._step

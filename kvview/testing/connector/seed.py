@@ -135,7 +135,8 @@ class SeedRunner:
             return SeedResult(result)
         again = self.simulate(scenario)
         chance = self._chance(seed, result, again)
-        if again.failure:  # otherwise chance decides, not the ids
+        # Otherwise chance decides, not the ids.
+        if again.failure and not (chance and result.failure.law == "ENGINE"):
             result = self._with_reused_ids(result)
         if not chance:
             return SeedResult(self.blame_engine(result))

@@ -115,7 +115,8 @@ def not_exercised(coverage: Mapping[str, int]) -> Sequence[Gap]:
         what = f"in {num_full} of {num_unsized} runs the tier was full"
         gaps.append(Gap("full tier", f"{what}, so eviction was hardly exercised. {_SAY_WHICH}"))
     num_steady = coverage.get("steady runs", 0)
-    if num_steady >= FEWEST_STEADY_SEEDS and not coverage.get("steady runs to compare"):
+    is_compared = coverage.get("steady runs to compare") or coverage.get(IN_REAL_TIME)
+    if num_steady >= FEWEST_STEADY_SEEDS and not is_compared:
         what = f"none of {num_steady} steady runs loaded enough to show whether the tier loses room"
         gaps.append(Gap("steady", f"{what} (CONN-10)"))
     ends = [end for end in _ENDS if end != "reset" or coverage.get("resets with loads in flight")]

@@ -13,7 +13,7 @@ _STEPS_BEFORE_LOST = 12  # steps until lost jobs are reported
 _MAX_STILL_STEPS = 80  # steps in which no request and no job ends
 _STILL_STEPS_AT_ONCE = 20  # later ones take time, because a thread may still look up a prefix
 _SECONDS_A_STEP = 0.05  # in all 3 s, which is more than the usual deadline of a lookup
-_MAX_DRAIN_STEPS = 3000
+_MAX_DRAIN_STEPS = 3000  # in which no request ends
 _STEPS_TO_REST = 3  # steps after which a connector may no longer refuse a reset
 
 
@@ -29,8 +29,8 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
     """
     engine = stage.engine
     engine.squeeze(0)
-    still, ended = 0, -1
-    for number in range(_MAX_DRAIN_STEPS):
+    number, still, idle, ended, requests = 0, 0, 0, -1, -1
+    while idle < _MAX_DRAIN_STEPS:
         if not engine.has_work():
             _check_asleep(stage)
             if not stage.num_in_flight:
@@ -39,8 +39,10 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
             for worker in stage.workers:
                 worker.release_lost()
         stage.step()
-        before, ended = ended, engine.stats.finished + engine.stats.aborted
-        ended += sum(worker.num_reported for worker in stage.workers)
+        number += 1
+        before, requests = requests, engine.stats.finished + engine.stats.aborted
+        idle = idle + 1 if requests == before else 0
+        before, ended = ended, requests + sum(worker.num_reported for worker in stage.workers)
         still = still + 1 if ended == before else 0
         if still > _STILL_STEPS_AT_ONCE and _threads_may_look_up(stage):
             time.sleep(_SECONDS_A_STEP)
@@ -49,8 +51,8 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
     else:
         raise InvariantBroken(
             "CONN-3",
-            f"the connector still starts jobs after {_MAX_DRAIN_STEPS} idle steps, so the "
-            f"engine never becomes idle",
+            f"the connector still has work after {_MAX_DRAIN_STEPS} steps in which no request "
+            f"ended, so the engine never becomes idle",
             hint="Plan no new job in plan_step while no request is left.",
         )
     check_drained(engine.held_blocks(), "when everything has ended", stage.touched_at)
