@@ -304,7 +304,9 @@ def test_a_block_that_vllm_forgets_is_not_the_connectors(engines: VLLMEngines) -
     options = {"within_step": True, "delay": 100}
     found = simulate(GroupsConnector, generate_scenario(6), options, engines=engines)
     assert found.failure is None, found.failure
-    assert any(part.startswith("left out: loads within a step beside") for part in found.coverage)
+    assert any(
+        part.startswith("left out: loads within a step with Mamba") for part in found.coverage
+    )
 
 
 class TakesTime(HostConnector):

@@ -98,7 +98,7 @@ class RawRun(Run):
             groups = tuple(group for group in geometry.groups if not isinstance(group, Mamba))
             scenario = replace(self.scenario, geometry=replace(geometry, groups=groups))
             why = "vLLM allocates one block more than it counts"
-            return self._run_less(scenario, f"loads within a step beside Mamba: {why}")
+            return self._run_less(scenario, f"loads within a step with Mamba groups: {why}")
         self._raise_refusal(result)
         return result
 
