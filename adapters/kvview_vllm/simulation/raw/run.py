@@ -79,6 +79,7 @@ class RawRun(Run):
         self._transfer_config = split_options(in_size(options, size, BLOCK_BYTES))
         self._recorder = CallRecorder(loads=without != "loads")
         self._stand_ins = StandIns(self.scenario.fates)
+        self._num_threads = threading.active_count()  # before the connector starts any
         self._work_left: object = None
         self._num_waits = 0  # without a change of the remaining work
         for name in [name for name in self.coverage if name.startswith("seeds/")]:
@@ -229,7 +230,7 @@ class RawRun(Run):
 
     def _note_threads(self) -> None:
         """Note threads of the scheduler's process; a worker reports its own."""
-        if threading.active_count() > 1:
+        if threading.active_count() > self._num_threads:
             self._recorder.seen.add(IN_REAL_TIME)
 
     def _message_of_held(self, held: Mapping[int, int]) -> str:

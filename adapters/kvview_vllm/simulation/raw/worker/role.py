@@ -102,6 +102,7 @@ class RawWorker:
         is_v2: bool = False,
     ) -> None:
         self._config = vllm_config
+        self._num_apart = _num_apart()  # before the connector starts any
         self._recorder = recorder
         self._stand_ins = stand_ins
         self._to_verify: set[str] = set()  # requests whose load must bring new bytes
@@ -181,8 +182,7 @@ class RawWorker:
 
     def _seen(self) -> set[str]:
         seen = {f"left out: {part}" for part in self._recorder.left_out} | self._stand_ins.used
-        works_apart = threading.active_count() > 1 or multiprocessing.active_children()
-        return seen | {IN_REAL_TIME} if works_apart else seen
+        return seen | {IN_REAL_TIME} if _num_apart() > self._num_apart else seen
 
     def close(self) -> None:
         """Do nothing, because this worker has no process to end."""
@@ -225,6 +225,11 @@ class RawWorker:
             if attention:
                 self._role.save_kv_layer(layer, self.caches.tensors[layer], attention[layer])
         return wrong
+
+
+def _num_apart() -> int:
+    """Return the number of threads and child processes of this process."""
+    return threading.active_count() + len(multiprocessing.active_children())
 
 
 class RemoteRawWorker:
