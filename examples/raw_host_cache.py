@@ -2,7 +2,8 @@
 
 Try it without a GPU, in an environment in which vLLM's Python files can be imported:
 
-    kvview check examples/raw_host_cache.py:HostCacheConnector --engine vllm
+    kvview check examples/raw_host_cache.py:HostCacheConnector --engine vllm \
+        --option host_blocks={blocks}
 
 Serve with it:
 

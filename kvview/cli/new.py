@@ -78,7 +78,7 @@ _RAW = _Kind(
     "vllm",
     "",
     "in the environment of vLLM; pytest comes with kvview[testing]",
-    ("kvview check {target} --engine vllm",),
+    ("kvview check {target} --engine vllm --option host_blocks={{blocks}}",),
     (),
 )
 _TARGET = re.compile(r"(?P<module>(?!\S*\.py:)[A-Za-z_]\w*(?:\.\w+)*):(?P<name>[A-Za-z_]\w*)")

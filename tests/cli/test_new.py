@@ -87,14 +87,15 @@ def test_a_connector_that_exists_gets_a_test_and_a_job(
     target = "my_package.connector:MyConnector"
     result = CliRunner().invoke(new, [str(test), "--for", target])
     assert result.exit_code == 0, result.output
-    assert f"kvview check {target} --engine vllm\n" in result.output
+    command = f"kvview check {target} --engine vllm --option host_blocks={{blocks}}"
+    assert f"{command}\n" in result.output
     workflow = tmp_path / ".github" / "workflows" / "kvview.yml"
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == {test, workflow}
     compile(test.read_text(), test.name, "exec")
     assert "from my_package.connector import MyConnector\n" in test.read_text()
     assert 'MyConnector, seeds=50, engine="vllm")' in test.read_text()
     assert re.search(r"pip install vllm\S* -e \.\n", workflow.read_text())
-    assert f"kvview check {target} --engine vllm --json" in workflow.read_text()
+    assert f"{command} --json" in workflow.read_text()
     assert "these files already exist" in refusal(tmp_path, str(test), "--for", target)
 
 

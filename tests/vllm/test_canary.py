@@ -330,8 +330,10 @@ def test_one_planted_corruption_is_seen_first(damage: str, canary: Canary, tmp_p
     scenario = replace(generate_scenario(1), ranks=())  # because ranks would share the files
     assert canary.run(plant(damage), scenario, CanaryOneGroupConnector, **path).failure is not None
     first = canary.incidents()[0]
-    assert first["law"] == "XFER-1"
-    if damage != "wrong block":  # which may hold the KV of its last owner
+    if damage == "wrong block":  # which may hold the KV of its last owner, of before a reset
+        assert first["law"] in ("XFER-1", "CONN-11")
+    else:
+        assert first["law"] == "XFER-1"
         assert ("the KV of block hash" in first["message"]) == (damage == "wrong page")
     assert (len(first["tensors"]) < len(first["digest"])) == (not damage.startswith("wrong"))
 
@@ -451,3 +453,18 @@ def test_canary_9_every_series_starts_at_zero() -> None:
     first, second = (CanaryStats(("Mine", None), {"canary_incidents": 1}) for _ in range(2))
     metrics.observe(first.aggregate(second).data)
     assert registry.get_sample_value(name, labels) == 2
+
+
+def test_kv_of_before_any_reset_is_stale_also_if_its_hash_was_computed_again() -> None:
+    known, place = KnownDigests(Counter()), SampledBlock(b"h" * 32, 0, 5)
+    for old in ((1,), (2,)):
+        known.add(place, old)
+        known.reset()
+    for again in (False, True):
+        if again:
+            known.add(place, (3,))
+            assert known.compare(place, (3,)) is None
+        for stale in ((1,), (2,)):
+            wrong = known.compare(place, stale)
+            assert wrong is not None
+            assert wrong.law == "CONN-11"

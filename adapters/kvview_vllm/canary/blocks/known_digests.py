@@ -49,7 +49,7 @@ class KnownDigests:
         self._limit = limit
         self._computed: OrderedDict[_Key, list[Digest]] = OrderedDict()
         self._learnt: OrderedDict[_Key, Digest] = OrderedDict()
-        self._before_reset: dict[_Key, list[Digest]] = {}
+        self._before_reset: OrderedDict[_Key, list[Digest]] = OrderedDict()
 
     def add(self, place: SampledBlock, digest: Digest) -> None:
         """Note the digest of a block that was computed."""
@@ -64,10 +64,15 @@ class KnownDigests:
     def compare(self, place: SampledBlock, digest: Digest) -> WrongLoad | None:
         """Compare the digest of a loaded block; None unless the block is wrong."""
         key = place.block_hash, place.group
-        known = self._computed.get(key)
-        if known is None:
-            return self._compare_unknown(key, digest)
+        known = self._computed.get(key, [])
+        is_stale = digest not in known and digest in self._before_reset.get(key, ())
+        if not known and not is_stale:
+            self._learn(key, digest)
+            return None
         self._counts["canary_compared"] += 1
+        if is_stale:
+            message = "the block holds the KV of before a reset of the caches"
+            return WrongLoad("CONN-11", message, range(len(digest)))
         if digest in known or len(known) > _MOST_OF_ONE_HASH:
             return None
         closest = min(known, key=lambda one: len(_differing(one, digest)))
@@ -75,18 +80,13 @@ class KnownDigests:
         message = f"{len(layers)} of {len(digest)} tensors differ; the block holds"
         return WrongLoad("XFER-1", f"{message} {self._holder_of(digest)}", layers)
 
-    def _compare_unknown(self, key: _Key, digest: Digest) -> WrongLoad | None:
-        if digest in self._before_reset.get(key, ()):
-            self._counts["canary_compared"] += 1
-            message = "the block holds the KV of before a reset of the caches"
-            return WrongLoad("CONN-11", message, range(len(digest)))
+    def _learn(self, key: _Key, digest: Digest) -> None:
         learnt = self._learnt.get(key)
         if learnt != digest:
             self._counts["canary_learnt" if learnt is None else "canary_changed"] += 1
             self._learnt[key] = digest
             if len(self._learnt) > self._limit:
                 self._learnt.popitem(last=False)
-        return None
 
     def _holder_of(self, digest: Digest) -> str:
         """Name the block that has a digest; this search only runs at a difference."""
@@ -96,7 +96,11 @@ class KnownDigests:
 
     def reset(self) -> None:
         """Keep the digests apart, because no KV of before a reset may be loaded (CANARY-8)."""
-        self._before_reset = dict(self._computed)
+        for key, known in self._computed.items():
+            older = self._before_reset.pop(key, [])
+            self._before_reset[key] = [*known, *older][: _MOST_OF_ONE_HASH + 1]
+        while len(self._before_reset) > self._limit:
+            self._before_reset.popitem(last=False)
         self._computed.clear()
         self._learnt.clear()
 
