@@ -40,7 +40,7 @@ from kvview.errors import ConfigError
 PAGE = ROOT / "docs/results.md"
 SECONDS = 3600
 """Longest time of a block of commands."""
-_LONGEST = 54  # characters of evidence, beside the link to a report
+_LONGEST = 54  # characters of evidence, next to the link to a report
 _LONGEST_REASON = 105  # characters
 _MOST = 1  # findings of a class
 _SIGNS = {"green": "✔", "red": "✘", "not checked": "?", "could not run": "–"}
@@ -72,9 +72,10 @@ class Row:
     @property
     def is_green(self) -> bool:
         """Whether each result is as it should be, without an expected failure."""
-        counts = [profile.counts for profile in self.verdicts.values()]
-        is_expected = any(each.get("expected failure") for each in counts)
-        return not is_expected and all(p.verdict == "green" for p in self.verdicts.values())
+        return all(
+            profile.verdict == "green" and not profile.counts.get("expected failure")
+            for profile in self.verdicts.values()
+        )
 
     @property
     def is_whole(self) -> bool:

@@ -42,7 +42,7 @@ try:
     inject_kv_into_layer(layer, stored, connector._build_slot_mapping(load), None, 16)
     print("the copy ends")
 except RuntimeError as error:
-    print(f"the copy raises, and the request goes on: {error}")
+    print(f"the copy raises, and the request continues: {error}")
 
 later = [*tokens[:16], *range(100, 120)]
 print(f"files of another prompt: {prefix_key(tokens, 16) == prefix_key(later, 16) and 'THE SAME'}")

@@ -134,7 +134,7 @@ def test_a_link_to_a_missing_script_is_a_fault(folder: Path) -> None:
     assert "../results/upstream/nothing.py, which is no file" in faults([folder])[1]
 
 
-def test_a_helper_beside_the_reports_runs_from_its_folder(folder: Path, tmp_path: Path) -> None:
+def test_a_helper_next_to_the_reports_runs_from_its_folder(folder: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     report.write_text(json.dumps(REPORT))
     copy = f"cp {report} results/mine/0.33.0-check.json"

@@ -193,9 +193,9 @@ class NotesTheMetadata(HostConnector):
 
 
 def test_layers_get_the_metadata_of_their_backend() -> None:
+    classes = {"FLASH_ATTN": "FlashAttentionMetadata", "TRITON_ATTN": "TritonAttentionMetadata"}
     pairs = {pair.name.split(",")[0].split()[0]: pair for pair in PAIRS}
-    for backend in ("FLASH_ATTN", "TRITON_ATTN"):
-        if backend in pairs:
-            next(iter(check_partition(NotesTheMetadata, {}, [pairs[backend]])))
-    expected = {"FlashAttentionMetadata", "TritonAttentionMetadata"}
-    assert NotesTheMetadata.seen == {one for one in expected if one[:5].upper() in str([*pairs])}
+    backends = classes.keys() & pairs.keys()
+    assert "FLASH_ATTN" in backends
+    list(check_partition(NotesTheMetadata, {}, [pairs[backend] for backend in backends]))
+    assert NotesTheMetadata.seen == {classes[backend] for backend in backends}

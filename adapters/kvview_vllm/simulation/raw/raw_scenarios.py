@@ -120,9 +120,9 @@ class RawEngines:
 
 def _fitted_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     """Return ranks with all layers, two stages, or two stages of two ranks each."""
-    if len({*ranks}) > 1 and sum(ranks) != NUM_LAYERS:
-        return (NUM_LAYERS // 2,) * 4
-    return tuple(ranks) if sum(ranks) == NUM_LAYERS else (NUM_LAYERS,) * len(ranks)
+    if sum(ranks) == NUM_LAYERS:
+        return tuple(ranks)
+    return (NUM_LAYERS // 2,) * 4 if len({*ranks}) > 1 else (NUM_LAYERS,) * len(ranks)
 
 
 def can_load_in_groups() -> bool:

@@ -21,6 +21,7 @@ from kvview import Mamba
 from kvview.errors import ConfigError
 from kvview.testing.connector.exercised.coverage import IN_REAL_TIME
 from kvview.testing.connector.judge.invariants import InvariantBroken
+from kvview.testing.connector.run.drain import SECONDS_A_STEP
 from kvview.testing.connector.run.simulate import Run
 from kvview.testing.placeholders import in_folder, in_size
 from kvview.testing.supervision import watchdog
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from kvview.testing.connector.scenario.scenario import Scenario
 
 
-_SECONDS_A_STEP = 0.05
 _MOST_WAITS = 100  # in all 5 s, because a save over a network may take a second
 _MOST_WAITS_WITHOUT_THREADS = 30
 _IN_VAIN: WeakSet[type] = WeakSet()  # connectors for which waiting did not help
@@ -181,7 +181,7 @@ class RawRun(Run):
         loading = [name for name, status in unfinished.items() if status == "loading"]
         ended = engine.finished_requests()
         if self._may_go_on((dict(unfinished), list(ended), dict(held))):
-            time.sleep(_SECONDS_A_STEP)
+            time.sleep(SECONDS_A_STEP)
             return
         aborted = [name for name in ended if name in recorder.laws.loading]
         waiting = [name for name in unfinished if name in recorder.laws.unanswered]

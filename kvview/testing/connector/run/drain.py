@@ -9,10 +9,12 @@ from collections.abc import Callable
 from kvview.testing.connector.judge.invariants import InvariantBroken, check_drained
 from kvview.testing.connector.run.state import RunState
 
+SECONDS_A_STEP = 0.05
+"""Duration of a still step, for threads; in all 3 s, more than the usual deadline of a lookup."""
+
 _STEPS_BEFORE_LOST = 12  # steps until lost jobs are reported
 _MAX_STILL_STEPS = 80  # steps in which no request and no job ends
 _STILL_STEPS_AT_ONCE = 20  # later ones take time, because a thread may still look up a prefix
-_SECONDS_A_STEP = 0.05  # in all 3 s, which is more than the usual deadline of a lookup
 _MAX_DRAIN_STEPS = 3000  # in which no request ends
 _STEPS_TO_REST = 3  # steps after which a connector may no longer refuse a reset
 
@@ -45,7 +47,7 @@ def drain(stage: RunState, raise_stuck: Callable[[], None]) -> None:
         before, ended = ended, requests + sum(worker.num_reported for worker in stage.workers)
         still = still + 1 if ended == before else 0
         if still > _STILL_STEPS_AT_ONCE and _threads_may_look_up(stage):
-            time.sleep(_SECONDS_A_STEP)
+            time.sleep(SECONDS_A_STEP)
         if still > _MAX_STILL_STEPS:
             raise_stuck()
     else:
